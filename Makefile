@@ -1,0 +1,46 @@
+# Needs make and Python 3.11 or newer, nothing else: every target sets up its own .venv first (once; quick afterwards).
+#
+#   make demo    train the example language model on four local processes and compare with one process
+#   make test    all tests that need no GPU
+#   make lint    ruff and pyright
+#   make clean   remove .venv and what builds and tests leave behind
+#
+# PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's or pytest's command line.
+
+TORCH := torch==2.13.0
+TRITON := triton==3.7.1
+EXTRAS := viz,test,dev
+
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+READY := .venv/ready
+FIND_PYTHON := for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(PY) examples/train_lm.py --compare $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m pyright
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# torch first and pinned, so that nothing installed later chooses another. The link is for pyright: see pyproject.toml.
+$(READY): pyproject.toml Makefile
+	@python=$$($(FIND_PYTHON)); test -n "$$python" || { echo "make: Python 3.11 or newer is needed: PYTHON=/path/to/it"; exit 1; }; \
+	test -x $(PY) || { echo "make: creating .venv with $$python"; "$$python" -m venv .venv; }
+	@echo "make: installing $(TORCH) and the rest into .venv"
+	$(PIP) $(TORCH)
+	if [ "$$(uname -s)" = Linux ]; then $(PIP) $(TRITON); fi
+	$(PIP) "setuptools>=77" numpy einops
+	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
+	mkdir -p .venv/src
+	ln -sfn ../.. .venv/src/shardmesh
+	touch $(READY)

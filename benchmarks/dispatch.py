@@ -1,0 +1,495 @@
+"""Host time of operators on sharded tensors: plain torch on the same local shapes, torch's DTensor, and shardmesh.
+
+    python benchmarks/dispatch.py                          tables on the terminal, about two minutes
+    python benchmarks/dispatch.py --size large             the same with tensors whose arithmetic costs something
+    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp
+    python benchmarks/dispatch.py --json figures.json --markdown tables.md
+
+One process that takes itself for rank 0 of 8, on torch's `fake` backend: collectives return at once, so what is
+measured is the time that Python and the dispatcher need. The contestants take turns in every round (see measure.py), and
+everything is gone through several times, since a disturbance can last longer than all rounds of one case.
+"over plain" is a difference of minima, in microseconds; what ends in "x" is a ratio of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dt
+import torch.nn.functional as F
+from measure import Call, Times, interleaved, joined
+from report import environment, environment_line, markdown, show, write_json, write_markdown
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardmesh as sm
+
+WORLD = 8
+PLAIN, DTENSOR, OURS = "plain", "DTensor", "ours"
+
+
+@dataclass(frozen=True)
+class Size:
+    """Local sizes: `x` is [rows, width]; the MLP is [rows, width] -> [rows, hidden] -> [rows, width]."""
+
+    rows: int
+    width: int
+    hidden: int
+    rounds: int
+
+
+SIZES = {"small": Size(4, 8, 16, rounds=25), "large": Size(256, 512, 1024, rounds=8)}
+PASSES = 4
+
+
+# -- the contestants ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Side:
+    """One way to hold tensors. `split` makes the local tensor this rank's rows, `copied` makes it a replicated value.
+
+    Attributes:
+        mesh: its own kind of mesh of 8 ranks, axis "tp".
+        ranks: how many local tensors make up a global one.
+    """
+
+    name: str
+    mesh: Any
+    ranks: int
+    place: Callable[[Tensor, int | None], Tensor]
+
+    def leaf(self, local: Tensor, dim: int | None, grad: bool) -> Tensor:
+        """A leaf of which `local` is this rank's part: split along `dim`, or replicated."""
+        return self.place(local.clone(), dim).requires_grad_(grad)
+
+
+def sides() -> dict[str, Side]:
+    """Plain torch, DTensor and ours, on one fake process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    theirs = init_torch_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))._flatten("all")
+    ours = sm.init_device_mesh("cpu", (WORLD,), axis_names=("all",))
+
+    def place_dtensor(local: Tensor, dim: int | None) -> Tensor:
+        return dt.DTensor.from_local(local, theirs, [dt.Replicate() if dim is None else dt.Shard(dim)])
+
+    def place_ours(local: Tensor, dim: int | None) -> Tensor:
+        placement = sm.Replicate() if dim is None else sm.Shard(dim)
+        return sm.from_local(local, ours, [placement], shape=global_shape(local, dim))
+
+    return {
+        PLAIN: Side(PLAIN, None, 1, lambda local, dim: local),
+        DTENSOR: Side(DTENSOR, theirs, WORLD, place_dtensor),
+        OURS: Side(OURS, ours, WORLD, place_ours),
+    }
+
+
+def global_shape(local: Tensor, dim: int | None) -> list[int]:
+    """The shape of a tensor of which every rank holds a part of this shape."""
+    return [size * WORLD if i == dim else size for i, size in enumerate(local.shape)]
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Operands:
+    """What the operators work on: x, y split by rows, w, b, scale replicated."""
+
+    side: Side
+    size: Size
+    grad: bool
+    x: Tensor = field(init=False)
+    y: Tensor = field(init=False)
+    w: Tensor = field(init=False)
+    b: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, width = self.size.rows, self.size.width
+        generator = torch.Generator().manual_seed(0)
+        x, y, w, b = (
+            torch.randn(s, generator=generator) for s in ((rows, width), (rows, width), (width, width), (width,))
+        )
+        self.x, self.y = self.side.leaf(x, 0, self.grad), self.side.leaf(y, 0, self.grad)
+        self.w, self.b = self.side.leaf(w, None, self.grad), self.side.leaf(b, None, self.grad)
+        self.rows, self.shape = rows * self.side.ranks, (width,)
+
+
+OPERATORS: dict[str, Callable[[Operands], Any]] = {
+    "x + y": lambda t: t.x + t.y,
+    "x * 2.0": lambda t: t.x * 2.0,
+    "x + b (broadcast)": lambda t: t.x + t.b,
+    "x @ w": lambda t: t.x @ t.w,
+    "linear(x, w, b)": lambda t: F.linear(t.x, t.w, t.b),
+    "x.view(rows, 2, -1)": lambda t: t.x.view(t.rows, 2, -1),
+    "x.transpose(0, 1)": lambda t: t.x.transpose(0, 1),
+    "x[:, 1:3]": lambda t: t.x[:, 1:3],
+    "x.sum(-1)": lambda t: t.x.sum(-1),
+    "x.sum()": lambda t: t.x.sum(),
+    "gelu(x)": lambda t: F.gelu(t.x),
+    "softmax(x, -1)": lambda t: torch.softmax(t.x, -1),
+    "layer_norm(x)": lambda t: F.layer_norm(t.x, t.shape, t.b, t.b),
+    "cat([x, y], 1)": lambda t: torch.cat([t.x, t.y], 1),
+    "x.detach()": lambda t: t.x.detach(),
+}
+
+
+def time_operators(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """Each operator with and without a gradient graph."""
+    for grad in (False, True):
+        operands = {name: Operands(side, size, grad) for name, side in all_sides.items()}
+        for operator, run in OPERATORS.items():
+            calls = {name: bound(run, t) for name, t in operands.items()}
+            yield Found(f"{operator}{', grad' if grad else ''}", interleaved(calls, rounds=size.rounds))
+
+
+def bound(run: Callable[[Any], Any], argument: Any) -> Call:
+    """The call with its argument filled in."""
+    return lambda: run(argument)
+
+
+# -- handling ----------------------------------------------------------------------------------------------------------
+
+
+def time_handling(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """What is not an operator: attributes, entering and leaving, meshes."""
+    operands = {name: Operands(side, size, True) for name, side in all_sides.items()}
+    reads: dict[str, Callable[[Operands], Any]] = {
+        "x.shape": lambda t: t.x.shape,
+        "x.dtype": lambda t: t.x.dtype,
+        "x.requires_grad": lambda t: t.x.requires_grad,
+        "x.ndim": lambda t: t.x.ndim,
+        "x.device": lambda t: t.x.device,
+    }
+    for what, read in reads.items():
+        yield Found(what, interleaved({name: bound(read, t) for name, t in operands.items()}, rounds=size.rounds))
+    for what, calls in _handling_calls(all_sides, operands, torch.randn(size.rows, size.width)).items():
+        yield Found(what, interleaved(calls, rounds=size.rounds))
+
+
+def _handling_calls(
+    all_sides: dict[str, Side], operands: dict[str, Operands], local: Tensor
+) -> dict[str, dict[str, Call]]:
+    """Things that plain torch has not."""
+    theirs, ours = all_sides[DTENSOR].mesh, all_sides[OURS].mesh
+    their_2d = init_torch_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    our_2d = sm.init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
+    their_rows, our_rows, shape = [dt.Shard(0)], [sm.Shard(0)], global_shape(local, 0)
+    their_x: Any = operands[DTENSOR].x
+    our_x: Any = operands[OURS].x
+    grad_local = local.clone().requires_grad_()
+    return {
+        "from_local": {
+            DTENSOR: lambda: dt.DTensor.from_local(local, theirs, their_rows),
+            OURS: lambda: sm.ShardedTensor.from_local(local, ours, our_rows, shape=shape),
+        },
+        "from_local, grad": {
+            DTENSOR: lambda: dt.DTensor.from_local(grad_local, theirs, their_rows),
+            OURS: lambda: sm.ShardedTensor.from_local(grad_local, ours, our_rows, shape=shape),
+        },
+        "to_local, grad": {DTENSOR: lambda: their_x.to_local(), OURS: lambda: our_x.to_local()},
+        "redistribute to the same layout": {
+            DTENSOR: lambda: their_x.redistribute(theirs, their_rows),
+            OURS: lambda: our_x.redistribute(ours, our_rows),
+        },
+        'mesh["tp"]': {DTENSOR: lambda: their_2d["tp"], OURS: lambda: our_2d["tp"]},
+    }
+
+
+# -- moves -------------------------------------------------------------------------------------------------------------
+
+
+def time_moves(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """redistribute beside the raw collective that it needs ("plain"), on buffers that are ready to be sent."""
+    x, full = torch.randn(size.rows * WORLD, size.width), torch.Size((size.rows * WORLD, size.width))
+    group, splits = dist.group.WORLD, [size.rows * size.width // WORLD] * WORLD
+    rows, columns = x.chunk(WORLD)[0].contiguous(), x.chunk(WORLD, 1)[0].contiguous()
+    flat = rows.view(-1)
+
+    def all_reduce() -> None:
+        dist.all_reduce(x.clone(), group=group)
+
+    def all_gather() -> None:
+        dist.all_gather_into_tensor(rows.new_empty(full), rows, group=group)
+
+    def reduce_scatter() -> None:
+        dist.reduce_scatter_tensor(torch.empty_like(rows), x, group=group)
+
+    def all_to_all() -> None:
+        dist.all_to_all_single(torch.empty_like(flat), flat, splits, splits, group=group)
+
+    partial, whole = "partial", None
+    cases = [
+        ("partial -> replicated", x, partial, whole, all_reduce),
+        ("rows -> replicated", rows, 0, whole, all_gather),
+        ("partial -> rows", x, partial, 0, reduce_scatter),
+        ("rows -> columns", rows, 0, 1, all_to_all),
+        ("columns -> rows", columns, 1, 0, all_to_all),
+        ("replicated -> rows", x, whole, 0, lambda: None),
+    ]
+    for what, local, src, dst, raw in cases:
+        yield Found(what, interleaved(_move_calls(all_sides, local, full, src, dst) | {PLAIN: raw}, rounds=size.rounds))
+
+
+def _move_calls(all_sides: dict[str, Side], local: Tensor, full: torch.Size, src: Any, dst: Any) -> dict[str, Call]:
+    def placements(module: Any, where: Any) -> list[Any]:
+        return [
+            module.Partial() if where == "partial" else module.Replicate() if where is None else module.Shard(where)
+        ]
+
+    theirs, ours = all_sides[DTENSOR].mesh, all_sides[OURS].mesh
+    stride = (full[1], 1)
+    their_x = dt.DTensor.from_local(local, theirs, placements(dt, src), shape=full, stride=stride)
+    our_x = sm.from_local(local, ours, placements(sm, src), shape=full)
+    their_dst, our_dst = placements(dt, dst), placements(sm, dst)
+    return {DTENSOR: lambda: their_x.redistribute(theirs, their_dst), OURS: lambda: our_x.redistribute(our_dst)}
+
+
+# -- shapes never seen -------------------------------------------------------------------------------------------------
+
+
+def time_new_shapes(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """linear and add on a shape that was never seen, on meshes of one to three axes."""
+    for mesh_shape in ((8,), (2, 4), (2, 2, 2)):
+        names = ("a", "b", "c")[: len(mesh_shape)]
+        theirs = init_torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
+        ours = sm.init_device_mesh("cpu", mesh_shape, axis_names=names)
+        for what, operator in (("linear", F.linear), ("x + x", lambda x, w: x + x)):
+            calls = {
+                PLAIN: _on_new_shapes(operator, lambda local, dim: local, size),
+                DTENSOR: _on_new_shapes(operator, _dtensor_placer(theirs), size),
+                OURS: _on_new_shapes(operator, _our_placer(ours), size),
+            }
+            yield Found(f"{what}, new shape, {len(mesh_shape)}-D mesh", interleaved(calls, rounds=3, batch_s=0))
+
+
+def _dtensor_placer(mesh: Any) -> Callable[[Tensor, int | None], Tensor]:
+    def place(local: Tensor, dim: int | None) -> Tensor:
+        first = dt.Replicate() if dim is None else dt.Shard(dim)
+        return dt.DTensor.from_local(local, mesh, [first, *[dt.Replicate()] * (mesh.ndim - 1)])
+
+    return place
+
+
+def _our_placer(mesh: Any) -> Callable[[Tensor, int | None], Tensor]:
+    def place(local: Tensor, dim: int | None) -> Tensor:
+        shape = [n * mesh.shape[0] if i == dim else n for i, n in enumerate(local.shape)]
+        return sm.from_local(
+            local,
+            mesh,
+            [sm.Replicate() if dim is None else sm.Shard(dim)] + [sm.Replicate()] * (mesh.ndim - 1),
+            shape=shape,
+        )
+
+    return place
+
+
+_rows = itertools.count(1)
+
+
+def _on_new_shapes(operator: Callable[[Tensor, Tensor], Any], place: Callable[..., Tensor], size: Size) -> Call:
+    """The operator on a longer x each time; the operands are made beforehand."""
+    weight = place(torch.randn(size.width, size.width), None)
+    fresh = iter([place(torch.randn(next(_rows), size.width), 0) for _ in range(20)])
+    return lambda: operator(next(fresh), weight)
+
+
+# -- a tensor-parallel MLP ---------------------------------------------------------------------------------------------
+
+
+def time_mlp(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """Forward and backward of gelu(x @ w1.T) @ w2.T, w1 split by output features, w2 by input features.
+
+    "plain" is the local arithmetic alone; "by hand" adds the all_reduce of the result, as a written-out tensor-parallel
+    layer has it.
+    """
+    x, w1, w2 = (
+        torch.randn(size.rows, size.width),
+        torch.randn(size.hidden, size.width),
+        torch.randn(size.width, size.hidden),
+    )
+    calls = {
+        PLAIN: _mlp_step(all_sides[PLAIN], x, w1, w2, lambda y: y),
+        "by hand": _mlp_step(all_sides[PLAIN], x, w1, w2, lambda y: _AllReduce.apply(y)),
+        DTENSOR: _mlp_step(all_sides[DTENSOR], x, w1, w2, lambda y: y.redistribute(placements=[dt.Replicate()])),
+        "DTensor modules": _module_step(all_sides[DTENSOR].mesh, x, size),
+        OURS: _mlp_step(all_sides[OURS], x, w1, w2, lambda y: y.redistribute([sm.Replicate()])),
+    }
+    yield Found("TP MLP, forward + backward", interleaved(calls, rounds=2 * size.rounds, batch_s=1e-3))
+
+
+def _mlp_step(side: Side, x: Tensor, w1: Tensor, w2: Tensor, reduce: Callable[[Any], Any]) -> Call:
+    x, w1, w2 = side.leaf(x, None, False), side.leaf(w1, 0, True), side.leaf(w2, 1, True)
+
+    def step() -> None:
+        w1.grad = w2.grad = None
+        reduce(F.linear(F.gelu(F.linear(x, w1)), w2)).sum().backward()
+
+    return step
+
+
+class _AllReduce(torch.autograd.Function):
+    """Sum over the ranks; the gradient of the sum is every rank's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.clone()
+        dist.all_reduce(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def _module_step(mesh: Any, x: Tensor, size: Size) -> Call:
+    """The same through nn.Linear and torch's own parallel styles."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(size.width, size.hidden * WORLD, bias=False),
+        torch.nn.GELU(),
+        torch.nn.Linear(size.hidden * WORLD, size.width, bias=False),
+    )
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    return step
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """The times of one case, by contestant."""
+
+    case: str
+    times: dict[str, Times]
+
+    def above(self, name: str) -> float | None:
+        """Microseconds above plain, between minima."""
+        if PLAIN not in self.times or name not in self.times:
+            return None
+        return (self.times[name].best - self.times[PLAIN].best) * 1e6
+
+    def ratio(self, name: str, base: str) -> float | None:
+        """Ratio of medians."""
+        if base not in self.times or name not in self.times:
+            return None
+        return self.times[name].median / self.times[base].median
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON file."""
+        over = {n: round(v, 3) for n in self.times if n != PLAIN and (v := self.above(n)) is not None}
+        return {"case": self.case, "times": {n: t.as_dict() for n, t in self.times.items()}, "over_plain_us": over}
+
+
+def merged(passes: Sequence[Sequence[Found]]) -> list[Found]:
+    """The same cases timed several times, as one."""
+    return [
+        Found(same[0].case, {n: joined([f.times[n] for f in same]) for n in same[0].times})
+        for same in zip(*passes, strict=True)
+    ]
+
+
+COLUMNS = (
+    "case",
+    "plain us",
+    "DTensor us",
+    "ours us",
+    "DTensor over plain",
+    "ours over plain",
+    "DTensor / ours",
+    "ours / plain",
+)
+
+
+def table_row(found: Found) -> list[str]:
+    """One line of the tables: minima, differences of minima, ratios of medians."""
+    minima = [_number(found.times[n].best * 1e6 if n in found.times else None) for n in (PLAIN, DTENSOR, OURS)]
+    above = [_number(found.above(n)) for n in (DTENSOR, OURS)]
+    ratios = [_number(found.ratio(DTENSOR, OURS), "x"), _number(found.ratio(OURS, PLAIN), "x")]
+    return [found.case, *minima, *above, *ratios]
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+
+
+MLP_COLUMNS = ("contestant", "min us", "median us", "x plain", "x by hand")
+
+
+def mlp_rows(found: Found) -> list[list[str]]:
+    """The MLP has more contestants than the other cases: one line each."""
+    return [
+        [
+            name,
+            _number(t.best * 1e6),
+            _number(t.median * 1e6),
+            _number(found.ratio(name, PLAIN), "x"),
+            _number(found.ratio(name, "by hand"), "x"),
+        ]
+        for name, t in found.times.items()
+    ]
+
+
+SECTIONS: dict[str, tuple[str, Callable[[dict[str, Side], Size], Iterator[Found]]]] = {
+    "operators": ("Operators, x split by rows over 8 ranks, no communication needed", time_operators),
+    "handling": ("Attributes, entering and leaving, meshes", time_handling),
+    "moves": ("redistribute; plain is the raw collective on ready buffers", time_moves),
+    "shapes": ("The first call on a shape", time_new_shapes),
+    "mlp": ("Two-layer tensor-parallel MLP, forward and backward", time_mlp),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the chosen sections, print their tables and write the files asked for."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    all_sides, size = sides(), SIZES[options.size]
+    chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
+    passes = [{name: list(run(all_sides, size)) for name, (_, run) in chosen.items()} for _ in range(PASSES)]
+    figures, document = {}, []
+    for section, (title, _) in chosen.items():
+        found = merged([timed[section] for timed in passes])
+        columns, rows = (
+            (MLP_COLUMNS, mlp_rows(found[0])) if section == "mlp" else (COLUMNS, [table_row(f) for f in found])
+        )
+        show(title, columns, rows)
+        document.append(f"### {title}\n\n{markdown(columns, rows)}\n")
+        figures[section] = [f.as_dict() for f in found]
+    env = environment()
+    print(environment_line(env))
+    write_json(options.json, {"environment": env, "size": options.size, "sections": figures})
+    write_markdown(options.markdown, "\n".join([*document, environment_line(env)]))
+    dist.destroy_process_group()
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--size", choices=SIZES, default="small", help="small: host time dominates; large: arithmetic counts"
+    )
+    parser.add_argument(
+        "--only", choices=SECTIONS, action="append", help="a section to run; may be given several times"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all figures here")
+    parser.add_argument("--markdown", metavar="PATH", help="write the tables here")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

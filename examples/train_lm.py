@@ -1,0 +1,396 @@
+"""Train a byte-level GPT on the source code of Python's standard library, sharded over a 2-D mesh of processes.
+
+    python examples/train_lm.py                              4 local processes, mesh (fsdp=2, tp=2)
+    torchrun --nproc-per-node 4 examples/train_lm.py         the same, started by torchrun
+    python examples/train_lm.py --single                     the same model and data in one process, without a mesh
+    python examples/train_lm.py --compare                    both, and their losses side by side
+    torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
+
+The model is plain PyTorch. What makes it run on a mesh is a table that says where each weight is stored (`STORED`),
+and calls of `reshard(x, spec)` where a tensor must lie differently than it does. Everything else follows from the
+layouts of the operands: which ranks compute what, what is still to be summed, and what backward communicates.
+
+Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of the residual stream,
+h head, e width of a head, f width of the MLP, v byte value.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import train_lm_report as report
+from torch import Tensor, nn
+
+import shardmesh as sm
+from shardmesh import P
+
+TOLERANCE = 1e-4  # how far, relatively, a loss on the mesh may be from the loss of one process
+VOCABULARY = 256
+CORPUS_BYTES = 3_000_000
+WARM_UP_STEPS = 25  # a shorter one works too, but magnifies rounding errors, and with them the difference between runs
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of the model and of a batch; `lr` is the highest learning rate."""
+
+    layers: int
+    d: int
+    heads: int
+    f: int
+    s: int
+    b: int
+    lr: float
+
+
+SIZES = {
+    "tiny": Size(layers=2, d=32, heads=4, f=64, s=32, b=8, lr=1e-2),
+    "demo": Size(layers=3, d=128, heads=4, f=352, s=128, b=8, lr=2e-3),
+    "small": Size(layers=6, d=384, heads=8, f=1024, s=256, b=32, lr=1e-3),
+    "medium": Size(layers=12, d=768, heads=12, f=2048, s=1024, b=64, lr=6e-4),
+}
+
+# -- how the model lies on the mesh ------------------------------------------------------------------------------------
+
+# Every weight is split over both axes. Over tp: either its rows, so that each tp rank computes some output features of
+# `F.linear`, or its columns, so that each sums over some input features. Over fsdp: always rows, minor to those of tp,
+# so that a gathered weight is what arrived from the other ranks, in memory order, and nothing has to be copied.
+STORED = {
+    "embedding": P("fsdp", "tp"),  # [v, d]
+    "w_qkv": P(("tp", "fsdp")),  # [h 3 e, d]
+    "w_out": P("fsdp", "tp"),  # [d, h e]
+    "w_gate_up": P(("tp", "fsdp")),  # [f 2, d]
+    "w_down": P("fsdp", "tp"),  # [d, f]
+}  # the norms' weights are small and stay replicated
+
+# A weight while it is used is gathered over fsdp (the embedding over both), and let go when backward is done with it.
+SPLIT_OUTPUTS, SPLIT_INPUTS, WHOLE = P("tp"), P(None, "tp"), P()
+
+STREAM = P("fsdp")  # activations [b, s, d] between layers: the batch is split over fsdp; tp ranks hold the same
+TOKENS = P(("fsdp", "tp"))  # activations [t, d] and targets [t] at the loss: the tokens are split over all ranks
+
+
+def reshard(x: Tensor, spec: P) -> Tensor:
+    """Lay a tensor out as `spec` says; the plain tensors of `--single` are whole and stay so.
+
+    Backward does the dual by itself: where a weight was gathered, its gradient is summed and scattered.
+    """
+    return sm.reshard(x, spec) if isinstance(x, sm.ShardedTensor) else x
+
+
+def place(x: Tensor, mesh: sm.DeviceMesh | None, spec: P) -> Tensor:
+    """A tensor that every rank has whole, laid out on the mesh: each rank keeps its part, nothing is sent."""
+    return x if mesh is None else sm.device_put(x, mesh, spec, src_data_rank=None)
+
+
+def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
+    """Put a module's own weights where STORED says; `distribute_module` calls it for every module."""
+    for name in [name for name, _ in module.named_parameters(recurse=False)]:
+        if name in STORED:
+            sm.shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
+
+
+def whole(x: Tensor) -> Tensor:
+    """The plain tensor of all values, on every rank."""
+    return x.full_tensor() if isinstance(x, sm.ShardedTensor) else x
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.w_qkv = weight(3 * size.d, size.d)
+        self.w_out = weight(size.d, size.d, scale=1 / math.sqrt(2 * size.layers))
+
+    def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        qkv_bsn = F.linear(x_bsd, reshard(self.w_qkv, SPLIT_OUTPUTS))  # n is (h 3 e), so each tp rank has whole heads
+        q_bhse, k_bhse, v_bhse = qkv_bsn.unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
+        q_bhse, k_bhse = rotate(q_bhse, rotary), rotate(k_bhse, rotary)
+        y_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True)
+        y_bsd = y_bhse.transpose(1, 2).flatten(-2)
+        # Each tp rank has summed over its own heads: the product is pending over tp, and the stream wants it summed.
+        return reshard(F.linear(y_bsd, reshard(self.w_out, SPLIT_INPUTS)), STREAM)
+
+
+class MLP(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.w_gate_up = weight(2 * size.f, size.d)
+        self.w_down = weight(size.d, size.f, scale=1 / math.sqrt(2 * size.layers))
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        gate_up_bsn = F.linear(x_bsd, reshard(self.w_gate_up, SPLIT_OUTPUTS))  # n is (f 2)
+        gate_bsf, up_bsf = gate_up_bsn.unflatten(-1, (-1, 2)).unbind(-1)
+        return reshard(F.linear(F.silu(gate_bsf) * up_bsf, reshard(self.w_down, SPLIT_INPUTS)), STREAM)
+
+
+class Block(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm_attention, self.attention = nn.RMSNorm(size.d), Attention(size)
+        self.norm_mlp, self.mlp = nn.RMSNorm(size.d), MLP(size)
+
+    def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        x_bsd = x_bsd + self.attention(self.norm_attention(x_bsd), rotary)
+        return x_bsd + self.mlp(self.norm_mlp(x_bsd))
+
+
+class GPT(nn.Module):
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = weight(VOCABULARY, size.d)  # read by the first layer and, tied, by the head
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.d)
+        angle_se = torch.outer(torch.arange(size.s), 1e4 ** -torch.linspace(0, 1, size.d // size.heads // 2))
+        self.register_buffer("cos_se", angle_se.cos())
+        self.register_buffer("sin_se", angle_se.sin())
+
+    def forward(self, ids_bs: Tensor, last_only: bool = False) -> Tensor:
+        """Logits [t, v] for the byte after each position, or only for the byte after the last one."""
+        embedding_vd = reshard(self.embedding, WHOLE)
+        x_bsd = F.embedding(ids_bs, embedding_vd)
+        for block in self.blocks:
+            x_bsd = block(x_bsd, (self.cos_se, self.sin_se))
+        x_bsd = x_bsd[:, -1:] if last_only else x_bsd
+        # With 256 byte values the head is small: rather than the vocabulary, its tokens are divided over tp as well.
+        return F.linear(reshard(self.norm(x_bsd).flatten(0, 1), TOKENS), embedding_vd)
+
+
+def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
+    return nn.Parameter(torch.randn(rows, columns) * (0.5 * scale / math.sqrt(columns)))
+
+
+def rotate(x_bhse: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions: turn each pair of features by an angle that grows with the position."""
+    (a, b), (cos, sin) = x_bhse.chunk(2, dim=-1), rotary
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+# -- the data ----------------------------------------------------------------------------------------------------------
+
+
+def read_corpus() -> tuple[Tensor, Tensor]:
+    """The modules of the standard library as bytes: to train on, and (every tenth module) to validate on."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    modules = [path.read_bytes() for path in sorted(folder.glob("*.py"))]
+    train = b"".join(text for i, text in enumerate(modules) if i % 10)[:CORPUS_BYTES]
+    valid = b"".join(modules[::10])[: CORPUS_BYTES // 10]
+    if min(len(train), len(valid)) < 10_000:
+        raise SystemExit(f"{folder} holds {len(modules)} Python modules, {len(train)} bytes: too little to learn from")
+    return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(valid), dtype=torch.uint8)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Model, optimizer and data: the same for every mesh, and for none, given the same seed."""
+
+    def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
+        self.size, self.steps, self.mesh = SIZES[options.size], options.steps, mesh
+        self.device = torch.device(options.device) if mesh is None else mesh.device
+        torch.manual_seed(options.seed)
+        self.model = GPT(self.size).to(self.device)
+        if mesh is not None:
+            sm.distribute_module(self.model, mesh, place_weights, src_data_rank=None)
+        # The optimizer knows nothing of the mesh: its fused kernel steps each rank's part of the weights.
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
+        self.train_text, self.valid_text = read_corpus()
+        self.batches = self.draw(self.train_text, options.seed)
+
+    def lr_share(self, step: int) -> float:
+        """Warm-up, and cosine decay to a tenth of the highest rate."""
+        return min((step + 1) / WARM_UP_STEPS, 0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+    def draw(self, text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Random windows of the text: bytes [b, s], and the byte after each of them [t].
+
+        Every rank draws the same windows and keeps its part, so handing out data needs no communication.
+        """
+        random, window_s = torch.Generator().manual_seed(seed), torch.arange(self.size.s + 1)
+        while True:
+            starts_b = torch.randint(len(text) - self.size.s, (self.size.b,), generator=random)
+            window = text[starts_b[:, None] + window_s].long().to(self.device)
+            yield place(window[:, :-1], self.mesh, STREAM), place(window[:, 1:].flatten(), self.mesh, TOKENS)
+
+    def step(self) -> Tensor:
+        ids_bs, targets_t = next(self.batches)
+        loss = F.cross_entropy(self.model(ids_bs), targets_t)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.schedule.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def validate(self, count: int = 2) -> float:
+        """Mean loss over the same few validation batches every time."""
+        batches = itertools.islice(self.draw(self.valid_text, seed=0), count)
+        return sum(F.cross_entropy(self.model(ids_bs), targets_t).item() for ids_bs, targets_t in batches) / count
+
+    def gathered(self) -> GPT:
+        """The model with plain weights, whole on every rank: a state dict fits any mesh, and none."""
+        model = GPT(self.size).to(self.device)
+        model.load_state_dict({name: whole(value) for name, value in self.model.state_dict().items()})
+        return model
+
+
+@torch.no_grad()
+def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0.6) -> str:
+    """Continue a text byte by byte, each drawn from the model's probabilities; returns its end."""
+    window, device = len(text), model.embedding.device
+    for _ in range(length):
+        ids_bs = torch.tensor([text[-window:]], device=device)
+        logits_v = model(ids_bs, last_only=True)[0] / temperature
+        text.append(int(torch.multinomial(logits_v.softmax(0), 1)))
+    return bytes(text[window - 60 :]).decode("utf-8", errors="replace")
+
+
+def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run:
+    """Train on a mesh, or without one in this process; rank 0 tells how it goes."""
+    quiet = mesh is not None and mesh.get_rank() != 0
+    say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
+    trainer = Trainer(options, mesh)
+    name = "one process" if mesh is None else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
+    run = report.Run(name, sum(p.numel() for p in trainer.model.parameters()))
+    say(introduction(run, trainer))
+    start = since = time.perf_counter()
+    with report.progress_bar(name, options.steps, quiet) as advance:
+        for step in range(1, options.steps + 1):
+            with sm.comm_budget() as used:
+                loss = trainer.step()
+            run.collectives = used.by_op
+            advance()
+            if step % options.every == 0 or step in (1, options.steps):
+                done = step - (run.rows[-1].step if run.rows else 0)
+                loss = loss.item()  # first: on a GPU it waits for the steps
+                speed = done * trainer.size.b * trainer.size.s / (time.perf_counter() - since)
+                run.rows.append(report.Row(step, loss, trainer.validate(), speed))
+                say(report.line(run.rows[-1]))
+                since = time.perf_counter()
+    run.seconds = time.perf_counter() - start
+    model = trainer.gathered()  # every rank takes part, rank 0 writes
+    if not quiet:
+        run.sample = write(model, trainer.valid_text[: trainer.size.s].tolist())
+    say(report.ending(run))
+    return run
+
+
+def introduction(run: report.Run, trainer: Trainer) -> str:
+    """What is about to be trained, how two of its weights lie on the mesh, and what using one of them does."""
+    share_v = trainer.train_text.bincount(minlength=VOCABULARY) / len(trainer.train_text)
+    guesses = f"{math.log(VOCABULARY):.2f} knowing nothing, {torch.special.entr(share_v).sum():.2f} by byte frequencies"
+    lines = [f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes", f"loss: {guesses}"]
+    if trainer.mesh is not None:
+        block: Any = trainer.model.blocks[0]
+        pictures = [sm.visualize(block.attention.w_qkv), sm.visualize(block.mlp.w_down)]
+        lines += ["\nwhich rank stores what of w_qkv and w_down:", *pictures]
+        lines += ["\nto use w_down:", str(sm.explain(block.mlp.w_down, SPLIT_INPUTS))]
+    return "\n".join([*lines, "", report.header()])
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def mesh_axes(text: str) -> dict[str, int]:
+    """`fsdp=2,tp=2` as a dictionary; an axis left out has size 1."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    axes = {name: int(size) for name, _, size in pairs if name in ("fsdp", "tp") and size.isdecimal() and int(size) > 0}
+    if len(axes) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: write the sizes of fsdp and tp, such as fsdp=2,tp=2")
+    return axes | {name: 1 for name in ("fsdp", "tp") if name not in axes}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="sizes of both axes, major first")
+    parser.add_argument("--size", choices=SIZES, default="demo", help="shapes of the model and of a batch")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--every", type=int, default=10, help="steps between two printed losses")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=devices(), default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--single", action="store_true", help="one process with plain tensors")
+    which.add_argument("--compare", action="store_true", help=f"both; fails if losses differ by more than {TOLERANCE}")
+    options = parser.parse_args(arguments)
+    problem = find_problem(options)
+    return parser.error(problem) if problem else options
+
+
+def devices() -> list[str]:
+    """Device types that this machine has."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def find_problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options together, and what to write instead."""
+    size, (fsdp, tp) = SIZES[options.size], (options.mesh["fsdp"], options.mesh["tp"])
+    ranks, started = fsdp * tp, int(os.environ.get("WORLD_SIZE", "0"))
+    if options.steps < 1 or options.every < 1:
+        return f"--steps {options.steps} --every {options.every}: both must be at least 1"
+    if options.single:
+        return "--single is one process: start it with python, not with torchrun" if started > 1 else None
+    if size.heads % tp:
+        return f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp that does"
+    if size.b % fsdp:
+        return f"fsdp={fsdp} does not divide the batch of {size.b} of --size {options.size}: choose an fsdp that does"
+    if started and started != ranks:
+        wanted = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
+        return f"a mesh of fsdp={fsdp} x tp={tp} needs {ranks} processes, and {started} were started: write {wanted}"
+    return None
+
+
+def train_on_mesh(options: argparse.Namespace) -> report.Run:
+    """One rank's work; every process of the mesh calls it."""
+    mesh = sm.init_device_mesh(options.device, tuple(options.mesh.values()), axis_names=tuple(options.mesh))
+    return train(options, mesh)
+
+
+def train_in_processes(options: argparse.Namespace) -> report.Run:
+    """Train in the processes that torchrun started, or else in processes of our own."""
+    if "RANK" not in os.environ:
+        return sm.launch(train_on_mesh, math.prod(options.mesh.values()), (options,))[0]
+    run = train_on_mesh(options)
+    torch.distributed.destroy_process_group()
+    return run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if options.compare:
+        torch.set_num_threads(1)  # as each rank has: then tokens/s can be compared as well
+    runs = [] if options.single else [train_in_processes(options)]
+    if int(os.environ.get("RANK", "0")) > 0:
+        return 0
+    if options.single or options.compare:
+        runs.append(train(options, None))
+    difference = report.compare(runs[0], runs[1], TOLERANCE) if options.compare else None
+    report.save_metrics(options.out / "metrics.json", vars(options), runs, difference)
+    report.save_plot(options.out / "loss.png", runs)
+    return 0 if difference is None or difference <= TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # `launch` has ended the ranks, also the one whose progress bar hid the cursor
+        print("\ninterrupted" + ("\x1b[?25h" if sys.stdout.isatty() else ""))
+        sys.exit(130)

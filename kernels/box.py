@@ -1,0 +1,109 @@
+"""A box: one half-open interval per tensor dim, `((start, stop), ...)`. The box of a 0-d tensor is `()`."""
+
+import math
+from collections.abc import Sequence
+
+Box = tuple[tuple[int, int], ...]
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """`full_box(shape) -> Box`: the box of the whole tensor."""
+    return tuple((0, size) for size in shape)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """`box_shape(box) -> shape`: how long the box is in each dim."""
+    return tuple([stop - start for start, stop in box])
+
+
+def box_origin(box: Box) -> tuple[int, ...]:
+    """`box_origin(box) -> index`: the index of the box's first element."""
+    return tuple([start for start, _ in box])
+
+
+def box_size(box: Box) -> int:
+    """`box_size(box) -> int`: how many elements the box holds (1 for the 0-d box)."""
+    return math.prod([stop - start for start, stop in box])
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """`intersect(a, b) -> Box | None`: the elements in both boxes, None where there are none.
+
+    The 0-d box meets itself in the 0-d box.
+    """
+    common = []
+    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
+        start = a_start if a_start > b_start else b_start
+        stop = a_stop if a_stop < b_stop else b_stop
+        if start >= stop:
+            return None
+        common.append((start, stop))
+    return tuple(common)
+
+
+def shift(box: Box, origin: Sequence[int]) -> Box:
+    """`shift(box, origin) -> Box`: the box as seen by a tensor whose first element lies at `origin`.
+
+    A rank that holds global rows 4:8 keeps global rows 5:7 at local rows 1:3:
+
+    >>> shift(((5, 7), (0, 3)), (4, 0))
+    ((1, 3), (0, 3))
+    """
+    return tuple([(start - o, stop - o) for (start, stop), o in zip(box, origin, strict=True)])
+
+
+def slices(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+    """`slices(box, origin=None) -> index`: so that `x[slices(box)]` is the box of x.
+
+    With `origin`, x is a part whose first element lies there (see `shift`).
+    """
+    if origin is not None:
+        box = shift(box, origin)
+    return tuple([slice(start, stop) for start, stop in box])
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """`row_major_strides(shape) -> strides`: of a contiguous tensor, in elements.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
+
+
+def merge_dims(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements, order kept, in the fewest dims (but one).
+
+    >>> merge_dims((2, 1, 3, 4), (24, 24, 4, 1))
+    ((2, 12), (24, 1))
+    """
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    merged = merged or [(1, 1)]
+    return tuple([size for size, _ in merged]), tuple([stride for _, stride in merged])
+
+
+def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """`check_boxes(shape, boxes)`: every box lies inside a tensor of `shape`.
+
+    Raises:
+        ValueError: a box has another number of dims than `shape`, is inside out or reaches beyond it.
+    """
+    for number, box in enumerate(boxes):
+        if len(box) != len(shape):
+            raise ValueError(f"box {number} {box} has {len(box)} dims, not {len(shape)} as the tensor's {tuple(shape)}")
+        for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
+            if not 0 <= start <= stop <= size:
+                raise ValueError(
+                    f"box {number} {box} spans {start}:{stop} in dim {dim}, which is not inside 0:{size} "
+                    f"of the tensor of shape {tuple(shape)}"
+                )

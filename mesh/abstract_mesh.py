@@ -1,0 +1,200 @@
+"""An N-D grid of ranks with named axes, without devices: enough to plan, count and draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+
+from . import errors
+
+Axes = str | tuple[str, ...]
+
+
+class AbstractMesh:
+    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, with no process behind it.
+
+    Immutable; equal meshes compare equal and hash alike.
+
+    Attributes:
+        axis_names: one name per axis, major to minor (`mesh_dim_names` is the same).
+        shape: one size per axis.
+        ndim: number of axes.
+        ranks: the ranks in the shape of the mesh, int64, read-only.
+
+    Raises: MeshError when a size is not a positive integer, names are missing or appear twice.
+
+    >>> from shardmesh.mesh import AbstractMesh
+    >>> mesh = AbstractMesh((4096, 8), ("dp", "tp"))
+    >>> mesh.size(), mesh.size("tp"), mesh.coordinate_of(11)
+    (32768, 8, (1, 3))
+    """
+
+    axis_names: tuple[str, ...]
+    shape: tuple[int, ...]
+    ndim: int
+    ranks: np.ndarray
+    _layouts: dict[Any, Any]
+
+    def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
+        shape = checked_shape(shape)
+        self._set(np.arange(prod(shape), dtype=np.int64).reshape(shape), checked_names(axis_names, shape))
+
+    def _set(self, ranks: np.ndarray, names: tuple[str, ...]) -> None:
+        ranks.setflags(write=False)
+        self.ranks = ranks
+        self.shape = ranks.shape
+        self.ndim = ranks.ndim
+        self.axis_names = names
+        self._index = {name: i for i, name in enumerate(names)}
+        self._layouts = {}
+        self._parts: dict[Any, Any] = {}
+        self._flattened: dict[str, tuple[str, ...]] = {}
+        self._hash = hash((type(self), self.shape, names, ranks.tobytes() if ranks.size <= 4096 else None))
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        """The axis names, as torch calls them."""
+        return self.axis_names
+
+    def axis_index(self, name: str) -> int:
+        """The position of the axis. Raises: MeshError for an unknown name."""
+        try:
+            return self._index[name]
+        except (KeyError, TypeError):
+            raise errors.unknown_axis(name, self.axis_names) from None
+
+    def size(self, axis: str | int | tuple[str, ...] | None = None) -> int:
+        """Number of ranks along an axis (a name or a position), along several together, or in the whole mesh.
+
+        Raises: MeshError for an unknown axis or one named twice.
+        """
+        if axis is None:
+            return self.ranks.size
+        if isinstance(axis, int):
+            return self.shape[self._position(axis)]
+        return prod(self.shape[self._index[name]] for name in self._checked_axes(axis))
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """The index of a rank along each axis; None when the rank is not in the mesh."""
+        if not 0 <= rank < self.ranks.size:
+            return None
+        return unravel(rank, self.shape)
+
+    def __getitem__(self, axes: Axes) -> Self:
+        """The mesh of only these axes, in this order. Raises: MeshError for an unknown axis or one named twice."""
+        if isinstance(axes, str) and axes in self._flattened:
+            return self._part(self._flattened[axes], axes)
+        names = self._checked_axes(axes)
+        return self if names == self.axis_names else self._part(names)
+
+    def flatten(self, axes: Axes | None = None, name: str | None = None) -> Self:
+        """The axes (all by default; major to minor as given) as one, named like "dp_tp" unless a name is given.
+
+        The name can be used on this mesh afterwards, as in `mesh["dp_tp"]`.
+
+        Raises: MeshError for an unknown axis, one named twice, or a name that means something else already.
+        """
+        names = self._checked_axes(self.axis_names if axes is None else axes)
+        return self._part(names, self._flat_name(names, name))
+
+    def _flat_name(self, names: tuple[str, ...], name: str | None) -> str:
+        name = "_".join(names) if name is None else name
+        taken = (name,) if name in self._index else self._flattened.get(name, names)
+        if taken != names:
+            raise errors.MeshError(
+                f"flatten({names}): the name {name!r} already stands for {taken} of {self!r}; give another name=."
+            )
+        if name not in self._index:
+            self._flattened[name] = names
+        return name
+
+    def _part(self, names: tuple[str, ...], flat_name: str | None = None) -> Self:
+        """A part of this mesh, the same object each time."""
+        key = (names, flat_name)
+        if key not in self._parts:
+            self._parts[key] = self._make_part(names, flat_name)
+        return self._parts[key]
+
+    def _make_part(self, names: tuple[str, ...], flat_name: str | None) -> Any:
+        if flat_name is not None:
+            return AbstractMesh((self.size(names),), (flat_name,))
+        return AbstractMesh(tuple(self.size(name) for name in names), names)
+
+    def _position(self, axis: int) -> int:
+        if not -self.ndim <= axis < self.ndim:
+            raise errors.MeshError(f"axis {axis} is out of range: {self!r} has {self.ndim} axes, 0 to {self.ndim - 1}.")
+        return axis % self.ndim
+
+    def _checked_axes(self, axes: Axes) -> tuple[str, ...]:
+        if not isinstance(axes, str | tuple | list):
+            raise errors.MeshError(f"axes {axes!r}: write a name or a tuple of names of {list(self.axis_names)}.")
+        names = self._flattened.get(axes, (axes,)) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            self.axis_index(name)
+        if not names:
+            raise errors.MeshError(f"no axis given: name at least one of {list(self.axis_names)}.")
+        if len(set(names)) != len(names):
+            raise errors.repeated_axis(names)
+        return names
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.axis_names == other.axis_names and np.array_equal(self.ranks, other.ranks)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __copy__(self) -> AbstractMesh:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbstractMesh:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AbstractMesh, (self.shape, self.axis_names)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({axes_text(self.shape, self.axis_names)})"
+
+
+def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of a flat index (numpy's takes ten times as long)."""
+    place = []
+    for size in reversed(shape):
+        index, i = divmod(index, size)
+        place.append(i)
+    return tuple(reversed(place))
+
+
+def axes_text(shape: Sequence[int], names: Sequence[str]) -> str:
+    """dp=2, tp=8"""
+    return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape as a tuple of ints. Raises: MeshError when it is not one of positive integers."""
+    try:
+        sizes = tuple(int(s) for s in shape)
+    except (TypeError, ValueError):
+        raise errors.bad_shape(shape) from None
+    if not sizes or min(sizes) < 1 or any(s != given for s, given in zip(sizes, shape, strict=True)):
+        raise errors.bad_shape(shape)
+    return sizes
+
+
+def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:
+    """One name per axis, "axis_0", "axis_1", ... when none are given. Raises: MeshError."""
+    if names is None:
+        return tuple(f"axis_{i}" for i in range(len(shape)))
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if len(found) != len(shape) or not all(isinstance(n, str) and n for n in found):
+        raise errors.names_do_not_fit(names, shape)
+    if len(set(found)) != len(found):
+        raise errors.repeated_axis(found)
+    return found

@@ -1,0 +1,336 @@
+"""DeviceMesh: an N-D grid of ranks with named axes, and what this rank needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import errors
+from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, unravel
+from .group import Group, World, active_world, current_world
+from .process import ProcessGroup, ProcessWorld
+from .start import local_device, start_processes
+
+
+class DeviceMesh(AbstractMesh):
+    """DeviceMesh(device_type, ranks): the ranks of a world in an N-D grid with named axes.
+
+    The ranks may be any of the world's, in any order. On a rank that is not among them `coordinate` is None. In one
+    world the same device type, ranks and names are always the same object, so that identity compares meshes.
+
+    Attributes:
+        axis_names, shape, ndim, ranks: as in `AbstractMesh`.
+        device_type: "cpu", "cuda", ...
+        device: where this rank's part of a tensor lives.
+        world: the world that the ranks belong to.
+        coordinate: this rank's index along each axis, or None.
+
+    Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the device type is not one that
+        the world's backend serves.
+    Communication: none; process groups are made by their first collective. In a torchrun job without a default process
+        group that one is started first.
+
+        DeviceMesh("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
+    """
+
+    device_type: str
+    device: torch.device
+    world: World
+    coordinate: tuple[int, ...] | None
+    _groups: dict[Any, Group]
+    _torch: Any
+
+    def __new__(
+        cls,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        ranks = _checked_ranks(mesh)
+        names = checked_names(_one_of(mesh_dim_names, axis_names), ranks.shape)
+        world = active_world() or start_processes(device_type)
+        return _interned(world, device_type, ranks, names)
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ) -> None:
+        # Everything is done by __new__, which may return a mesh that exists already.
+        pass
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[int, ...]]:
+        return {int(rank): place for place, rank in np.ndenumerate(self.ranks)}
+
+    @property
+    def mesh(self) -> Tensor:
+        """The ranks as a CPU tensor of the mesh's shape, as in torch."""
+        return torch.from_numpy(self.ranks.copy())
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """The index of a rank along each axis; None when the rank is not in the mesh."""
+        return self._places.get(rank)
+
+    def __getitem__(self, axes: Axes) -> Self:
+        """The mesh of these axes, in this order, over the ranks that share my place on the other axes.
+
+            mesh (dp=2, tp=2)   [0 1]     on rank 2:  mesh["tp"] = [2 3]   mesh["dp"] = [0 2]   mesh["tp", "dp"] = [0 2]
+                                [2 3]                                                                              [1 3]
+
+        On a rank outside the mesh: the slice at place 0 of the other axes, on which its coordinate is None too.
+
+        Raises: MeshError for an unknown axis or one named twice.
+        Communication: none.
+        """
+        return super().__getitem__(axes)
+
+    def _make_part(self, names: tuple[str, ...], flat_name: str | None) -> DeviceMesh:
+        ranks = self._part_ranks(names)
+        if flat_name is not None:
+            ranks, names = ranks.reshape(-1), (flat_name,)
+        return _interned(self.world, self.device_type, ranks, names)
+
+    def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
+        kept = [self._index[name] for name in names]
+        place = self.coordinate or (0,) * self.ndim
+        index = tuple(slice(None) if i in kept else place[i] for i in range(self.ndim))
+        # The kept axes are in mesh order now; argsort of argsort finds each named axis among them.
+        return self.ranks[index].transpose(np.argsort(np.argsort(kept)))
+
+    def group(self, axes: Axes | None = None) -> Group:
+        """The group of ranks that differ from me only along these axes (all by default); the same object each time.
+
+        Its ranks are ascending, whatever the order of the axes.
+
+        Raises: MeshError for an unknown axis, one named twice, or on a rank outside the mesh.
+        Communication: none (the group's first collective makes the process group).
+        """
+        key = self.axis_names if axes is None else axes
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = self._find_group(key)
+        return found
+
+    def _find_group(self, axes: Axes) -> Group:
+        names = self._checked_axes(axes)
+        self._member(f"group({axes!r})")
+        return self.world.group(sorted(self._part_ranks(names).flatten().tolist()))
+
+    def get_group(self, axis: str | int | None = None) -> dist.ProcessGroup:
+        """torch's process group over one axis (which may be left out on a 1-D mesh), to call torch.distributed with.
+
+        Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null world.
+        Communication: the first time, the members wait for each other.
+        """
+        group = self.group(self._one_axis(axis, "get_group"))
+        if not isinstance(group, ProcessGroup):
+            raise errors.MeshError(
+                f"get_group({axis!r}): {self.world!r} has no torch process groups; use mesh.group({axis!r}) instead."
+            )
+        return group.handle
+
+    def get_all_groups(self) -> list[dist.ProcessGroup]:
+        """torch's process group of each axis. Communication: the first time, the members wait for each other."""
+        return [self.get_group(name) for name in self.axis_names]
+
+    def get_rank(self) -> int:
+        """This process's global rank."""
+        return self.world.rank
+
+    def get_coordinate(self) -> list[int] | None:
+        """This rank's index along each axis as a list, or None outside the mesh, as in torch."""
+        return None if self.coordinate is None else list(self.coordinate)
+
+    def get_local_rank(self, axis: str | int | None = None) -> int:
+        """This rank's index along an axis (which may be left out on a 1-D mesh).
+
+        Raises: MeshError for an unknown axis or on a rank outside the mesh.
+        """
+        name = self._one_axis(axis, "get_local_rank")
+        return self._member("get_local_rank")[self.axis_index(name)]
+
+    def _one_axis(self, axis: str | int | None, what: str) -> str:
+        if axis is None and self.ndim > 1:
+            raise errors.MeshError(f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}.")
+        if isinstance(axis, str):
+            return axis
+        return self.axis_names[self._position(axis or 0)]
+
+    def _member(self, what: str) -> tuple[int, ...]:
+        if self.coordinate is None:
+            raise errors.outside_mesh(what, repr(self), self.world.rank)
+        return self.coordinate
+
+    @staticmethod
+    def from_group(
+        group: dist.ProcessGroup | Sequence[dist.ProcessGroup],
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        axis_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh over existing process groups: one for a 1-D mesh, or one per axis with the array of ranks as `mesh`.
+
+        Raises: MeshError when an axis of `mesh` is not the group given for it, or in a simulated or null world.
+        Communication: none; the groups given are the ones used.
+        """
+        world = _process_world("from_group")
+        groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
+        adopted = [world.adopt(g) for g in groups]
+        if mesh is None and len(groups) != 1:
+            raise errors.MeshError(f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well.")
+        made = DeviceMesh(
+            device_type,
+            adopted[0].ranks if mesh is None else mesh,
+            mesh_dim_names=mesh_dim_names,
+            axis_names=axis_names,
+        )
+        made._check_groups(adopted)
+        return made
+
+    def _check_groups(self, groups: Sequence[Group]) -> None:
+        if len(groups) != self.ndim:
+            raise errors.MeshError(f"from_group: {len(groups)} groups for the {self.ndim} axes of {self!r}.")
+        for name, group in zip(self.axis_names, groups, strict=True):
+            if self.coordinate is not None and self.group(name) is not group:
+                raise errors.MeshError(
+                    f"from_group: along axis {name!r} of {self!r} this rank meets ranks {self.group(name).ranks}, "
+                    f"but the group given for it has ranks {group.ranks}."
+                )
+
+    @staticmethod
+    def from_torch(mesh: Any) -> DeviceMesh:
+        """The same mesh as a torch DeviceMesh, using its process groups. Communication: none."""
+        world = _process_world("from_torch")
+        if mesh.get_coordinate() is not None:
+            for axis in range(mesh.ndim):
+                world.adopt(mesh.get_group(axis))
+        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+    def to_torch(self) -> Any:
+        """The same mesh as a torch DeviceMesh over the same process groups; the same object each time.
+
+        Raises: MeshError on a rank outside the mesh, or in a simulated or null world.
+        Communication: the first time, the groups of the axes are made.
+        """
+        if self._torch is None:
+            from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+            self._member("to_torch")
+            groups: Any = self.get_all_groups() if self.ndim > 1 else self.get_group()
+            self._torch = TorchMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=self.axis_names)
+        return self._torch
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = super().__eq__(other)
+        return same if same is NotImplemented else same and self.device_type == other.device_type  # type: ignore
+
+    __hash__ = AbstractMesh.__hash__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled_mesh, (self.device_type, self.ranks.tolist(), self.axis_names)
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)})"
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    axis_names: Sequence[str] | None = None,
+    backend: str | None = None,
+) -> DeviceMesh:
+    """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major order.
+
+    In processes started by torchrun or `launch` it starts the default process group when there is none, and binds this
+    process to the device with its LOCAL_RANK. In a plain `python` process the world is this one rank. Inside `simulate`
+    and `null_world` it makes a mesh of that world.
+
+    Args:
+        device_type: "cpu", "cuda", ...: where the parts of tensors live.
+        mesh_shape: one size per axis; their product is the number of ranks.
+        axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by default.
+        backend: of the default process group, when it is started here; gloo for "cpu", NCCL for "cuda" by default.
+
+    Raises: MeshError when the shape does not fit the world or names do not fit the shape; LaunchEnvironmentError when
+        environment variables are missing or wrong, the port is in use, or the device is not there.
+    Communication: starting the default group waits for all ranks.
+
+        mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
+    """
+    shape = checked_shape(mesh_shape)
+    names = checked_names(_one_of(mesh_dim_names, axis_names), shape)
+    world = active_world() or start_processes(device_type, backend)
+    if prod(shape) != world.size:
+        raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size)
+    return _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names)
+
+
+def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
+    key = (device_type, ranks.shape, names, ranks.tobytes())
+    mesh = world.meshes.get(key)
+    if mesh is None:
+        mesh = world.meshes[key] = _make(world, device_type, ranks, names)
+    return mesh
+
+
+def _make(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
+    flat = ranks.reshape(-1).tolist()
+    members = set(flat)
+    if min(members) < 0 or max(members) >= world.size:
+        raise errors.ranks_outside_world((r for r in members if not 0 <= r < world.size), world.size)
+    if len(members) != len(flat):
+        raise errors.repeated_ranks(flat)
+    mesh = object.__new__(DeviceMesh)
+    mesh._set(np.ascontiguousarray(ranks), names)
+    mesh.device_type, mesh.world, mesh.device = device_type, world, local_device(device_type)
+    mesh._groups, mesh._torch = {}, None
+    mesh.coordinate = unravel(flat.index(world.rank), ranks.shape) if world.rank in members else None
+    return mesh
+
+
+def unpickled_mesh(device_type: str, ranks: list[Any], names: tuple[str, ...]) -> DeviceMesh:
+    return DeviceMesh(device_type, ranks, axis_names=names)
+
+
+def _checked_ranks(mesh: Any) -> np.ndarray:
+    ranks = np.asarray(mesh)
+    if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
+        raise errors.MeshError(
+            f"mesh {mesh!r}: write an array of integer ranks with at least one axis and one rank, "
+            "such as [[0, 1], [2, 3]]."
+        )
+    return ranks.astype(np.int64)
+
+
+def _one_of(mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | None) -> Sequence[str] | None:
+    if mesh_dim_names is not None and axis_names is not None and tuple(mesh_dim_names) != tuple(axis_names):
+        raise errors.MeshError(
+            f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} are two words for one thing: give one."
+        )
+    return axis_names if mesh_dim_names is None else mesh_dim_names
+
+
+def _process_world(what: str) -> ProcessWorld:
+    world = current_world()
+    if not isinstance(world, ProcessWorld):
+        raise errors.MeshError(f"{what}: {world!r} has no torch process groups; call it in the world of processes.")
+    return world

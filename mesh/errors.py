@@ -1,0 +1,93 @@
+"""What can go wrong between ranks. A message says what was given, why it fails with the numbers, and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class MeshError(ValueError):
+    """A mesh, an axis or a set of ranks that does not make sense."""
+
+
+class CollectiveError(ValueError):
+    """A collective called with buffers or an operation that cannot be right on this rank."""
+
+
+class LaunchEnvironmentError(RuntimeError):
+    """The processes of this program cannot find each other: environment variables, address, port or device."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks of a simulated group called different collectives."""
+
+
+class DeadlockError(RuntimeError):
+    """Every simulated rank waits for one that will never come."""
+
+
+class CommBudgetError(RuntimeError):
+    """A collective would exceed the limit of the enclosing `comm_budget`."""
+
+
+def unknown_axis(name: object, known: Sequence[str]) -> MeshError:
+    return MeshError(f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names.")
+
+
+def repeated_axis(names: Sequence[str]) -> MeshError:
+    twice = sorted({str(n) for n in names if list(names).count(n) > 1})
+    return MeshError(f"axis {', '.join(map(repr, twice))} is used twice in {tuple(names)}: name each axis once.")
+
+
+def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshError:
+    return MeshError(
+        f"the mesh shape {tuple(shape)} has {len(shape)} axes, but the names given are {names!r}: "
+        f"write one non-empty string per axis, for example axis_names={tuple(f'axis_{i}' for i in range(len(shape)))}."
+    )
+
+
+def bad_shape(shape: object) -> MeshError:
+    return MeshError(f"mesh shape {shape!r}: write a tuple of positive integers, one per axis, such as (2, 8).")
+
+
+def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int) -> MeshError:
+    return MeshError(
+        f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. Either start {needed} processes "
+        f"(torchrun --nproc-per-node {needed} ...), or choose a shape whose product is {world_size}, such as "
+        f"({world_size},). For a mesh over some of the ranks write DeviceMesh(device_type, array_of_ranks)."
+    )
+
+
+def ranks_outside_world(bad: Iterable[int], world_size: int) -> MeshError:
+    return MeshError(
+        f"ranks {sorted(bad)} do not exist: the world has {world_size}, numbered 0 to {world_size - 1}. Start more "
+        "processes, or use ranks of this world (AbstractMesh needs no processes at all)."
+    )
+
+
+def repeated_ranks(ranks: Sequence[int]) -> MeshError:
+    twice = sorted({r for r in ranks if list(ranks).count(r) > 1})
+    return MeshError(f"ranks {twice} appear more than once in {_short(ranks)}: list each rank once.")
+
+
+def not_a_member(rank: int, ranks: Sequence[int]) -> MeshError:
+    return MeshError(
+        f"rank {rank} is not in the group of ranks {_short(ranks)}: only members may take part in its collectives. "
+        "Ask for the group on its members only (mesh.coordinate is None on a rank outside the mesh)."
+    )
+
+
+def outside_mesh(what: str, mesh_text: str, rank: int) -> MeshError:
+    return MeshError(
+        f"{what}: rank {rank} lies outside {mesh_text}, so it has no place on its axes. "
+        "Test `mesh.coordinate is not None` first."
+    )
+
+
+def wrong_reduction(op: object, known: Iterable[str]) -> CollectiveError:
+    return CollectiveError(
+        f"unknown reduction {op!r}: write one of {sorted(known)} (an average is a sum, divided by the group size)."
+    )
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return str(tuple(ranks)) if len(ranks) <= 16 else f"({', '.join(map(str, ranks[:8]))}, ... {len(ranks)} ranks)"

@@ -1,0 +1,376 @@
+"""The one interface through which ranks talk: collectives on flat buffers, and the world that hands out groups.
+
+Three worlds implement it: processes (`process.py`), threads of one process (`simulate.py`), and none at all, which only
+counts (`null.py`). What every collective has in common is here: the checks, the observers, the dtypes.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors, wire
+
+REDUCTIONS = frozenset({"sum", "max", "min", "product"})
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """What one collective moves, seen from one rank.
+
+    Attributes:
+        op: name of the `Group` method.
+        ranks: global ranks of the group.
+        bytes_sent: bytes that leave this rank.
+        bytes_received: bytes that arrive here: (n-1) parts for all_gather and reduce_scatter, 2(n-1)/n of the buffer
+            for all_reduce (a reduce_scatter and an all_gather), what really comes from others for all_to_all, the
+            buffer for a broadcast on all ranks but the source.
+        dtype: dtype of the caller's buffer.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    bytes_sent: int
+    bytes_received: int
+    dtype: torch.dtype
+
+
+Observer = Callable[[CollectiveRecord], None]
+
+
+class Group(ABC):
+    """Some ranks of a world that exchange data, seen from one of them.
+
+    Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
+    returns when its result may be used (on CUDA: by the current stream). A group of one rank moves and records nothing.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: my index within `ranks`.
+        size: number of ranks.
+        world: the world that the group belongs to.
+    """
+
+    __slots__ = ("_observers", "rank", "ranks", "size", "world")
+
+    def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
+        self.world = world
+        self.ranks = ranks
+        self.rank = ranks.index(world.rank)
+        self.size = len(ranks)
+        self._observers = world.observers
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """all_gather(x: S) -> R: every rank receives every rank's x, in group order.
+
+            rank 0   x = [a]        out = [a b]
+            rank 1   x = [b]   ->   out = [a b]
+
+        Communication: all_gather, (n-1) * x.nbytes in and out of each rank.
+        Raises: CollectiveError when out.numel() != size * x.numel(), dtypes differ or a buffer is not contiguous.
+        """
+        if out.numel() != self.size * x.numel():
+            raise _wrong_sizes("all_gather", self, "out.numel() == size * x.numel()", out, x)
+        _check_pair("all_gather", out, x)
+        if self.size == 1:
+            return _copy(out, x)
+        if self._observers:
+            moved = (self.size - 1) * x.nbytes
+            self._notify("all_gather", moved, moved, x.dtype)
+        self._all_gather(out, x)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum") -> None:
+        """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
+
+            rank 0   x = [a b]        out = [a+c]
+            rank 1   x = [c d]   ->   out = [b+d]
+
+        Communication: reduce_scatter, (n-1) * out.nbytes in and out of each rank.
+        Raises: CollectiveError when x.numel() != size * out.numel(), dtypes differ, a buffer is not contiguous, or the
+            reduction is not one of "sum", "max", "min", "product" or has no meaning for the dtype.
+        """
+        if x.numel() != self.size * out.numel():
+            raise _wrong_sizes("reduce_scatter", self, "x.numel() == size * out.numel()", out, x)
+        _check_pair("reduce_scatter", out, x)
+        _check_reduction(op, x.dtype)
+        if self.size == 1:
+            return _copy(out, x)
+        if self._observers:
+            moved = (self.size - 1) * out.nbytes
+            self._notify("reduce_scatter", moved, moved, x.dtype)
+        if x.dtype in wire.NATIVE:
+            self._reduce_scatter(out, x, op)
+        else:
+            self._reduce_scatter_encoded(out, x, op)
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> None:
+        """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
+
+            rank 0   x = [a b]        x = [a+c b+d]
+            rank 1   x = [c d]   ->   x = [a+c b+d]
+
+        Communication: all_reduce, 2(n-1)/n * x.nbytes in and out of each rank.
+        Raises: CollectiveError when x is not contiguous, or the reduction is unknown or has no meaning for the dtype.
+        """
+        _check_contiguous("all_reduce", x)
+        _check_reduction(op, x.dtype)
+        if self.size == 1:
+            return
+        if self._observers:
+            moved = 2 * (self.size - 1) * x.nbytes // self.size
+            self._notify("all_reduce", moved, moved, x.dtype)
+        if x.dtype in wire.NATIVE:
+            self._all_reduce(x, op)
+        else:
+            self._all_reduce_encoded(x, op)
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+        """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i of out.
+
+            rank 0   x = [a|b]        out = [a|c]
+            rank 1   x = [c|d]   ->   out = [b|d]
+
+        Args:
+            out_splits: elements that come from each rank; may be uneven and zero.
+            in_splits: elements that go to each rank.
+
+        Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
+        Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
+        """
+        if len(out_splits) != self.size or len(in_splits) != self.size:
+            raise _wrong_splits(self, "one entry per rank", out, x, out_splits, in_splits)
+        if sum(out_splits) != out.numel() or sum(in_splits) != x.numel():
+            raise _wrong_splits(self, "splits that add up to the buffers", out, x, out_splits, in_splits)
+        _check_pair("all_to_all", out, x)
+        if self.size == 1:
+            return _copy(out, x)
+        if self._observers:
+            sent = (x.numel() - in_splits[self.rank]) * x.element_size()
+            received = (out.numel() - out_splits[self.rank]) * out.element_size()
+            self._notify("all_to_all", sent, received, x.dtype)
+        self._all_to_all(out, x, out_splits, in_splits)
+
+    def broadcast(self, x: Tensor, src: int) -> None:
+        """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
+
+            rank 0   x = [a]        x = [a]
+            rank 1   x = [b]   ->   x = [a]      (src=0)
+
+        Communication: broadcast, x.nbytes into each rank but the source, (n-1) * x.nbytes out of the source.
+        Raises: CollectiveError when x is not contiguous or src is not an index of the group.
+        """
+        _check_contiguous("broadcast", x)
+        if not 0 <= src < self.size:
+            raise errors.CollectiveError(
+                f"broadcast from src={src}: src is an index in the group {self.ranks}, from 0 to {self.size - 1}."
+            )
+        if self.size == 1:
+            return
+        if self._observers:
+            mine = self.rank == src
+            self._notify("broadcast", (self.size - 1) * x.nbytes if mine else 0, 0 if mine else x.nbytes, x.dtype)
+        self._broadcast(x, src)
+
+    def barrier(self) -> None:
+        """Returns when every rank of the group has called it. Communication: one launch, counted as no bytes."""
+        if self.size == 1:
+            return
+        if self._observers:
+            self._notify("barrier", 0, 0, torch.uint8)
+        self._barrier()
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every rank's object, in group order, each a copy made by pickle. For small things.
+
+        Communication: counted as an all_gather of the pickled bytes of this rank's object.
+        """
+        data = pickle.dumps(obj)
+        if self._observers and self.size > 1:
+            moved = (self.size - 1) * len(data)
+            self._notify("all_gather_object", moved, moved, torch.uint8)
+        gathered = [data] if self.size == 1 else self._all_gather_bytes(data)
+        return [pickle.loads(d) for d in gathered]
+
+    def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> None:
+        record = CollectiveRecord(op, self.ranks, sent, received, dtype)
+        for observer in tuple(self._observers):
+            observer(record)
+
+    def _all_reduce_encoded(self, x: Tensor, op: str) -> None:
+        if x.is_complex() and op == "product":
+            return _write(x, self._product(x))
+        y, native_op = wire.encode(x, op)
+        self._all_reduce(y, native_op)
+        wire.decode(y, x, op)
+
+    def _reduce_scatter_encoded(self, out: Tensor, x: Tensor, op: str) -> None:
+        if x.is_complex() and op == "product":
+            return _write(out, self._product(x).view(self.size, out.numel())[self.rank])
+        y, native_op = wire.encode(x, op)
+        part = y.new_empty(y.numel() // self.size)
+        self._reduce_scatter(part, y, native_op)
+        wire.decode(part, out, op)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """The flat product of every rank's x, gathered first: no backend multiplies complex numbers."""
+        everyone = x.detach().new_empty(self.size, x.numel())
+        self._all_gather(everyone, x)
+        return functools.reduce(torch.mul, everyone)
+
+    # What a world provides. Buffers are checked; size > 1; the dtypes of reductions are native.
+
+    @abstractmethod
+    def _all_gather(self, out: Tensor, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: str) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int) -> None: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
+
+
+class World(ABC):
+    """One rank's handle on where ranks run.
+
+    Attributes:
+        rank: global rank of the caller.
+        size: number of ranks.
+        observers: called with a `CollectiveRecord` before each collective of this rank; may raise to prevent it.
+        meshes: the meshes of this world, so that the same mesh is the same object.
+    """
+
+    def __init__(self, rank: int, size: int, observers: list[Observer] | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.observers: list[Observer] = [] if observers is None else observers
+        self.meshes: dict[Any, Any] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """The group of these global ranks, in whatever order they are given; the same object for the same ranks.
+
+        Raises: MeshError when a rank appears twice or does not exist, or this rank is not among them.
+        Communication: none (a process group is made by its first collective).
+        """
+        key = tuple(ranks)
+        found = self._groups.get(key)
+        if found is None:
+            ordered = self._checked(key)
+            found = self._groups.get(ordered) or self._make_group(ordered)
+            self._groups[key] = self._groups[ordered] = found
+        return found
+
+    def _checked(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        ordered = tuple(sorted(int(r) for r in ranks))
+        if len(set(ordered)) != len(ordered):
+            raise errors.repeated_ranks(ordered)
+        if not ordered or ordered[0] < 0 or ordered[-1] >= self.size:
+            raise errors.ranks_outside_world([r for r in ordered if not 0 <= r < self.size], self.size)
+        if self.rank not in ordered:
+            raise errors.not_a_member(self.rank, ordered)
+        return ordered
+
+    @abstractmethod
+    def _make_group(self, ranks: tuple[int, ...]) -> Group: ...
+
+
+_active = threading.local()
+
+
+def active_world() -> World | None:
+    """The simulated or null world that this thread runs in, if any."""
+    return getattr(_active, "world", None)
+
+
+def activate(world: World | None) -> World | None:
+    """Makes `world` the one that this thread runs in and returns the one before."""
+    before = active_world()
+    _active.world = world
+    return before
+
+
+def current_world() -> World:
+    """The world this thread runs in: the simulated or null one if one is active, else that of the processes.
+
+    Communication: none; it starts nothing (see `init_device_mesh`).
+    """
+    world = active_world()
+    if world is not None:
+        return world
+    from .process import process_world  # here because process.py builds on this file
+
+    return process_world()
+
+
+def _copy(out: Tensor, x: Tensor) -> None:
+    if out.data_ptr() != x.data_ptr():
+        _write(out, x)
+
+
+def _write(out: Tensor, x: Tensor) -> None:
+    out.detach().view(-1).copy_(x.detach().reshape(-1))
+
+
+def _check_pair(op: str, out: Tensor, x: Tensor) -> None:
+    if out.dtype != x.dtype or out.device != x.device:
+        raise errors.CollectiveError(
+            f"{op}: out is {out.dtype} on {out.device} but x is {x.dtype} on {x.device}: make both alike."
+        )
+    _check_contiguous(op, x)
+    _check_contiguous(op, out)
+
+
+def _check_contiguous(op: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise errors.CollectiveError(
+            f"{op}: a buffer of shape {tuple(x.shape)} has strides {x.stride()}: pass it .contiguous()."
+        )
+
+
+def _check_reduction(op: str, dtype: torch.dtype) -> None:
+    if op not in REDUCTIONS:
+        raise errors.wrong_reduction(op, REDUCTIONS)
+    if dtype.is_complex and op in ("max", "min"):
+        raise errors.CollectiveError(f"{op} of {dtype}: complex numbers have no order; reduce x.abs().")
+
+
+def _wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> errors.CollectiveError:
+    return errors.CollectiveError(
+        f"{op} over {group.size} ranks needs {rule}, but out has shape {tuple(out.shape)} ({out.numel()} elements) "
+        f"and x has shape {tuple(x.shape)} ({x.numel()} elements)."
+    )
+
+
+def _wrong_splits(
+    group: Group, rule: str, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]
+) -> errors.CollectiveError:
+    return errors.CollectiveError(
+        f"all_to_all over {group.size} ranks needs {rule}, but out_splits={list(out_splits)} for an out of "
+        f"{out.numel()} elements and in_splits={list(in_splits)} for an x of {x.numel()} elements."
+    )

@@ -1,0 +1,189 @@
+"""The world of real processes: groups over torch.distributed, with NCCL, gloo or any other backend it knows."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from . import errors, wire
+from .group import Group, Observer, World
+
+# torch 2.13 renamed these two.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _ops() -> dict[str, Any]:
+    op = dist.ReduceOp
+    return {"sum": op.SUM, "max": op.MAX, "min": op.MIN, "product": op.PRODUCT}
+
+
+_REDUCE_OP = _ops() if dist.is_available() else {}
+
+
+class ProcessGroup(Group):
+    """Group over a torch.distributed process group, which the first collective makes.
+
+    Making a group waits for its members, so merely asking for one (to print its ranks, on one rank) must not do it.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, world: World, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
+        super().__init__(world, ranks)
+        # Weak, as torch owns its groups: one that outlives destroy_process_group aborts the process at exit.
+        self._reference = None if handle is None else weakref.ref(handle)
+
+    @property
+    def handle(self) -> dist.ProcessGroup:
+        """torch's process group. Communication: the first time, its members wait for each other.
+
+        Raises: LaunchEnvironmentError after destroy_process_group.
+        """
+        made = self._make_handle() if self._reference is None else self._reference()
+        if made is None:
+            raise errors.LaunchEnvironmentError(
+                f"the process group of ranks {self.ranks} was destroyed (torch.distributed.destroy_process_group); "
+                "make the mesh again after the new default group is started."
+            )
+        return made
+
+    def _make_handle(self) -> dist.ProcessGroup:
+        handle = self._new_handle()
+        self._reference = weakref.ref(handle)
+        return handle
+
+    def _new_handle(self) -> dist.ProcessGroup:
+        if not dist.is_initialized():
+            raise errors.LaunchEnvironmentError(
+                "torch.distributed has no default process group, so there is no process group to hand out. "
+                "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
+            )
+        if len(self.ranks) == dist.get_world_size():
+            return _default_group()
+        with _naming_groups_by_their_ranks():
+            made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        return made
+
+    def _all_gather(self, out: Tensor, x: Tensor) -> None:
+        if x.dtype not in wire.NATIVE:
+            out, x = wire.as_bytes(out), wire.as_bytes(x)
+        _all_gather_flat(_flat(out), _flat(x), group=self.handle)
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None:
+        _reduce_scatter_flat(_flat(out), _flat(x), _REDUCE_OP[op], group=self.handle)
+
+    def _all_reduce(self, x: Tensor, op: str) -> None:
+        dist.all_reduce(x, _REDUCE_OP[op], group=self.handle)
+
+    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+        if x.dtype not in wire.NATIVE:
+            width = x.element_size()
+            out, x = wire.as_bytes(out), wire.as_bytes(x)
+            out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
+        dist.all_to_all_single(_flat(out), _flat(x), list(out_splits), list(in_splits), group=self.handle)
+
+    def _broadcast(self, x: Tensor, src: int) -> None:
+        if x.dtype not in wire.NATIVE:
+            x = wire.as_bytes(x)
+        dist.broadcast(x, self.ranks[src], group=self.handle)
+
+    def _barrier(self) -> None:
+        dist.barrier(group=self.handle)
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, data, group=self.handle)
+        return gathered
+
+
+_times_made: Counter[tuple[int, ...]] = Counter()
+_naming = threading.Lock()
+
+
+@contextmanager
+def _naming_groups_by_their_ranks() -> Iterator[None]:
+    """Lets the members of a new group agree on its name.
+
+    Torch names a group made with `use_local_synchronization` by its ranks and the number of groups that this rank has
+    made so far (2.13: distributed_c10d._hash_ranks_to_str). Members that differ in that number, as on meshes over parts
+    of the world, wait for each other under different names, for ever. How often these very ranks have made a group is
+    the same on all of them.
+    """
+    if not hasattr(distributed_c10d, "_hash_ranks_to_str"):
+        yield
+        return
+    with _naming:
+        torchs_own = distributed_c10d._hash_ranks_to_str
+        distributed_c10d._hash_ranks_to_str = _group_name
+        try:
+            yield
+        finally:
+            distributed_c10d._hash_ranks_to_str = torchs_own
+
+
+def _group_name(ranks: Sequence[int]) -> str:
+    key = tuple(ranks)
+    _times_made[key] += 1
+    digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
+    return f"shardmesh_{digest}_{_times_made[key]}"
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Backends split buffers along their first dim."""
+    return x if x.dim() == 1 else x.view(-1)
+
+
+class ProcessWorld(World):
+    """The processes of the default process group; without one, this process alone."""
+
+    def __init__(self, default: dist.ProcessGroup | None, observers: list[Observer]) -> None:
+        rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
+        super().__init__(rank, size, observers)
+        self._default = None if default is None else weakref.ref(default)
+
+    def is_over(self, default: dist.ProcessGroup | None) -> bool:
+        """Whether the default group is another one now."""
+        if self._default is None:
+            return default is not None
+        return default is None or self._default() is not default
+
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
+        return ProcessGroup(self, ranks)
+
+    def adopt(self, handle: dist.ProcessGroup) -> Group:
+        """The group over the ranks of an existing process group, using it instead of making another."""
+        ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
+        if ranks not in self._groups:
+            self._groups[ranks] = ProcessGroup(self, ranks, handle)
+        return self._groups[ranks]
+
+
+# One list for the life of the process: a budget that was opened before the default group was made still counts.
+_observers: list[Observer] = []
+_world: ProcessWorld | None = None
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise errors.LaunchEnvironmentError("torch.distributed has no default group: call init_device_mesh first.")
+    return group
+
+
+def process_world() -> ProcessWorld:
+    """The world of the default process group, a new one whenever that group is a new one. Starts nothing."""
+    global _world
+    default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _world is None or _world.is_over(default):
+        _world = ProcessWorld(default, _observers)
+    return _world

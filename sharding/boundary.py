@@ -1,0 +1,346 @@
+"""Between plain tensors and sharded ones: `from_local`, `to_local`, `redistribute`, `distribute_tensor`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.box import box_shape, box_size, slices
+from ..mesh.device_mesh import DeviceMesh
+from . import dispatch
+from .layout import Layout, dtype_name, told_apart
+from .redistribute import redistribute_local
+from .spec import P, SpecLike
+from .tensor import ShardedTensor
+
+# -- local tensors in -------------------------------------------------------------------------------------------------
+
+
+def from_local(
+    local_tensor: Tensor,
+    device_mesh: DeviceMesh,
+    placements: SpecLike = None,
+    *,
+    shape: Sequence[int] | None = None,
+    grad_placements: SpecLike = None,
+) -> ShardedTensor:
+    """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global tensor.
+
+    A replicated local tensor is taken as one logical value: the gradient that reaches it is the sum over the replicas,
+    the same on every rank.
+
+    Args:
+        local_tensor: this rank's part.
+        device_mesh: the mesh.
+        placements: a `P` or one placement per axis; `None` for replicated.
+        shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
+            so that uneven parts are right. (A rank outside the mesh is told no shape; it goes by its own tensor's.)
+        grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
+
+    Raises:
+        ValueError: the parts do not make up the tensor that the placements describe: on every rank that exchanged shapes,
+            or where `shape` is given, on the ranks whose part does not fit it.
+
+    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes.
+    """
+    if isinstance(local_tensor, ShardedTensor):
+        raise TypeError(
+            f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor.layout}"
+        )
+    _check_device(local_tensor, device_mesh)
+    shape = _global_shape(local_tensor, device_mesh, placements) if shape is None else tuple(shape)
+    if device_mesh.coordinate is None:
+        local_tensor = local_tensor.new_empty(0)
+    layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
+    if local_tensor.shape != layout.local_shape:
+        raise ValueError(
+            f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
+        )
+    if not (local_tensor.requires_grad and torch.is_grad_enabled()):
+        return ShardedTensor._make_guarded(local_tensor.detach(), layout)
+    grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
+    if grad_layout is layout.dual:  # the gradient arrives as it is
+        return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
+    return ShardedTensor._make_guarded(_Enter.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
+
+
+class _Enter(torch.autograd.Function):
+    """From local to sharded: nothing forward, the gradient's reduction backward."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dtype = grads[0].dtype
+        return (
+            redistribute_local(grads[0], ctx.layout.dual.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)),
+            None,
+            None,
+        )
+
+
+def _global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike) -> tuple[int, ...]:
+    """The global shape that the local shapes of all ranks add up to.
+
+    Raises:
+        ValueError: on every rank, if they do not.
+    """
+    spec = Layout.of(mesh, placements, local.shape, local.dtype).spec
+    split = [axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1]
+    if not split or mesh.coordinate is None:
+        return tuple(local.shape)
+    group = mesh.group(tuple(split))
+    parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
+    by_rank = ", ".join(f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, parts, strict=True))
+    if len({(dtype, len(shape)) for dtype, *shape in parts}) > 1:
+        raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
+    everyone = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
+    shape = tuple(_summed(everyone, mesh, spec, dim) for dim in range(local.ndim))
+    layout = Layout.of(mesh, spec, shape, local.dtype)
+    boxes = {coordinate: box_shape(layout.box_at(coordinate)) for coordinate in everyone if coordinate is not None}
+    if boxes != everyone:
+        raise ValueError(
+            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into "
+            f"{[list(box) for box in boxes.values()]}: parts are cut as torch.chunk cuts, equal ones first; pass parts of "
+            "these shapes"
+        )
+    return shape
+
+
+def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
+    """Global size of one dim: the sum over the axes that split it, at the first place of all others."""
+    mine = {mesh.axis_index(a) for a in spec.dims[dim]}
+    first = next(iter(shapes))
+    return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))
+
+
+def _check_device(tensor: Tensor, mesh: DeviceMesh) -> None:
+    if tensor.device.type != mesh.device_type:
+        raise ValueError(
+            f"the tensor is on {tensor.device} but the mesh is of device type {mesh.device_type!r}; "
+            f"move it with .to({mesh.device_type!r}), or make the mesh with device type {tensor.device.type!r}"
+        )
+
+
+# -- local tensors out ------------------------------------------------------------------------------------------------
+
+
+def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None) -> Tensor:
+    """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
+
+    Args:
+        x: a sharded tensor.
+        grad_placements: how the gradients that flow into the local tensors make up the gradient of `x`. By default they
+            are taken to be laid out as `x`, replicas equal; where replicas differ (each rank uses the value for another
+            part of the work) that is an error in backward, and `[Partial()]` on the axis is the answer.
+
+    Communication: none forward. Backward: for replicated axes, a check that the replicas' gradients agree (40 bytes).
+    """
+    layout, local = x._layout, dispatch.known_local(x)
+    if not local.requires_grad:
+        return local
+    if not torch.is_grad_enabled():
+        return local.detach()
+    grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
+    if grad_layout is layout.dual:  # the gradient goes on as it is
+        return local.view_as(local)
+    return _Leave.apply(local, layout, grad_layout, grad_placements is None)  # type: ignore[return-value]
+
+
+class _Leave(torch.autograd.Function):
+    """From sharded to local: nothing forward; backward declares the layout of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool) -> Tensor:
+        ctx.layout, ctx.grad_layout, ctx.check = layout, grad_layout, check
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad, dtype = grads[0], grads[0].dtype
+        if ctx.check:
+            _check_replicas_agree(grad, ctx.grad_layout)
+        return (
+            redistribute_local(grad, ctx.grad_layout.replace(dtype=dtype), ctx.layout.dual.replace(dtype=dtype)),
+            None,
+            None,
+            None,
+        )
+
+
+def _check_replicas_agree(grad: Tensor, layout: Layout) -> None:
+    """Compare checksums of the gradient over the replicated axes: of its values, to half the digits of its dtype, and of
+    where it is not finite.
+
+    Raises:
+        RuntimeError: on every rank of the axes, if the replicas differ.
+    """
+    mesh: Any = layout.mesh
+    if not layout.replicated_axes or mesh.coordinate is None:
+        return
+    values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
+    wide = values.double().flatten()
+    ramp = torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
+    finite = wide.isfinite()
+    wide = wide.where(finite, 0)
+    checks = torch.stack([(wide * ramp).sum(), (~finite * ramp).sum()])
+    extremes = torch.cat([checks, -checks, wide.abs().sum()[None]])
+    mesh.group(layout.replicated_axes).all_reduce(extremes, "max")
+    high, high_odd, low, low_odd, scale = extremes.tolist()
+    if high + low > math.sqrt(torch.finfo(values.dtype).eps) * scale or high_odd + low_odd > 1e-9:
+        raise RuntimeError(
+            f"the gradients of to_local() differ between the replicas on axes {layout.replicated_axes} of {layout}: each rank used the "
+            "value differently; say to_local(grad_placements=[Partial() on those axes]) so that they are summed"
+        )
+
+
+# -- redistribution ---------------------------------------------------------------------------------------------------
+
+
+def redistribute(
+    x: ShardedTensor,
+    *where: Any,
+    placements: SpecLike = None,
+    device_mesh: DeviceMesh | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> ShardedTensor:
+    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of times.
+
+    Args:
+        x: a sharded tensor.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
+        placements: the same by name.
+        device_mesh: must be the tensor's own mesh.
+        forward_dtype: cast to this dtype before moving; the result has it.
+        backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
+
+    Raises:
+        ValueError: the placements do not fit, or the mesh is another one.
+
+    Communication: the plan's; `explain(x.layout, placements)` prints it.
+
+    Example:
+        >>> y = x.redistribute([Replicate(), Shard(1)])
+        >>> z = x.redistribute(P(None, ("dp", "tp")))
+    """
+    mesh, spec = _mesh_and_spec(x, where, device_mesh, placements)
+    if mesh is not x._layout.mesh:
+        here, there = told_apart(x._layout.mesh, mesh)
+        raise ValueError(
+            f"{x._layout} cannot be redistributed from {here} to {there}, only between layouts on one mesh; write "
+            "distribute_tensor(x.full_tensor(), mesh, placements)"
+        )
+    local, layout = dispatch.known_local(x), x._layout
+    if forward_dtype is not None and forward_dtype != layout.dtype:
+        local, layout = local.to(forward_dtype), layout.replace(dtype=forward_dtype)
+    target = layout.replace(spec)
+    if target is x._layout:
+        return x
+    moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
+    if moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        moved = moved.clone(memory_format=torch.contiguous_format)  # the result of a slice must not share memory
+    return ShardedTensor._make(moved, target)
+
+
+def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
+    """reshard(x, P(...)) -> x laid out as the spec says: `redistribute` by JAX's name. Communication: the plan's."""
+    return redistribute(x, spec)
+
+
+def _mesh_and_spec(x: ShardedTensor, where: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[Any, Any]:
+    rest = list(where)
+    if rest and isinstance(rest[0], DeviceMesh):
+        mesh = rest.pop(0)
+    elif len(rest) == 2 and rest[0] is None:
+        rest.pop(0)
+    if rest:
+        placements = rest.pop(0)
+    if rest:
+        raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
+    if placements is None:
+        placements = x._layout.spec
+    return x._layout.mesh if mesh is None else mesh, placements
+
+
+# -- whole tensors in -------------------------------------------------------------------------------------------------
+
+
+def distribute_tensor(
+    tensor: Tensor, device_mesh: DeviceMesh, placements: SpecLike = None, *, src_data_rank: int | None = 0
+) -> ShardedTensor:
+    """distribute_tensor(t, mesh, placements) -> ShardedTensor: lay a whole tensor out on a mesh.
+
+    Args:
+        tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype.
+        device_mesh: the mesh.
+        placements: a `P` or one placement per axis; `None` for replicated.
+        src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
+            already, and then nothing is communicated.
+
+    Returns:
+        A leaf that requires grad if `tensor` does.
+
+    Raises:
+        ValueError: placements that do not fit the mesh or the tensor, a tensor on another device type, a bad `src_data_rank`.
+
+    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None.
+
+    Example:
+        >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
+    """
+    if isinstance(tensor, ShardedTensor):
+        return redistribute(tensor, device_mesh, placements)
+    layout = Layout.of(device_mesh, placements, tensor.shape, tensor.dtype)
+    _check_device(tensor, device_mesh)
+    if src_data_rank is not None and not 0 <= src_data_rank < device_mesh.size():
+        raise ValueError(
+            f"src_data_rank {src_data_rank} is not a rank of {device_mesh}, which has {device_mesh.size()} ranks"
+        )
+    with torch.no_grad():
+        out = ShardedTensor._make_guarded(_scatter(tensor.detach(), layout, src_data_rank), layout)
+    return out.requires_grad_() if tensor.requires_grad else out
+
+
+def device_put(x: Tensor, mesh: DeviceMesh, spec: SpecLike = None, *, src_data_rank: int | None = 0) -> ShardedTensor:
+    """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
+
+    Communication: as `distribute_tensor` or `redistribute`.
+    """
+    return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
+
+
+def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
+    """This rank's box of the source's tensor; pending sums are whole on one rank and zero on the others."""
+    mesh: Any = layout.mesh
+    if mesh.coordinate is None:
+        return tensor.new_empty(0)
+    whole = layout.replace(P(*layout.spec.dims))
+    if src is None or mesh.size() == 1:
+        local = tensor[slices(whole.box)].clone(memory_format=torch.contiguous_format)
+    else:
+        local = _receive_box(tensor, whole, src)
+    return redistribute_local(local, whole, layout)
+
+
+def _receive_box(tensor: Tensor, layout: Layout, src: int) -> Tensor:
+    mesh: Any = layout.mesh
+    group = mesh.group(tuple(mesh.axis_names))
+    source = int(mesh.ranks.flatten()[src])
+    boxes = [layout.box_at(mesh.coordinate_of(rank)) for rank in group.ranks]
+    received = [0] * group.size
+    received[group.ranks.index(source)] = box_size(layout.box)
+    out = tensor.new_empty(layout.local_shape)
+    if mesh.world.rank == source:
+        sends = torch.cat([tensor[slices(box)].reshape(-1) for box in boxes])
+        group.all_to_all(out, sends, received, [box_size(box) for box in boxes])
+    else:
+        group.all_to_all(out, tensor.new_empty(0), received, [0] * group.size)
+    return out

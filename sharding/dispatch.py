@@ -1,0 +1,424 @@
+"""Operators on `ShardedTensor`s: a cached decision, then the same torch function on the local tensors.
+
+    torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  decision, found in a dictionary or made once:
+        which operands must be redistributed first, and to which layout
+        what to call on the local tensors
+        the layout of each result
+
+`decide` makes the decision, from the operator's rule.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.device_mesh import DeviceMesh
+from .decide import FOUND, Decision, decide, name_of, with_values
+from .engine_hooks import any_requires_grad, is_transformed
+from .layout import Layout, dtype_name
+from .redistribute import redistribute_local
+from .rules.registry import HANDLERS, RULES
+from .spec import P
+from .tensor import ShardedTensor
+
+_CACHE_LIMIT = 4096  # decisions kept per layout of the first operand
+_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
+_VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
+_NO_KWARGS: dict[str, Any] = {}
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_is_grad_enabled = torch.is_grad_enabled
+
+
+class _Thread(threading.local):
+    implicit_replication = False
+
+
+_thread = _Thread()
+
+
+def torch_function(
+    cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Run `func` on arguments among which is a `ShardedTensor`: its `__torch_function__`."""
+    if kwargs is None:
+        kwargs = _NO_KWARGS
+    handle = HANDLERS.get(func)
+    if handle is not None:
+        result = handle(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if _thread.implicit_replication:
+        args, kwargs = _replicated(args, kwargs)
+    key: list[Any] = [func]
+    operands: list[Any] = []
+    local_args: list[Any] = []
+    checking = _is_grad_enabled()
+    for item in args:
+        kind = type(item)
+        if kind is ShardedTensor:  # this and the next: what `_local_of` does, without a call
+            local = item._local
+            if checking and not local.requires_grad and any_requires_grad(item):
+                check_gradient_known(item)
+            key.append(item._layout)
+            operands.append(item)
+            local_args.append(local)
+        elif kind in _VALUES:
+            key += kind, item
+            local_args.append(item)
+        else:
+            local_args.append(_local_of(item, key, operands, func))
+    local_kwargs = kwargs
+    if kwargs:
+        key.extend(kwargs)
+        local_kwargs = {name: _local_of(item, key, operands, func) for name, item in kwargs.items()}
+    try:
+        decision = operands[0]._layout.decisions.get(tuple(key)) if operands else None
+    except TypeError:  # an argument that cannot be hashed
+        decision = None
+    if decision is None:
+        decision = _decided(func, args, kwargs, key, operands)
+    if decision.direct:
+        return decision.wrap(decision.func(*local_args, **local_kwargs))
+    return decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
+
+
+# -- reading the arguments ---------------------------------------------------------------------------------------------
+
+
+def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
+    """An argument with `ShardedTensor`s replaced by their locals; adds to the cache key and to the list of operands."""
+    kind = type(item)
+    if kind in _VALUES:
+        key.append(kind)
+        key.append(item)
+    elif kind is ShardedTensor:
+        if _is_grad_enabled() and not item._local.requires_grad and any_requires_grad(item):
+            check_gradient_known(item)
+        key.append(item._layout)
+        operands.append(item)
+        return item._local
+    elif kind is float or kind is complex:
+        key.append(kind if item else 0.0)  # rules look at no float but zero
+    elif kind is list or kind is tuple:
+        key.append((kind, len(item)))
+        return kind([_local_of(part, key, operands, func) for part in item])
+    elif kind is slice:
+        key.append((kind, item.start, item.stop, item.step))
+    elif isinstance(item, Tensor):
+        key.append(_plain_key(item, func))
+    else:
+        key.append(kind)
+        key.append(item)
+    return item
+
+
+def _plain_key(tensor: Tensor, func: Any) -> Any:
+    """A plain 0-d tensor is a number; any other plain tensor could mean anything, so it is an error.
+
+    Raises:
+        RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
+    """
+    if is_transformed(tensor):
+        raise RuntimeError(
+            f"{name_of(func)}: a ShardedTensor inside a transform of torch.func, which would not see through it; use "
+            "torch.autograd.grad, or apply the transform to this rank's part, x.to_local()"
+        )
+    if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor.dtype
+    what = (
+        f"{name_of(func)}: mixes a plain tensor {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
+    )
+    if tensor.ndim == 0:
+        raise RuntimeError(
+            f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
+            "distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
+        )
+    raise RuntimeError(
+        f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "
+        "ShardedTensor.from_local(t, mesh, placements), or take plain tensors as replicated inside "
+        "`with sm.implicit_replication():`"
+    )
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor beside a `ShardedTensor` is taken as replicated: every rank must hold the same values.
+
+    Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
+
+    Communication: none by itself.
+    """
+    before = _thread.implicit_replication
+    _thread.implicit_replication = True
+    try:
+        yield
+    finally:
+        _thread.implicit_replication = before
+
+
+def _replicated(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with their plain tensors made `ShardedTensor`s on the mesh of the others."""
+    mesh = next((t.mesh for t in _tensors((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
+    if mesh is None:
+        return args, kwargs
+    return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
+
+
+def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
+    out: list[Any] = []
+    for item in items:
+        if type(item) in (list, tuple):
+            item = type(item)(_replicate_plain(item, mesh))
+        elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and (item.ndim > 0 or item.requires_grad):
+            item = ShardedTensor.from_local(item, mesh, P())
+        out.append(item)
+    return out
+
+
+def _tensors(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _tensors(item)
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def _decided(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
+) -> Decision:
+    """A new decision, kept for the next call with this key."""
+    if not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
+        decision = Decision(func, (), False, None)
+        decision.run = _on_wrappers
+    elif kwargs.get("out") is not None:
+        decision = Decision(func, (), False, None)
+        decision.run = _into_out
+    else:
+        decision = _settled(decide(func, args, kwargs, operands))
+    if operands:
+        decisions = operands[0]._layout.decisions
+        if len(decisions) >= _CACHE_LIMIT:
+            decisions.clear()
+        with suppress(TypeError):  # an argument that cannot be hashed: decide anew each time
+            decisions[tuple(key)] = decision
+    return decision
+
+
+def _settled(decision: Decision) -> Decision:
+    """The decision, with the shortest way to run it."""
+    decision.run = _run
+    special = decision.moves or decision.in_place or type(decision.outputs) is not Layout
+    if not special and not _is_outside(decision.outputs):
+        decision.direct = decision.localize is None
+        decision.run = _run_localized
+        decision.wrap = wrapper(decision.outputs)
+    return decision
+
+
+def _moved(
+    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with every operand's local tensor in the layout that the decision asks for."""
+    pairs = zip(operands, decision.targets, strict=True)
+    moved = [redistribute_local(x._local, x._layout, target) for x, target in pairs]
+    if decision.detached_view:
+        moved[0] = _marked_as_copy(moved[0], operands[0]._local)
+    return with_values(args, kwargs, moved)
+
+
+def _marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
+    """The moved operand of a view, marked so that writing to any view of it is refused."""
+    if moved.untyped_storage().data_ptr() == original.untyped_storage().data_ptr():
+        moved = moved.clone()
+    _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
+    return moved
+
+
+def _base(local: Tensor) -> Tensor:
+    return local if local._base is None else local._base
+
+
+def _run_localized(
+    decision: Decision, args: Any, kwargs: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any], operands: Any
+) -> Any:
+    """The function on the locals, with other static arguments."""
+    local_args, local_kwargs = decision.localize(local_args, local_kwargs, decision.outputs)  # type: ignore[misc]
+    return decision.wrap(decision.func(*local_args, **local_kwargs))
+
+
+def _run(
+    decision: Decision,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    local_args: Sequence[Any],
+    local_kwargs: dict[str, Any],
+    operands: list[Any],
+) -> Any:
+    """Whatever a decision may ask for, beyond calling the function and wrapping its result."""
+    if _is_outside(operands[0]._layout):
+        return _outside(decision, operands)
+    if decision.moves:
+        local_args, local_kwargs = _moved(decision, args, kwargs, operands)
+    if decision.localize is not None:
+        local_args, local_kwargs = decision.localize(local_args, local_kwargs, decision.outputs)
+    if decision.in_place:
+        check_base(operands[0])
+    result = decision.func(*local_args, **local_kwargs)
+    if decision.in_place:
+        operands[0]._sync_requires_grad()  # it may require grad from now on
+        return operands[0]
+    outputs = decision.outputs
+    if type(outputs) is Layout:
+        return wrap(result, outputs)
+    if outputs is None:
+        return result
+    if outputs is FOUND:
+        return _each_tensor(result, lambda t: ShardedTensor._make(t, _whole_like(t, operands[0]._layout)))
+    return decision.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+
+
+def _is_outside(layout: Layout) -> bool:
+    return layout.mesh.coordinate is None  # type: ignore[attr-defined]
+
+
+def check_gradient_known(x: Any) -> None:
+    """Refuse a tensor whose wrapper has a gradient history that its local tensor lacks.
+
+    That is what a custom `autograd.Function` applied to a ShardedTensor leaves behind: it saw only the wrapper, and the
+    gradient would be lost without a word.
+    """
+    with _no_torch_function():
+        lost = _wrapper_grad_fn(x) is not None
+    if lost and _is_grad_enabled():
+        raise RuntimeError(
+            "this ShardedTensor came out of a custom autograd.Function (a module's full backward hook is one, too), which worked on "
+            "the wrapper, so its gradient would be lost; use x.register_hook for a hook, and apply the function to local tensors instead: "
+            "ShardedTensor.from_local(MyFunction.apply(x.to_local()), x.mesh, x.placements, shape=x.shape)"
+        )
+
+
+def known_local(x: Any) -> Tensor:
+    """The local tensor, whose gradient history is that of the whole; see `check_gradient_known`."""
+    if not x._local.requires_grad:
+        check_gradient_known(x)
+    return x._local
+
+
+def wrap(local: Tensor, layout: Layout) -> Any:
+    """A `ShardedTensor` around this rank's part; the dtype is taken from the part (autocast may have changed it).
+
+    Raises:
+        RuntimeError: the part has not the shape that the layout gives it: an operator rule is wrong.
+    """
+    if local.dtype is not layout.dtype:
+        layout = layout.replace(dtype=local.dtype)
+    if local.shape != layout.local_shape:
+        raise RuntimeError(
+            f"an operator gave a local tensor of shape {list(local.shape)} for {layout}: its rule is wrong"
+        )
+    return ShardedTensor._make(local if _is_grad_enabled() else local.detach(), layout)
+
+
+def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
+    """`wrap` with the layout filled in, for results of the expected shape and dtype without any call in between."""
+    meta, shape, dtype = layout.meta, layout.local_shape, layout.dtype
+
+    def wrap_local(local: Tensor) -> Any:
+        if local.dtype is not dtype or local.shape != shape:
+            return wrap(local, layout)
+        out = meta.data
+        if local.requires_grad:
+            if _is_grad_enabled():
+                out.requires_grad = True
+            else:  # a view of a leaf; a custom autograd.Function that returns it must not pass for a leaf itself
+                local = local.detach()
+        out.__class__ = ShardedTensor  # type: ignore[assignment]
+        out._local = local  # type: ignore[attr-defined]
+        out._layout = layout  # type: ignore[attr-defined]
+        return out
+
+    return wrap_local
+
+
+def check_base(x: Any) -> None:
+    """Refuse to write to a view of a tensor that had to be redistributed.
+
+    Raises:
+        RuntimeError: the base would not change.
+    """
+    if getattr(_base(x._local), "_is_moved_copy", False):
+        raise RuntimeError(
+            "in-place operator on a view whose base had to be redistributed: the base would not change; "
+            "write to the base, or call .clone() first to say that it should not"
+        )
+
+
+def _outside(decision: Decision, operands: list[Any]) -> Any:
+    """A rank outside the mesh runs nothing and holds empty results."""
+    if decision.in_place:
+        return operands[0]
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+
+    def empty(layout: Layout) -> Any:
+        differentiable = layout.dtype.is_floating_point or layout.dtype.is_complex
+        return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, requires_grad=grad and differentiable), layout)
+
+    if decision.outputs is FOUND:
+        return _each_tensor(_example(decision), lambda t: empty(_whole_like(t, operands[0]._layout)))
+    if decision.outputs is None:
+        return None
+    if type(decision.outputs) is Layout:
+        return empty(decision.outputs)
+    return decision.container([empty(layout) for layout in decision.outputs])
+
+
+def _example(decision: Decision) -> Any:
+    if decision.example is None:
+        raise NotImplementedError(
+            f"{name_of(decision.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
+            "does not have them"
+        )
+    return decision.example
+
+
+def _whole_like(tensor: Tensor, layout: Layout) -> Layout:
+    """The layout of a tensor of which every rank holds all."""
+    return Layout.of(layout.mesh, P(), tensor.shape, tensor.dtype)
+
+
+def _each_tensor(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """The same nested tuples and lists with every tensor converted."""
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    if not isinstance(tree, (tuple, list)):
+        return tree
+    items = [_each_tensor(item, convert) for item in tree]
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def _into_out(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    """`torch.f(x, out=y)`: the result, copied into y as y lies. As in torch, not differentiable."""
+    out = kwargs["out"]
+    result = decision.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    if not isinstance(out, ShardedTensor) or not isinstance(result, ShardedTensor) or out.shape != result.shape:
+        raise NotImplementedError(
+            f"{name_of(decision.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
+        )
+    if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
+        raise RuntimeError(f"{name_of(decision.func)}: out= has no gradient, and one of the arguments requires grad")
+    return out.copy_(result)
+
+
+def _on_wrappers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    with _no_torch_function():
+        return decision.func(*args, **kwargs)

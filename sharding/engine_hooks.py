@@ -1,0 +1,39 @@
+"""The private entries of torch's autograd that the library needs, in one place.
+
+torch's own DDP and FSDP use the first two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+
+def current_backward() -> int:
+    """A number that tells backward passes apart; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call this when the running backward pass has computed every gradient."""
+    Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def _perhaps(x: torch.Tensor) -> bool:
+    return True
+
+
+# Whether autograd knows of the tensor itself, whatever its `__torch_function__` says; "perhaps" where torch lacks it.
+any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _perhaps)
+
+
+def _no_transform(x: torch.Tensor) -> bool:
+    return False
+
+
+# Whether the tensor belongs to a torch.func transform that is being run.
+is_transformed: Callable[[torch.Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
+)

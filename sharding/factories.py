@@ -1,0 +1,154 @@
+"""New sharded tensors: zeros, ones, full, empty, rand, randn, arange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.device_mesh import DeviceMesh
+from . import random
+from .layout import Layout
+from .spec import SpecLike
+from .tensor import ShardedTensor
+
+_WHERE = """
+    Args:
+        size: the global shape, as numbers or one sequence.
+        device_mesh: the mesh.
+        placements: a `P` or one placement per axis; `None` for replicated.
+        dtype: element type; torch's default dtype if left out.
+        requires_grad: whether the result asks for a gradient.
+
+    Raises:
+        ValueError: placements that do not fit the mesh or the shape, or that are pending.
+
+    Communication: none.
+"""
+
+
+def zeros(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
+    return _constant(0, size, device_mesh, placements, options)
+
+
+def ones(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of ones."""
+    return _constant(1, size, device_mesh, placements, options)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
+    **options: Any,
+) -> ShardedTensor:
+    """A sharded tensor filled with one value, whose type decides the dtype as in `torch.full`."""
+    options.setdefault("dtype", torch.full((), fill_value).dtype)
+    return _constant(fill_value, (tuple(size),), device_mesh, placements, options)
+
+
+def empty(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor with unset values."""
+    return _new(
+        lambda at: torch.empty(at.local_shape, dtype=at.dtype, device=_mesh(at).device),
+        size,
+        device_mesh,
+        placements,
+        options,
+    )
+
+
+def rand(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
+    return _new(random.uniform, size, device_mesh, placements, options)
+
+
+def randn(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of Gaussian numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
+    return _new(random.normal, size, device_mesh, placements, options)
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    device_mesh: DeviceMesh,
+    placements: SpecLike = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """A 1-D sharded tensor of numbers from `start` to `end` by `step`, as `torch.arange`."""
+    low, high = (0, start) if end is None else (start, end)
+    dtype = torch.arange(low, high, step, dtype=dtype, device="meta").dtype
+    count = max(math.ceil((high - low) / step), 0)
+
+    def values(at: Layout) -> Tensor:
+        (first, last), device = at.box[0], _mesh(at).device
+        index = torch.arange(
+            first, last, device=device, dtype=torch.float64 if dtype.is_floating_point else torch.int64
+        )
+        return (low + index * step).to(dtype)
+
+    return _new(values, (count,), device_mesh, placements, {"dtype": dtype, "requires_grad": requires_grad})
+
+
+for _function in (zeros, ones, full, empty, rand, randn):
+    _function.__doc__ = f"{_function.__doc__}\n{_WHERE}"
+
+
+def _mesh(layout: Layout) -> Any:
+    return layout.mesh
+
+
+def _constant(
+    value: float, size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+) -> ShardedTensor:
+    def values(at: Layout) -> Tensor:
+        return torch.full(at.local_shape, value, dtype=at.dtype, device=_mesh(at).device)
+
+    return _new(values, size, mesh, placements, options)
+
+
+def _new(
+    values: Callable[[Layout], Tensor], size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+) -> ShardedTensor:
+    size, mesh, placements = _positional(size, mesh, placements)
+    unknown = set(options) - {"dtype", "requires_grad"}
+    if unknown:
+        raise TypeError(
+            f"unexpected argument {sorted(unknown)[0]!r}; a factory takes dtype=, requires_grad=, device_mesh=, placements="
+        )
+    layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
+    if layout.pending:
+        raise ValueError(f"a new tensor cannot be pending, as {layout.spec} says; leave those axes replicated")
+    out = ShardedTensor._make_guarded(values(layout), layout)
+    return out.requires_grad_() if options.get("requires_grad") else out
+
+
+def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
+    """`zeros(4, 8, device_mesh=m, placements=p)` and `zeros((4, 8), m, p)` say the same."""
+    rest = list(size)
+    at = next((i for i, item in enumerate(rest) if isinstance(item, DeviceMesh)), None)
+    if at is not None:
+        mesh, placements = rest[at], rest[at + 1] if len(rest) > at + 1 else placements
+        rest = rest[:at]
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError("give the mesh that the new tensor lies on: device_mesh=mesh, or the mesh after the shape")
+    shape = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
+    return tuple(shape), mesh, placements

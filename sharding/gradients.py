@@ -1,0 +1,359 @@
+"""Gradients of `ShardedTensor`s: seeds, `.grad`, and the reduction at the end of backward.
+
+Autograd accumulates the gradient of a leaf in the layout dual to the leaf's own: where the leaf is replicated, what each
+rank accumulates is its own share, and the sum over ranks is pending. When backward ends, every leaf that got a gradient
+has it reduced, once, in buckets of equal axes and dtype, and added to `.grad` in the leaf's own layout:
+
+    rank 0   local.grad = [a]  \\                         .grad = [a + b]
+                                > one all_reduce per bucket
+    rank 1   local.grad = [b]  /                          .grad = [a + b]
+
+Inside `accumulate_grads()` the reduction waits for the end of the block, over however many backward passes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.group import World, current_world
+from . import engine_hooks
+from .layout import told_apart
+from .redistribute import redistribute_local
+from .spec import P
+from .tensor import ShardedTensor
+
+_reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
+
+
+class _Reducer:
+    """Per rank: the leaves whose gradients are still to be reduced.
+
+    Attributes:
+        waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
+        accumulating: depth of `accumulate_grads()` blocks.
+        task: the backward pass whose end has been asked to call `flush`.
+        made: how many leaves there have been.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, ShardedTensor] = {}
+        self.accumulating = 0
+        self.task = -1
+        self.made = 0
+
+    def add(self, number: int, leaf: ShardedTensor) -> None:
+        self.waiting[number] = leaf
+        task = engine_hooks.current_backward()
+        if not self.accumulating and task != self.task:
+            self.task = task
+            engine_hooks.at_end_of_backward(self.flush)
+
+    def flush(self) -> None:
+        """Reduce what waits and move it to `.grad`."""
+        self.task = -1
+        if self.accumulating:
+            return
+        leaves = [self.waiting[number] for number in sorted(self.waiting)]
+        self.waiting.clear()
+        _reduce(leaves)
+
+
+def _reducer(world: World) -> _Reducer:
+    found = _reducers.get(world)
+    if found is None:
+        found = _reducers[world] = _Reducer()
+    return found
+
+
+@contextmanager
+def accumulate_grads() -> Iterator[None]:
+    """Let gradients stay pending over several backward passes; they are reduced once, at the end of the block.
+
+    Until then `.grad` reads as a tensor with the sum still pending.
+
+    Communication: none for gradients of leaves inside the block; at its end, one reduction per bucket.
+
+    Example:
+        >>> with sm.accumulate_grads():
+        ...     for batch in micro_batches:
+        ...         loss(model, batch).backward()
+        >>> optimizer.step()
+    """
+    reducer = _reducer(current_world())
+    reducer.accumulating += 1
+    try:
+        yield
+    except BaseException:
+        reducer.accumulating -= 1
+        raise  # what was accumulated stays; other ranks may not be here to reduce it with
+    reducer.accumulating -= 1
+    reducer.flush()
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def watch(leaf: ShardedTensor) -> None:
+    """Have this leaf's gradient reduced at the end of each backward."""
+    if getattr(leaf, "_watched", None) is leaf._local:
+        return
+    leaf._watched = leaf._local  # type: ignore[attr-defined]
+    reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
+    reducer.made += 1
+    number, reference = reducer.made, weakref.ref(leaf)
+
+    def arrived(_: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            reducer.add(number, alive)
+
+    leaf._local.register_post_accumulate_grad_hook(arrived)
+
+
+def _reduce(leaves: Sequence[ShardedTensor]) -> None:
+    """Reduce the leaves' accumulated local gradients in buckets and move them to `.grad`.
+
+    A gradient whose reduction fails stays pending where it is.
+    """
+    buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
+    for leaf in leaves:
+        grad = leaf._local.grad
+        if grad is not None:
+            buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
+    for (mesh, axes, _, together), members in buckets.items():
+        if not axes:
+            reduced = [grad for _, grad in members]
+        elif together:
+            reduced = _reduce_bucket(mesh, axes, [grad for _, grad in members])
+        else:
+            reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
+        for (leaf, _), grad in zip(members, reduced, strict=True):
+            leaf._local.grad = None
+            _accumulate(leaf, grad)
+    for leaf in leaves:
+        for hook in list(getattr(leaf, "_after_grad_hooks", {}).values()):
+            hook(leaf)
+
+
+def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
+    layout = leaf._layout
+    axes = layout.replicated_axes if layout.mesh.coordinate is not None else ()  # type: ignore[attr-defined]
+    return layout.mesh, axes, grad.dtype, not grad.requires_grad
+
+
+def _reduce_bucket(mesh: Any, axes: tuple[str, ...], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Sum gradients over the axes, all in one buffer."""
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    mesh.group(axes).all_reduce(flat)
+    parts = flat.split([grad.numel() for grad in grads])
+    return [_shaped_like(part, grad) for part, grad in zip(parts, grads, strict=True)]
+
+
+def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
+    """The part in the shape and with the strides of `grad`, which are those of the leaf."""
+    whole = part.view(grad.shape)
+    return whole if grad.is_contiguous() else torch.empty_like(grad).copy_(whole)
+
+
+def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
+    """The differentiable way, for `create_graph=True`."""
+    layout = leaf._layout.replace(dtype=grad.dtype)
+    with torch.set_grad_enabled(grad.requires_grad):
+        return redistribute_local(grad, layout.dual, layout.grad)
+
+
+def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
+    old = getattr(leaf, "_reduced_grad", None)
+    if old is None:
+        leaf._reduced_grad = ShardedTensor._make(grad, leaf._layout.grad.replace(dtype=grad.dtype))
+    elif grad.requires_grad or old._local.requires_grad:
+        leaf._reduced_grad = ShardedTensor._make(old._local + grad, old._layout)
+    else:
+        old._local += grad
+
+
+# -- `.grad` -----------------------------------------------------------------------------------------------------------
+
+
+def read(x: ShardedTensor) -> ShardedTensor | None:
+    """The gradient of `x` as it stands: reduced, with what is still pending added as pending. No communication."""
+    done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
+    if fresh is None:
+        return done
+    pending = ShardedTensor._make(fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    if done is None:
+        return pending
+    return ShardedTensor._make(redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
+
+
+def write(x: ShardedTensor, value: Tensor | None) -> None:
+    """Replace the gradient of `x`."""
+    if value is not None and not isinstance(value, ShardedTensor):
+        raise TypeError(
+            "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with distribute_tensor"
+        )
+    if value is not None and value.shape != x.shape:
+        raise ValueError(f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
+    if value is not None and value.mesh != x.mesh:
+        there, here = told_apart(value.mesh, x.mesh)
+        raise ValueError(
+            f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the tensor's mesh"
+        )
+    x._local.grad = None
+    x._reduced_grad = None if value is None else value.redistribute(x._layout.grad.spec)
+
+
+# -- backward ----------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`x.backward(...)` and `torch.autograd.backward`, on the local graph; sharded and plain tensors may be mixed."""
+    tensors = [_summable(y) for y in _as_list(tensors)]
+    given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
+    pairs = [(_local(y), _seed(y, g)) for y, g in zip(tensors, given, strict=True) if not _is_outside(y)]
+    if pairs:
+        locals_, seeds = zip(*pairs, strict=True)
+        leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
+        torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=leaves)
+
+
+def _is_outside(x: Tensor) -> bool:
+    """Whether this rank has no part in a tensor; nor is there anything to compute for it."""
+    return isinstance(x, ShardedTensor) and x.mesh.coordinate is None
+
+
+def _summable(y: Tensor) -> Tensor:
+    """The tensor with what is pending reduced, except sums: the parts of other kinds have gradients of their own."""
+    if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
+        return y
+    return y.redistribute(P(*y.spec.dims, unreduced=[a for a, kind in y.spec.unreduced if kind == "sum"]))
+
+
+def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
+    return seed(y, gradient) if isinstance(y, ShardedTensor) else gradient
+
+
+def _local(x: Tensor) -> Tensor:
+    return dispatch.known_local(x) if isinstance(x, ShardedTensor) else x
+
+
+def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
+    """This rank's part of the gradient that backward starts from.
+
+    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 where the scalar itself is pending.
+
+    Raises:
+        RuntimeError: no gradient given for a tensor that is not a real scalar.
+    """
+    layout = x._layout
+    if gradient is not None:
+        if not isinstance(gradient, ShardedTensor):
+            gradient = distribute_like(gradient, x)
+        return redistribute_local(gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype))
+    if x.numel() != 1:
+        raise RuntimeError(
+            f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, or reduce it first"
+        )
+    if not layout.dtype.is_floating_point:
+        raise RuntimeError(f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient=")
+    copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
+    return torch.full_like(x._local, 1 / copies)
+
+
+def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
+    """A plain gradient, the same on every rank, laid out as the tensor that it belongs to."""
+    if gradient.shape != x.shape:
+        raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
+    whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
+    return whole.redistribute(x._layout.grad.spec)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad` on `ShardedTensor`s; each gradient comes in its input's own layout.
+
+    Communication: that of backward, and one reduction per replicated input.
+    """
+    outputs, inputs = [_summable(y) for y in _as_list(outputs)], _as_list(inputs)
+    if is_grads_batched:
+        raise NotImplementedError(
+            "is_grads_batched=True has no meaning for ShardedTensors yet; call grad once per gradient"
+        )
+    if any(_is_outside(y) for y in outputs):
+        return tuple(torch.zeros_like(x) for x in inputs)
+    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    found = torch.autograd.grad(
+        [_local(y) for y in outputs],
+        [_local(x) for x in inputs],
+        [_seed(y, g) for y, g in zip(outputs, given, strict=True)],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    return tuple(_wrapped_grad(x, g) for x, g in zip(inputs, found, strict=True))
+
+
+def _as_list(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _wrapped_grad(x: Tensor, found: Tensor | None) -> Tensor | None:
+    if found is None or not isinstance(x, ShardedTensor):
+        return found
+    layout = x._layout.replace(dtype=found.dtype)
+    return ShardedTensor._make(redistribute_local(found, layout.dual, layout.grad), layout.grad)
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
+    """A hook on the gradient of `x`, given and returning a `ShardedTensor`."""
+    dual = x._layout.dual
+
+    def on_local(local: Tensor) -> Tensor | None:
+        answer = hook(ShardedTensor._make(local, dual.replace(dtype=local.dtype)))
+        if answer is None:
+            return None
+        if not isinstance(answer, ShardedTensor):
+            raise TypeError("a hook on a ShardedTensor returns None or a ShardedTensor")
+        return redistribute_local(answer._local, answer._layout, dual.replace(dtype=answer.dtype))
+
+    return x._local.register_hook(on_local)
+
+
+def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
+    """A hook called when `.grad` of this leaf is complete."""
+    if not x.requires_grad or not x.is_leaf:
+        raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
+    hooks = vars(x).setdefault("_after_grad_hooks", OrderedDict())
+    handle = torch.utils.hooks.RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+from . import dispatch  # noqa: E402

@@ -1,0 +1,1 @@
+"""The operator table: notation, engine and registry, and the rules by family."""

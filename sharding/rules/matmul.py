@@ -1,0 +1,126 @@
+"""Products of matrices: every form is a sum over shared factors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .notation import Rule, einrule
+from .registry import rule
+
+_BILINEAR = ((0,), (1,))
+
+
+@rule("linear")
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    pattern = "... k, n k, n -> ... n" if weight.ndim == 2 else "... k, k, -> ..."
+    return einrule(pattern, input, weight, bias, linear=((0, 2), (1, 2)), additive=(2,))
+
+
+@rule("bilinear")
+def _bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Rule:
+    """Summed dims are whole: torch's own function refuses empty ones."""
+    linear, pattern = ((0, 3), (1, 3), (2, 3)), "... [i], ... [j], n [i] [j], n -> ... n"
+    return einrule(pattern, input1, input2, weight, bias, linear=linear, additive=(3,))
+
+
+@rule("matmul", "__matmul__")
+def _matmul(input: Tensor, other: Tensor) -> Rule:
+    left = "k" if input.ndim == 1 else "... m k"
+    right = "k" if other.ndim == 1 else "k n" if input.ndim == 1 and other.ndim == 2 else "... k n"
+    batch = "..." if max(input.ndim, other.ndim) > 2 or (input.ndim == 2 and other.ndim == 2) else ""
+    result = f"{batch} {'m' if input.ndim > 1 else ''} {'n' if other.ndim > 1 else ''}"
+    return einrule(f"{left}, {right} -> {result}", input, other, linear=_BILINEAR)
+
+
+@rule("__rmatmul__")
+def _rmatmul(input: Tensor, other: Tensor) -> Rule:
+    return _matmul(other, input)
+
+
+@rule("mm")
+def _mm(input: Tensor, mat2: Tensor) -> Rule:
+    return einrule("m k, k n -> m n", input, mat2, linear=_BILINEAR)
+
+
+@rule("bmm")
+def _bmm(input: Tensor, mat2: Tensor) -> Rule:
+    return einrule("b m k, b k n -> b m n", input, mat2, linear=_BILINEAR)
+
+
+@rule("mv")
+def _mv(input: Tensor, vec: Tensor) -> Rule:
+    return einrule("m k, k -> m", input, vec, linear=_BILINEAR)
+
+
+@rule("dot", "vdot")
+def _dot(input: Tensor, other: Tensor) -> Rule:
+    return einrule("k, k -> ", input, other, linear=_BILINEAR)
+
+
+@rule("inner")
+def _inner(input: Tensor, other: Tensor) -> Rule:
+    if not input.ndim or not other.ndim:
+        return einrule("..., ... -> ...", input, other, linear=_BILINEAR)
+    left, right = _names("m", input.ndim - 1), _names("n", other.ndim - 1)
+    return einrule(f"{left} k, {right} k -> {left} {right}", input, other, linear=_BILINEAR)
+
+
+def _names(prefix: str, count: int) -> str:
+    return " ".join(f"{prefix}{i}" for i in range(count))
+
+
+@rule("tensordot")
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Rule:
+    last, first = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    left, right = _names("m", a.ndim).split(), _names("n", b.ndim).split()
+    for i, (d, e) in enumerate(zip(last, first, strict=True)):
+        left[d] = right[e] = f"k{i}"
+    kept = [name for name in (*left, *right) if name[0] != "k"]
+    return einrule(f"{' '.join(left)}, {' '.join(right)} -> {' '.join(kept)}", a, b, linear=_BILINEAR)
+
+
+@rule("outer", "ger")
+def _outer(input: Tensor, vec2: Tensor) -> Rule:
+    return einrule("m, n -> m n", input, vec2, linear=_BILINEAR)
+
+
+@rule("addmm", "addmm_")
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+    added = ["", "n", "m n"][input.ndim]
+    return einrule(f"{added}, m k, k n -> m n", input, mat1, mat2, linear=((1, 0), (2, 0)), additive=(0,))
+
+
+@rule("addmv", "addmv_")
+def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+    added = ["", "m"][input.ndim]
+    return einrule(f"{added}, m k, k -> m", input, mat, vec, linear=((1, 0), (2, 0)), additive=(0,))
+
+
+@rule("baddbmm", "baddbmm_")
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+    added = ["", "n", "m n", "b m n"][input.ndim]
+    return einrule(f"{added}, b m k, b k n -> b m n", input, batch1, batch2, linear=((1, 0), (2, 0)), additive=(0,))
+
+
+@rule("einsum")
+def _einsum(equation: str, *operands: Any) -> Rule | None:
+    """The equation is a rule already; a letter that an operand repeats (a diagonal) must be whole."""
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    if not arrow:
+        letters = left.replace(",", "").replace("...", "")
+        right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    if right.count("...") != ("..." in left):
+        return None  # dims of the ellipsis are summed: rare enough to gather
+    repeated = {c for part in left.split(",") for c in part if c.isalpha() and part.count(c) > 1}
+    pattern = ", ".join(_spelled(part, repeated) for part in left.split(",")) + " -> " + _spelled(right, repeated)
+    return einrule(pattern, *tensors, linear=tuple((i,) for i in range(len(tensors))))
+
+
+def _spelled(part: str, whole: set[str]) -> str:
+    """`bij` as `b i j`, with the letters that must be whole in brackets."""
+    letters = part.replace("...", "*")
+    return " ".join("..." if c == "*" else f"[{c}]" if c in whole else c for c in letters)

@@ -1,0 +1,166 @@
+"""Operators over lists of tensors: `_foreach_*` and the fused optimizer kernels.
+
+Where the tensors of one place (a parameter, its gradient, its state) lie alike, the operator runs once on the lists of
+local tensors. Else each place goes through the rule of the single operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import check_base, known_local
+from ..spec import P
+from ..tensor import ShardedTensor
+from .reduction import accumulator_dtype, safe_root, settled
+from .registry import HANDLERS, handler
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+_TAKES_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")  # whose lists have a scalar where these have value=
+
+
+def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+
+
+def _aligned(lists: list[Sequence[Any]]) -> bool:
+    """Whether the tensors of every place share shape and layout, nothing pending: locals can be used as they are."""
+    for row in zip(*lists, strict=True):
+        sharded = [x for x in row if isinstance(x, ShardedTensor)]
+        places = {(x._layout.mesh, x._layout.spec, x._layout.shape) for x in sharded}
+        if len(places) > 1 or any(x._layout.pending for x in sharded):
+            return False
+        if any(x.ndim > 0 for x in row if not isinstance(x, ShardedTensor)):
+            return False
+    return True
+
+
+def _local(argument: Any) -> Any:
+    """The locals of a list; a single number that stands beside lists is wanted whole."""
+    if isinstance(argument, (list, tuple)):
+        return [known_local(x) if isinstance(x, ShardedTensor) else x for x in argument]
+    return argument.redistribute(P())._local if isinstance(argument, ShardedTensor) else argument
+
+
+def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that treats each place of its lists alike and by element."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lists = _lists(args, kwargs)
+        if not _aligned(lists):
+            return _one_by_one(func, args, kwargs)
+        in_place = func.__name__.endswith("_")
+        if in_place:
+            _check_writable(lists[0])
+        result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})
+        if result is None or in_place:
+            return result if result is None else lists[0]
+        return type(result)(map(_wrapped, result, zip(*lists, strict=True)))
+
+    return run
+
+
+def _check_writable(tensors: Sequence[Any]) -> None:
+    for x in tensors:
+        if isinstance(x, ShardedTensor):
+            check_base(x)
+
+
+def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
+    """A result, laid out as the operands of its place."""
+    like = next((x for x in row if isinstance(x, ShardedTensor)), None)
+    return local if like is None else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
+
+
+def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same operator on each place of the lists by itself, through its rule."""
+    name = func.__name__.removeprefix("_foreach_")
+    single = getattr(torch, name, None) or getattr(Tensor, name, None)
+    if func.__name__ in _FUSED or single is None:
+        raise ValueError(
+            f"{func.__name__}: the tensors of one place (parameter, gradient, state) lie differently on the mesh, or are "
+            "pending; redistribute them to the parameter's placements first"
+        )
+    if name in _TAKES_VALUE and len(args) == 4:
+        *args, value = args
+        kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
+    return _by_place(single, args, kwargs)
+
+
+def _by_place(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    count = len(_lists(args, kwargs)[0])
+    return [
+        single(*[_place(a, i) for a in args], **{name: _place(a, i) for name, a in kwargs.items()})
+        for i in range(count)
+    ]
+
+
+def _place(argument: Any, i: int) -> Any:
+    return argument[i] if isinstance(argument, (list, tuple)) else argument
+
+
+@handler("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `torch.amp.GradScaler` does to gradients; every rank must learn of an infinity on any of them.
+
+    Communication: an all_reduce of one number over each mesh that has a part in the gradients.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([_local([x])[0] for x in grads], found_inf, inv_scale)
+    for mesh in dict.fromkeys(x.mesh for x in grads if isinstance(x, ShardedTensor)):
+        if mesh.coordinate is not None:
+            mesh.group().all_reduce(found_inf, "max")
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+@handler("_foreach_norm")
+def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    """Norms of many tensors; Euclidean ones with one reduction for all that are pending alike."""
+    if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
+        return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
+    totals = [_sum_of_squares(x, dtype) for x in tensors]
+    norms: dict[int, Any] = {}
+    for bucket in dict.fromkeys(total.layout for total in totals):
+        places = [i for i, total in enumerate(totals) if total.layout is bucket]
+        roots = safe_root(settled(torch.stack([totals[i] for i in places])))
+        norms.update(zip(places, roots.unbind(), strict=True))
+    return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
+
+
+def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
+    size = settled(x if dtype is None else x.to(dtype)).abs()
+    size = size.to(accumulator_dtype(size.dtype))
+    return (size * size).sum()
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+@handler("_foreach_powsum")
+def _foreach_powsum(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    return [(x if dtype is None else x.to(dtype)).abs().pow(ord).sum() for x in tensors]
+
+
+@handler("_foreach_max")
+def _foreach_max(tensors: Any) -> list[Any]:
+    return [x.amax() for x in tensors]
+
+
+@handler("_foreach_mm")
+def _foreach_mm(self: Any, mat2: Any) -> list[Any]:
+    return [torch.mm(a, b) for a, b in zip(self, mat2, strict=True)]
+
+
+def _register_by_element() -> None:
+    for name in dir(torch):
+        func = getattr(torch, name)
+        if (name.startswith("_foreach_") or name in _FUSED) and func not in HANDLERS:
+            HANDLERS[func] = _whole_lists(func)
+
+
+_register_by_element()

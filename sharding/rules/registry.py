@@ -1,0 +1,79 @@
+"""The operator table: function -> rule, or function -> handler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from .notation import Rule
+
+RuleMaker = Callable[..., "Rule | None"]
+Maker = TypeVar("Maker", bound=RuleMaker)
+
+RULES: dict[Callable[..., Any], RuleMaker] = {}
+HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+RESULT_IS_VIEW: set[Callable[..., Any]] = set()
+RANDOM: set[Callable[..., Any]] = set()  # functions without a rule that draw from torch's own generator
+
+_OWNERS = (torch, torch.Tensor, F, torch.special, torch.linalg)
+
+
+def functions(*names: str) -> Iterator[Callable[..., Any]]:
+    """The functions and methods of torch that go by these names."""
+    for name in names:
+        for owner in _OWNERS:
+            func = getattr(owner, name, None)
+            if callable(func):
+                yield func
+
+
+def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = False) -> Callable[[Maker], Maker]:
+    """Register a maker of rules for every torch function of these names.
+
+    The maker is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and
+    returns the `Rule` for them, or None where it has none (the operator then runs on gathered inputs).
+
+    Args:
+        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
+        also: further functions.
+        view: the result shares memory with the operand.
+    """
+
+    def register(maker: Maker) -> Maker:
+        for func in (*functions(*names), *also):
+            RULES[func] = maker
+            if view:
+                RESULT_IS_VIEW.add(func)
+        return maker
+
+    return register
+
+
+def handler(
+    *names: str, also: tuple[Callable[..., Any], ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function that is called with the operator's own arguments, `ShardedTensor`s included.
+
+    For operators that are made of others (mean = sum / count), or that are not operators on values at all. A handler
+    may return NotImplemented to leave the call to the operator's rule.
+    """
+
+    def register(func: Callable[..., Any]) -> Callable[..., Any]:
+        for original in (*functions(*names), *also):
+            HANDLERS[original] = func
+        return func
+
+    return register
+
+
+def writes_first_operand(func: Callable[..., Any]) -> bool:
+    """Whether an operator is in-place by torch's naming: `add_`, `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__i") and name.endswith("__"):
+        return name not in ("__invert__", "__int__", "__index__", "__iter__")
+    if name == "__setitem__":
+        return True
+    return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")

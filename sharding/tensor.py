@@ -1,0 +1,402 @@
+"""`ShardedTensor`: a global tensor of which each rank holds its box.
+
+The wrapper is a `torch.Tensor` whose own storage is a meta tensor of the global shape, with the local tensor and the
+layout beside it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
+Code that goes round the dispatch (a raw pointer, a C++ extension, a transform) meets a meta tensor and
+`__torch_dispatch__`, and fails loudly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..mesh.device_mesh import DeviceMesh, unpickled_mesh
+from .layout import Layout, make_layout
+from .redistribute import redistribute_local
+from .spec import P, Placement, make_spec
+
+_no_torch_function = torch._C.DisableTorchFunctionSubclass
+_same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
+
+
+class ShardedTensor(Tensor):
+    """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a factory.
+
+    Attributes:
+        layout: mesh, spec, global shape and dtype.
+        shape: the global shape.
+        spec: how dims lie on axes, as a `P`.
+        placements: the same per axis, as torch spells it.
+        mesh: the `DeviceMesh`; also `device_mesh`.
+    """
+
+    _local: Tensor
+    _layout: Layout
+    _reduced_grad: ShardedTensor | None
+
+    @staticmethod
+    def _make(local: Tensor, layout: Layout) -> ShardedTensor:
+        """Wrap without any check."""
+        out: Any = layout.meta.data
+        if local.requires_grad:
+            out.requires_grad = True
+        out.__class__ = ShardedTensor  # half the time of Tensor._make_subclass
+        out._local, out._layout = local, layout
+        return out
+
+    @staticmethod
+    def _make_guarded(local: Tensor, layout: Layout) -> ShardedTensor:
+        """Wrap a tensor that enters the program: what works on the wrapper itself meets `__torch_dispatch__`."""
+        out = Tensor._make_subclass(ShardedTensor, layout.meta, local.requires_grad)
+        out._local, out._layout = local, layout
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Only what goes round `__torch_function__` comes here, and it would work on the wrapper, which has no values.
+
+        Raises:
+            RuntimeError: always, except when a tensor is detached, as autograd does before it shows it to a hook.
+        """
+        if func is torch.ops.aten.detach.default:
+            return args[0].detach()
+        raise RuntimeError(
+            f"{func} was called on the wrapper of a ShardedTensor and not through torch's functions: by C++ code, a transform of "
+            "torch.func, or torch.distributed. The wrapper holds no values; work on this rank's part, x.to_local(), and wrap the result "
+            "with ShardedTensor.from_local. For gradients use x.backward() or torch.autograd.grad"
+        )
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
+        raise TypeError(
+            "a ShardedTensor is made by distribute_tensor(t, mesh, placements), ShardedTensor.from_local(part, mesh, placements) "
+            "or a factory such as sm.zeros(shape, mesh, spec)"
+        )
+
+    # -- where it lies -------------------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:  # type: ignore[override]
+        """Mesh, spec, global shape and dtype."""
+        return self._layout
+
+    @property
+    def spec(self) -> P:
+        """The spec, one entry per dim."""
+        return self._layout.spec
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._layout.placements
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that the tensor lies on."""
+        return self._layout.mesh  # type: ignore[return-value]
+
+    device_mesh = mesh
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return self._layout.shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self._layout.dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self._layout.shape)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device of this rank's part."""
+        return self._local.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self._local.is_cuda
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self._local.is_cpu
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return self._local.is_meta
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or the global size of one dim."""
+        return self._layout.shape if dim is None else self._layout.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._layout.shape)
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return math.prod(self._layout.shape)
+
+    def __len__(self) -> int:
+        if not self._layout.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.shape[0]
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return self._layout.is_fully_replicated
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: Tensor,
+        device_mesh: DeviceMesh,
+        placements: P | Sequence[Placement] | None = None,
+        *,
+        shape: Sequence[int] | None = None,
+        grad_placements: P | Sequence[Placement] | None = None,
+    ) -> ShardedTensor:
+        """See `shardmesh.from_local`."""
+        return boundary.from_local(local_tensor, device_mesh, placements, shape=shape, grad_placements=grad_placements)
+
+    def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
+        """See `shardmesh.to_local`."""
+        return boundary.to_local(self, grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, on every rank of the mesh, as a plain tensor.
+
+        Communication: what `redistribute` to replicated needs.
+        """
+        return boundary.to_local(self.redistribute(P()), grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """`x.redistribute(placements)` or `x.redistribute(mesh, placements)`: see `shardmesh.redistribute`."""
+        return boundary.redistribute(self, *args, **kwargs)
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _value(self) -> Tensor:
+        """The whole tensor, without gradient; what is pending is reduced first."""
+        if self.mesh.coordinate is None:
+            raise RuntimeError(f"rank {self.mesh.world.rank} is outside {self.mesh} and holds no part of this tensor")
+        return redistribute_local(self._local.detach(), self._layout, self._layout.replicated)
+
+    def item(self) -> Any:
+        """The one element, the same on every rank. Communication: reduces or gathers it where needed."""
+        if self.numel() != 1:
+            raise RuntimeError(f"a tensor with {self.numel()} elements cannot be converted to a number")
+        return self._value().item()
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, the same on every rank. Communication: as `full_tensor`."""
+        return self._value().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as a numpy array, the same on every rank. Communication: as `full_tensor`."""
+        if self.requires_grad and not force:
+            raise RuntimeError("cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()")
+        return self._value().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return self.item().__index__()
+
+    def __bool__(self) -> bool:
+        if self.numel() != 1:
+            raise RuntimeError(
+                "the truth value of a tensor with more than one element is ambiguous; use .any() or .all()"
+            )
+        return bool(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
+
+    def __contains__(self, item: Any) -> bool:
+        return bool((self == item).any())
+
+    def __iter__(self) -> Any:
+        if self.ndim == 0:
+            raise TypeError("iteration over a 0-d tensor")
+        return iter(self.unbind(0))
+
+    def __reversed__(self) -> Any:
+        return self.flip(0) if self.ndim else self
+
+    def data_ptr(self) -> int:
+        """Refused: there is no one piece of memory.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("a ShardedTensor has no single piece of memory; this rank's part has: x.to_local()")
+
+    untyped_storage = storage = data_ptr  # type: ignore[assignment]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return show.tensor_repr(self)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return self._local.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """Ask for this tensor's gradient; it will appear in `.grad`, in this tensor's own layout."""
+        self._local.requires_grad_(requires_grad)
+        self._sync_requires_grad()
+        if requires_grad and self._local.is_leaf:
+            gradients.watch(self)
+        return self
+
+    def _sync_requires_grad(self) -> None:
+        with _no_torch_function():
+            if Tensor.requires_grad.__get__(self) != self._local.requires_grad:  # type: ignore[attr-defined]
+                Tensor.requires_grad_(self, self._local.requires_grad)
+
+    @property
+    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
+        """The gradient, a `ShardedTensor` in this tensor's own layout. Reading it never communicates."""
+        return gradients.read(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        gradients.write(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        gradients.write(self, None)
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        dispatch.check_gradient_known(self)
+        return self._local.grad_fn
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        return self._local.is_leaf
+
+    @property
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        return self._local.retains_grad
+
+    def retain_grad(self) -> None:
+        """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this one."""
+        self._local.retain_grad()
+
+    def backward(
+        self,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Compute gradients of this tensor with respect to the leaves.
+
+        Without `gradient` the tensor must be a scalar, and not a sharded one.
+
+        Communication: that of the backward of each redistribution, and at the end one bucketed reduction per set of axes
+        and dtype for leaves that are replicated (not inside `accumulate_grads()`).
+        """
+        gradients.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+    def register_hook(self, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
+        """Call `hook` with the gradient when it is computed; the hook sees it in the layout dual to this tensor's."""
+        return gradients.register_hook(self, hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[ShardedTensor], None]) -> Any:
+        """Call `hook(self)` at the end of a backward, when `.grad` is complete and reduced."""
+        return gradients.register_post_accumulate_grad_hook(self, hook)
+
+    def detach(self) -> ShardedTensor:
+        """The same values, outside the graph."""
+        return ShardedTensor._make_guarded(self._local.detach(), self._layout)
+
+    def detach_(self) -> ShardedTensor:
+        """Take this tensor out of its graph."""
+        self._local.detach_()
+        self._sync_requires_grad()
+        return self
+
+    @property
+    def data(self) -> ShardedTensor:  # type: ignore[override]
+        return ShardedTensor._make(self._local.data, self._layout)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedTensor):
+            raise TypeError("assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first")
+        with _no_torch_function():
+            shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout))
+            Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
+        self._local.data, self._layout = value._local.data, value._layout
+
+    # -- copies and files ----------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied; detach() first")
+        copy = ShardedTensor._make_guarded(self._local.detach().clone(), self._layout)
+        memo[id(self)] = copy
+        if self.requires_grad:
+            copy.requires_grad_()
+        if self.grad is not None:
+            copy.grad = self.grad.detach().clone()
+        if getattr(self, "_is_param", False):
+            copy._is_param = True  # type: ignore[attr-defined]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        is_param = getattr(self, "_is_param", False)
+        return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
+
+
+def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> ShardedTensor:
+    """A pickled `ShardedTensor`; its mesh must exist in the process that reads it."""
+    if local.shape != layout.local_shape:
+        raise RuntimeError(
+            f"this file holds the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
+            f"needs {list(layout.local_shape)}: load the file that this rank wrote"
+        )
+    out = ShardedTensor._make_guarded(local, layout)
+    if requires_grad:
+        out.requires_grad_()
+    if is_param:
+        out._is_param = True  # type: ignore[attr-defined]
+    return out
+
+
+# What a file of tensors refers to, so that `torch.load` reads it without weights_only=False.
+torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
+
+# These make ShardedTensors, and its methods call them.
+from . import boundary, dispatch, gradients, show  # noqa: E402
+
+ShardedTensor.__torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]

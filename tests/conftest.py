@@ -1,0 +1,58 @@
+"""Fixtures for all tests: pools of worker processes, and what a test without a GPU skips."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from tests.pool import Pool
+
+torch.set_num_threads(1)  # small tensors, and worker processes beside us
+
+# No deadline: a machine that is busy with other things must not fail a test.
+hypothesis.settings.register_profile(
+    "shardmesh", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shardmesh")
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[Pool]:
+    """Four gloo ranks in processes of their own: `world4(fn, *args) -> [result by rank]`; started by the first call."""
+    yield from _pool(4)
+
+
+@pytest.fixture(scope="session")
+def world8() -> Iterator[Pool]:
+    """Eight gloo ranks, as `world4`."""
+    yield from _pool(8)
+
+
+def _pool(size: int) -> Iterator[Pool]:
+    pool = Pool(size)
+    yield pool
+    pool.close()
+
+
+class RootIsNoTestPackage:
+    """The root's `__init__.py` is that of `shardmesh`: pytest must not import it, under the directory's name, too."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == Path(__file__).parents[1] else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(RootIsNoTestPackage())  # as a plugin: a conftest's own hooks see no folder above it
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,112 @@
+"""The example trains the same model on any mesh as in one process, and says clearly what it cannot do."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import train_lm
+import train_lm_report as report
+
+import shardmesh as sm
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_lm.py"
+ARGUMENTS = ["--size", "tiny", "--steps", "12", "--every", "4"]
+# Of each step of the tiny model, with 2 layers of 4 weights: an axis of size 1 communicates nothing.
+CALLS = {
+    "fsdp=2,tp=2": {
+        "all_gather": 2 * 4 + 1,  # every weight once, the embedding over both axes
+        "reduce_scatter": 2 * 4 + 1,  # their gradients, the embedding's over both axes at once
+        "all_reduce": 2 * (2 + 2) + 1 + 1,  # two sums into the stream, forward and backward; norms; number of targets
+    },
+    "fsdp=4,tp=1": {"all_gather": 2 * 4 + 1, "reduce_scatter": 2 * 4 + 1, "all_reduce": 1 + 1},
+    "fsdp=1,tp=4": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2 * (2 + 2) + 1 + 1},
+}
+
+
+@pytest.fixture(scope="module")
+def single() -> report.Run:
+    return train_lm.train(train_lm.parse(ARGUMENTS), None)
+
+
+def check_same_losses(run: report.Run, single: report.Run) -> None:
+    assert [row.step for row in run.rows] == [row.step for row in single.rows] == [1, 4, 8, 12]
+    for ours, theirs in zip(run.rows, single.rows, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
+        assert ours.valid_loss == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh", CALLS)
+def test_any_mesh_trains_as_one_process(mesh, single):
+    options = train_lm.parse([*ARGUMENTS, "--mesh", mesh])
+    run = sm.simulate(4)(train_lm.train_on_mesh)(options)[0]
+    check_same_losses(run, single)
+    assert {op: calls for op, (calls, _) in run.collectives.items()} == CALLS[mesh]
+
+
+def test_processes_train_as_one_process(world4, single):
+    run = world4(train_lm.train_on_mesh, train_lm.parse(ARGUMENTS))[0]
+    check_same_losses(run, single)
+    assert run.sample == single.sample != ""
+
+
+def test_it_learns(single):
+    assert single.rows[-1].loss < single.rows[0].loss - 1
+    assert single.rows[0].loss == pytest.approx(math.log(train_lm.VOCABULARY), rel=0.1)
+
+
+def test_script_compares_and_writes_metrics(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--compare", *ARGUMENTS, "--mesh", "fsdp=2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
+    assert all(text in done.stdout for text in ("all_gather", "rows", "largest relative difference"))
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert [run["name"] for run in metrics["runs"]] == ["fsdp=2 tp=1", "one process"]
+    assert [row["step"] for row in metrics["runs"][0]["rows"]] == [1, 4, 8, 12]
+    assert metrics["largest_relative_difference"] <= train_lm.TOLERANCE
+    assert metrics["options"]["seed"] == 0
+
+
+def test_single_writes_metrics_and_plot(tmp_path):
+    assert train_lm.main(["--single", "--size", "tiny", "--steps", "2", "--out", str(tmp_path / "new")]) == 0
+    metrics = json.loads((tmp_path / "new" / "metrics.json").read_text())
+    assert metrics["largest_relative_difference"] is None
+    assert (tmp_path / "new" / "loss.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(2.0, 0.0), (2.1, 0.05), (math.nan, math.nan)])
+def test_comparison_finds_the_largest_difference(loss, expected):
+    rows = [report.Row(step, 2.0, 2.0, 0.0) for step in range(3)]
+    other = [rows[0], replace(rows[1], valid_loss=loss), rows[2]]
+    largest = report.compare(report.Run("a", 0, other), report.Run("b", 0, rows), 1e-4)
+    assert largest == pytest.approx(expected, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "fsdp=1,tp=3"], "tp=3 does not divide the 4 heads"),
+        (["--mesh", "fsdp=3"], "fsdp=3 does not divide the batch of 8"),
+        (["--mesh", "dp=2,tp=2"], "write the sizes of fsdp and tp"),
+        (["--mesh", "fsdp=0,tp=2"], "write the sizes of fsdp and tp"),
+        (["--steps", "0"], "both must be at least 1"),
+        (["--device", "abacus"], "invalid choice"),
+        (["--single", "--compare"], "not allowed with"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        train_lm.parse([*ARGUMENTS, *arguments])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_mesh_must_fit_the_processes_started(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        train_lm.parse(ARGUMENTS)
+    assert "needs 4 processes, and 2 were started" in capsys.readouterr().err

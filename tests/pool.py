@@ -1,0 +1,221 @@
+"""A pool of worker processes for tests: `pool(fn, *args) -> [fn(*args) on rank 0, 1, ...]`.
+
+Importing torch takes seconds, so the workers live as long as the test session. They share one gloo default group and
+have the environment of a launched rank. `fn` must be a top-level function of a test module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardmesh.mesh.launch import _end_with_parent, _pickled_exception, _shared_environment, _spawning
+
+T = TypeVar("T")
+
+CALL_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+_SETTLE_S = 3.0  # after one rank failed: how long the others may take to end their call too
+
+
+class WorkerError(RuntimeError):
+    """A worker died or hung, or raised what cannot be pickled."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one rank answered: a value, or the text of an error and the error itself where it can be pickled."""
+
+    value: Any = None
+    error: str = ""
+    when: float = 0.0
+    exception: bytes | None = None
+
+
+@dataclass
+class Worker:
+    process: BaseProcess
+    pipe: Connection
+    stacks: Path  # where the worker writes its stacks on SIGUSR1
+    reply: Reply | None = None
+
+    def read(self) -> None:
+        try:
+            self.reply = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(START_TIMEOUT_S)
+            self.reply = Reply(error=f"died (exit code {self.process.exitcode})", when=-1.0)
+
+
+@dataclass
+class Pool:
+    size: int
+    workers: list[Worker] = field(default_factory=list)
+    store: dist.TCPStore | None = None
+    folder: tempfile.TemporaryDirectory | None = None
+
+    def __call__(self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[T]:
+        """Runs `fn(*args, **kwargs)` on every rank. An exception comes back as itself, with a note naming its rank."""
+        call = pickle.dumps((fn, args, kwargs))
+        if not self.workers:
+            self.start()
+        with self._closing_on(BaseException):  # Ctrl-C too: the workers are in the middle of a call
+            replies = self._ask(call, timeout)
+        self._close_if_diverged(replies)
+        _raise_first(replies)
+        return [reply.value for reply in replies]
+
+    def start(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="shardmesh-pool-")
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with self._closing_on(BaseException):
+            for rank in range(self.size):
+                self._start_worker(rank)
+            replies = self._replies(START_TIMEOUT_S)
+        self._close_if_diverged(replies)
+        _raise_first(replies)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.pipe.close()
+        self.workers, self.store = [], None
+        if self.folder:
+            self.folder.cleanup()
+
+    def _start_worker(self, rank: int) -> None:
+        assert self.store
+        assert self.folder
+        context = mp.get_context("spawn")
+        mine, theirs = context.Pipe()
+        stacks = Path(self.folder.name) / str(rank)
+        process = context.Process(
+            target=_serve, args=(os.getpid(), theirs, str(stacks)), name=f"pool{self.size}-{rank}"
+        )
+        environment = _shared_environment(self.size, self.store.port) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
+            process.start()
+            self.workers.append(Worker(process, mine, stacks))
+        theirs.close()
+
+    def _ask(self, call: bytes, timeout: float) -> list[Reply]:
+        for worker in self.workers:
+            worker.reply = None
+            with contextlib.suppress(OSError):  # a dead worker: its pipe tells when it is read
+                worker.pipe.send_bytes(call)
+        return self._replies(timeout)
+
+    def _replies(self, timeout: float) -> list[Reply]:
+        deadline = time.monotonic() + timeout
+        while waiting := {w.pipe: w for w in self.workers if w.reply is None}:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up_on(list(waiting.values()), timeout)
+            for pipe in ready:
+                worker = waiting[pipe]  # type: ignore[index]
+                worker.read()
+                if worker.reply and worker.reply.error:
+                    deadline = min(deadline, time.monotonic() + _SETTLE_S)
+        return [w.reply for w in self.workers if w.reply]
+
+    def _give_up_on(self, late: list[Worker], timeout: float) -> None:
+        """The late ranks get a reply that says where they were, so that `_replies` ends."""
+        for worker in late:
+            with contextlib.suppress(OSError):
+                os.kill(worker.process.pid or 0, signal.SIGUSR1)
+        time.sleep(0.5)  # faulthandler writes from the signal handler, whatever the process is doing
+        for worker in late:
+            stacks = worker.stacks.read_text() if worker.stacks.exists() else ""
+            limit = f"{timeout} s, or {_SETTLE_S} s after another rank failed"
+            worker.reply = Reply(error=f"did not return ({limit}); it was here:\n{stacks}", when=float("inf"))
+
+    def _close_if_diverged(self, replies: list[Reply]) -> None:
+        """A new pool for the next test where the ranks no longer agree: one died, hung, or alone raised."""
+        kinds = {(bool(r.error), type(_exception(r)), r.when in (-1.0, float("inf"))) for r in replies}
+        if len(kinds) > 1 or any(r.when in (-1.0, float("inf")) for r in replies):
+            self.close()
+
+    @contextlib.contextmanager
+    def _closing_on(self, kind: type[BaseException]):
+        try:
+            yield
+        except kind:
+            self.close()
+            raise
+
+
+def _exception(reply: Reply) -> BaseException | None:
+    return pickle.loads(reply.exception) if reply.exception else None
+
+
+def _raise_first(replies: list[Reply]) -> None:
+    failed = sorted((reply.when, rank) for rank, reply in enumerate(replies) if reply.error)
+    if not failed:
+        return
+    texts = [f"rank {rank} of {len(replies)} {replies[rank].error}" for _, rank in failed]
+    error = _exception(replies[failed[0][1]]) or WorkerError("\n".join(texts))
+    if not isinstance(error, WorkerError):
+        error.add_note("\n".join(texts))
+    raise error
+
+
+# -------------------------------------------------------------------------------------------------- inside a worker
+
+
+def _serve(parent: int, pipe: Connection, stacks: str) -> None:
+    """The life of a worker: reply once when ready, then one reply per call."""
+    _end_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open for life
+    warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
+    torch.set_num_threads(1)
+    calls = 0
+    _reply(pipe, _ensure_group, calls)
+    while True:
+        message = pipe.recv_bytes()
+        calls += 1
+        _reply(pipe, _run, message, calls)
+
+
+def _run(message: bytes, calls: int) -> Any:
+    _ensure_group(calls)
+    fn, args, kwargs = pickle.loads(message)
+    return fn(*args, **kwargs)
+
+
+def _ensure_group(calls: int) -> None:
+    """The default group, again where the last call destroyed it (under a new prefix: the store keeps the old keys)."""
+    if not dist.is_initialized():
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.PrefixStore(f"call{calls}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+
+
+def _reply(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
+    try:
+        message = pickle.dumps(Reply(fn(*args)))
+    except BaseException as error:
+        text = "raised\n" + "".join(traceback.format_exception(error))
+        message = pickle.dumps(Reply(None, text, time.monotonic(), _pickled_exception(error)))
+    pipe.send_bytes(message)

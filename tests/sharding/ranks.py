@@ -1,0 +1,90 @@
+"""Running a test program on every rank of a simulated mesh, and watching what it communicates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import shardmesh as sm
+from shardmesh.mesh.group import CollectiveRecord, current_world
+
+AXES = ("a", "b", "c")
+
+
+def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
+    """`program(mesh)` on every rank of a simulated mesh with axes a, b, c; what each rank returned."""
+
+    def rank() -> Any:
+        return program(sm.init_device_mesh("cpu", mesh_shape, axis_names=AXES[: len(mesh_shape)]))
+
+    return sm.simulate(math.prod(mesh_shape))(rank)()
+
+
+def every_rank(*mesh_shape: int) -> Callable[[Callable[[sm.DeviceMesh], Any]], Callable[[], None]]:
+    """Makes a test of `test(mesh)`: it runs on every rank of a simulated mesh of this shape.
+
+    What it ran, for other worlds: `test.program` and `test.mesh_shape`.
+    """
+
+    def decorate(program: Callable[[sm.DeviceMesh], Any]) -> Callable[[], None]:
+        def test() -> None:
+            on_mesh(mesh_shape, program)
+
+        test.__name__, test.__doc__ = program.__name__, program.__doc__
+        test.program, test.mesh_shape = program, mesh_shape  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def place(mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, grad: bool = False) -> sm.ShardedTensor:
+    """`tensor`, the same on every rank, without communication; replicated where no placements are given."""
+    x = sm.distribute_tensor(tensor, mesh, list(placements) or None, src_data_rank=None)
+    return x.requires_grad_() if grad else x
+
+
+@contextmanager
+def collectives() -> Iterator[list[CollectiveRecord]]:
+    """The collectives that this rank takes part in inside the block."""
+    records: list[CollectiveRecord] = []
+    observers = current_world().observers
+    observers.append(records.append)
+    try:
+        yield records
+    finally:
+        observers.remove(records.append)
+
+
+def launched(records: Sequence[CollectiveRecord]) -> list[str]:
+    """The names of the collectives."""
+    return [record.op for record in records]
+
+
+def same_error(
+    mesh_shape: Sequence[int],
+    program: Callable[[sm.DeviceMesh], Any],
+    kind: type[BaseException],
+    *,
+    silent: bool = True,
+) -> str:
+    """The text of the error that `program` raises: of this kind, the same on every rank, before any collective."""
+
+    def rank(mesh: sm.DeviceMesh) -> str:
+        with collectives() as records:
+            try:
+                program(mesh)
+            except kind as error:
+                text = str(error)
+            else:
+                raise AssertionError(f"no {kind.__name__} on rank {mesh.world.rank}")
+        if silent and records:
+            raise AssertionError(f"{launched(records)} before the error {text}")
+        return text
+
+    texts = on_mesh(mesh_shape, rank)
+    assert len(set(texts)) == 1, texts
+    return texts[0]

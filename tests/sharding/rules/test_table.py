@@ -1,0 +1,89 @@
+"""Every function of the operator table, on every combination of placements, against the single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from shardmesh.sharding import decide
+from shardmesh.sharding.rules.check import prove
+from shardmesh.sharding.rules.registry import HANDLERS, RULES
+from tests.sharding.rules import (
+    samples_index,
+    samples_matmul,
+    samples_nn,
+    samples_pointwise,
+    samples_reduction,
+    samples_view,
+)
+from tests.sharding.rules.table import OWNERS, Call, registered, samples_of
+
+FILLED = (samples_index, samples_matmul, samples_nn, samples_pointwise, samples_reduction, samples_view)
+# Not operators whose results are a matter of values and placements alone; they have tests of their own.
+ELSEWHERE = ("rules.factory", "rules.metadata", "rules.optim", "rules.init", "gradients", "tensor")
+# Refusals, which are tested where the others are, and what has another name here.
+WITHOUT_SAMPLES = (
+    "Tensor.cuda", "torch.batch_norm", "F.batch_norm", "torch.instance_norm", "F.instance_norm", "torch.embedding_bag",
+    "F.embedding_bag", "torch.embedding_renorm_",
+)  # fmt: skip
+
+
+# Meshes, and how many combinations to try on each. On (3,) 16 are all of two operands of two dims, on (2, 2) 18 are all
+# of one. Functions that share a rule are tried briefly, and again under another owner (`torch.add`, `Tensor.add`).
+THOROUGHLY = {(3,): 16, (2, 2): 18}
+BRIEFLY = {(3,): 6, (2, 2): 3}
+ONCE_MORE = {(2, 2): 2}
+
+
+def _family(func: Callable[..., Any]) -> str:
+    maker = RULES.get(func) or HANDLERS[func]
+    return getattr(maker, "__module__", "") or getattr(maker, "func", maker).__module__
+
+
+def _table() -> list[Any]:
+    """One case for each function: name, function, and how thoroughly to try it."""
+    cases, makers, names = [], set(), set()
+    for label, func in registered():
+        if _family(func).endswith(ELSEWHERE) or label in WITHOUT_SAMPLES or label.partition(".")[0] not in OWNERS:
+            continue
+        maker, name = (RULES.get(func), HANDLERS.get(func)), label.rpartition(".")[2]
+        extent = THOROUGHLY if maker not in makers else BRIEFLY if name not in names else ONCE_MORE
+        cases.append(pytest.param(label, func, extent, id=label))
+        makers.add(maker)
+        names.add(name)
+    return cases
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dtype is torch.bool
+
+
+def _runs_gathered(label: str, c: Call) -> bool:
+    """Whether a call has no rule by design: the shape of its result depends on values."""
+    if label != "Tensor.__getitem__":
+        return False
+    index = c.args[1]
+    return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
+
+
+@pytest.mark.parametrize(("label", "func", "extent"), _table())
+def test_rule(
+    label: str, func: Callable[..., Any], extent: dict[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = samples_of(label)
+    assert calls, f"{label} is in the table and has no sample"
+    for c in calls:
+        with monkeypatch.context() as patch:
+            if _runs_gathered(label, c):
+                patch.setattr(decide, "_warned", {func})
+            else:
+                patch.setattr(decide, "_gathered", _refuse)
+            ran = sum(prove(func, c.args, c.kwargs, meshes=[mesh], most=most) for mesh, most in extent.items())
+        assert ran > 0
+
+
+def _refuse(func: Callable[..., Any], *_: Any) -> Any:
+    raise AssertionError(f"{func} ran gathered")

@@ -1,0 +1,45 @@
+"""Hypothesis strategies: meshes, shapes and layouts with uneven, empty, reordered and pending parts."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import strategies as st
+
+import shardmesh as sm
+
+AXES = ("a", "b", "c")
+MESH_SHAPES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (1, 3), (3, 2), (2, 4), (2, 2, 2), (2, 1, 3)]
+SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12])
+
+mesh_shapes = st.sampled_from(MESH_SHAPES)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, max_dims: int = 3) -> tuple[int, ...]:
+    """Global shapes of at most 600 elements."""
+    shape = tuple(draw(SIZES) for _ in range(draw(st.integers(0, max_dims))))
+    return shape if math.prod(shape) <= 600 else shape[:1]
+
+
+@st.composite
+def specs(draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, ...] = ("sum",)) -> sm.P:
+    """Any spec on these axes: each axis splits a dim, is pending, or does nothing; axes of a dim in any order."""
+    dims: list[list[str]] = [[] for _ in range(ndim)]
+    pending = []
+    kind = draw(st.sampled_from(kinds)) if kinds else None
+    for axis in draw(st.permutations(names)):
+        what = draw(st.integers(-2 if kind else -1, ndim - 1))
+        if what >= 0:
+            dims[what].append(axis)
+        elif what == -2:
+            pending.append(axis)
+    return sm.P(*map(tuple, dims), unreduced=dict.fromkeys(pending, kind) if kind else ())
+
+
+@st.composite
+def moves(draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
+    """A mesh shape, a tensor shape and two specs."""
+    mesh_shape, shape = draw(mesh_shapes), draw(shapes())
+    names = AXES[: len(mesh_shape)]
+    return mesh_shape, shape, draw(specs(names, len(shape), kinds)), draw(specs(names, len(shape), kinds))

@@ -1,0 +1,154 @@
+"""A selection of the programs that other tests run on simulated ranks, on four gloo processes."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import shardmesh as sm
+from shardmesh import Shard
+from tests.sharding.ranks import AXES, collectives, launched, on_mesh
+from tests.sharding.test_errors import BAD
+
+PROGRAMS = {
+    "test_tensor": [
+        "test_module_to_another_dtype",
+        "test_sizes_and_iteration",
+    ],
+    "test_state": [
+        "test_load_plain_tensors",
+        "test_load_sharded_tensors_of_other_placements",
+        "test_deepcopy_of_a_module",
+        "test_pickle_and_torch_save",
+        "test_optimizer_state_in_a_file",
+    ],
+    "test_hooks": [
+        "test_a_hook_that_is_not_linear_sees_the_whole_gradient",
+        "test_post_accumulate_grad_hooks_see_reduced_gradients",
+    ],
+    "test_optimizers": ["test_clip_grad_norm"],
+    "test_gradients": [
+        "test_explicit_gradients",
+        "test_a_replicated_parameter_is_reduced_once_however_often_it_is_used",
+        "test_one_bucket_per_set_of_axes_and_dtype",
+        "test_backward_twice_accumulates",
+        "test_accumulate_grads_reduces_once",
+        "test_an_exception_inside_the_block",
+        "test_autograd_grad",
+        "test_autograd_backward",
+        "test_autograd_functional",
+    ],
+    "test_backward": [
+        "test_a_plain_loss_of_the_full_tensor",
+        "test_a_plain_loss_of_the_local_parts",
+        "test_a_plain_loss_of_a_replicated_part",
+        "test_an_exception_in_the_middle_of_backward",
+        "test_without_grad",
+        "test_an_accumulator_takes_part_in_the_graph",
+    ],
+    "test_boundary": [
+        "test_from_local_shares_memory",
+        "test_the_result_is_a_leaf_with_memory_of_its_own",
+        "test_distribute_a_sharded_tensor_redistributes_it",
+        "test_awkward_inputs",
+        "test_the_ways_to_say_where",
+        "test_dtypes_on_the_way",
+        "test_equal_gradients_of_every_kind_pass_the_check",
+    ],
+    "test_traps": [
+        "test_one_element_of_a_sharded_tensor",
+        "test_the_advice_for_custom_functions_works",
+    ],
+    "test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
+    "test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
+}
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"tests.sharding.{name}")
+
+
+def _run(module: str) -> int:
+    """Run the module's programs, each on a mesh of the first ranks; returns how many this rank took part in."""
+    taken = 0
+    for name in PROGRAMS[module]:
+        test = getattr(_module(module), name)
+        ranks = torch.arange(math.prod(test.mesh_shape)).view(test.mesh_shape)
+        mesh = sm.DeviceMesh("cpu", ranks, axis_names=AXES[: ranks.ndim])
+        if mesh.coordinate is not None:
+            try:
+                test.program(mesh)
+            except BaseException as error:
+                error.add_note(f"in {module}.{name}")
+                raise
+            taken += 1
+    return taken
+
+
+@pytest.mark.parametrize("module", PROGRAMS)
+def test_programs_run_alike_on_real_processes(world4, module):
+    taken = world4(_run, module)
+    assert taken[0] == len(PROGRAMS[module])
+
+
+def _error_texts() -> dict[str, str]:
+    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    texts = {}
+    for name, (program, _) in BAD.items():
+        with collectives() as records, pytest.raises(Exception) as caught:  # noqa: PT011 - the texts are compared below
+            program(mesh)
+        texts[name] = f"{caught.type.__name__}: {caught.value} {launched(records)}"
+    return texts
+
+
+def test_bad_input_on_real_processes(world4):
+    """The same error on every rank, as in the simulated world, and nothing communicated."""
+    first, *others = world4(_error_texts)
+    for name, (_, words) in BAD.items():
+        assert first[name].endswith(" []")
+        assert all(texts[name] == first[name] for texts in others)
+        for word in words:
+            assert word in first[name]
+
+
+def _train(mesh: sm.DeviceMesh, spec: sm.P) -> list[float]:
+    """Losses and norms of a model with checkpointing, dropout, accumulation and clipping."""
+    torch.manual_seed(0)
+    sm.manual_seed(1)
+    w = torch.nn.Parameter(sm.device_put(torch.randn(6, 6, dtype=torch.float64) / 3, mesh, spec))
+    b = torch.nn.Parameter(sm.device_put(torch.zeros(6, dtype=torch.float64), mesh))
+    x = torch.randn(9, 6, dtype=torch.float64)
+    optimizer = torch.optim.AdamW([w, b], lr=0.01, fused=True)
+    losses = []
+
+    def block(x):
+        return torch.nn.functional.dropout(torch.tanh(x @ w + b), 0.2)
+
+    for _ in range(3):
+        with sm.accumulate_grads():
+            for rows in (x[:5], x[5:]):
+                y = sm.distribute_tensor(rows, mesh, [Shard(0)])
+                y = checkpoint(block, y, use_reentrant=False, context_fn=sm.replay_random)
+                loss = (y**2).sum() / 9
+                loss.backward()
+                losses.append(loss.item())
+        losses.append(torch.nn.utils.clip_grad_norm_([w, b], 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train_on_four(spec: sm.P) -> list[float]:
+    return _train(sm.init_device_mesh("cpu", (4,), axis_names=("a",)), spec)
+
+
+@pytest.mark.parametrize("spec", [sm.P(), sm.P("a"), sm.P(None, "a")], ids=str)
+def test_training_with_everything_at_once(world4, spec):
+    (expected,) = on_mesh((1,), lambda mesh: _train(mesh, sm.P()))
+    for losses in world4(_train_on_four, spec):
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

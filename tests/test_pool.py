@@ -1,0 +1,119 @@
+"""The worker pool that the other tests stand on."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pool, WorkerError
+
+
+def total(x: float) -> tuple[int, float]:
+    t = torch.full((3,), x + dist.get_rank())
+    dist.all_reduce(t)
+    return dist.get_rank(), t[0].item()
+
+
+def raise_on(ranks: set[int]) -> None:
+    if dist.get_rank() in ranks:
+        raise KeyError(f"only {dist.get_rank()}")
+
+
+def raise_before_barrier() -> None:
+    raise_on({1})
+    dist.barrier()
+
+
+def kill_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def barrier_without(rank: int) -> None:
+    if dist.get_rank() != rank:
+        dist.barrier()
+
+
+def destroy() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def unpicklable() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("bad")
+
+
+def pids(pool: Pool) -> list[int]:
+    return pool(os.getpid)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two ranks of our own to break: it starts again after a test that broke it."""
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def test_results_come_by_rank(world4):
+    assert world4(total, 1.0) == [(r, 10.0) for r in range(4)]
+    assert world4(os.getenv, "OMP_NUM_THREADS") == ["1"] * 4
+    assert world4(os.getenv, "LOCAL_RANK") == ["0", "1", "2", "3"]
+    assert world4(torch.get_num_threads) == [1] * 4
+
+
+def test_workers_stay(world4):
+    assert pids(world4) == pids(world4)
+
+
+def test_eight(world8):
+    assert world8(total, 0.0) == [(r, 28.0) for r in range(8)]
+
+
+def test_an_error_on_every_rank_keeps_the_pool(pool):
+    before = pids(pool)
+    with pytest.raises(KeyError, match="only") as caught:
+        pool(raise_on, {0, 1})
+    assert "rank 0 of 2" in caught.value.__notes__[0]
+    assert "in raise_on" in caught.value.__notes__[0]
+    assert pids(pool) == before
+
+
+def test_an_error_on_one_rank_restarts_the_pool(pool):
+    before = pids(pool)
+    with pytest.raises(KeyError, match="only 1") as caught:
+        pool(raise_before_barrier)
+    assert caught.value.__notes__[0].startswith("rank 1 of 2 raised")
+    assert "rank 0 of 2 did not return" in caught.value.__notes__[0]
+    assert not set(pids(pool)) & set(before)
+    assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_killed_rank_is_named(pool):
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 died \(exit code -9\)"):
+        pool(kill_on, 1)
+    assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]
+
+
+def test_a_hang_shows_where(pool):
+    pool(total, 0.0)  # the workers have imported this module
+    with pytest.raises(WorkerError, match=r"(?s)rank 0 of 2 did not return.*in barrier_without"):
+        pool(barrier_without, 1, timeout=2.0)
+
+
+def test_a_destroyed_group_comes_back(pool):
+    before = pids(pool)
+    pool(destroy)
+    assert pool(total, 0.0) == [(0, 1.0), (1, 1.0)]
+    assert pids(pool) == before
+
+
+def test_an_error_that_cannot_be_pickled(pool):
+    with pytest.raises(WorkerError, match=r"Local: bad"):
+        pool(unpicklable)
