@@ -11,10 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, Self, TypeAlias
 
 KINDS = ("sum", "avg", "max", "min", "product")
 EACH = "each"  # in gradients only: every rank holds a value of its own, and nothing will combine them
+
+
+class Cut(NamedTuple):
+    """One cut of an interval into parts: as `torch.chunk` cuts, or into parts of given sizes.
+
+    Attributes:
+        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are given for several jointly.
+        sizes: the length of each part, in order; None for equal parts, the last ones short or empty.
+    """
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -60,6 +73,20 @@ class P:
         if len(self.dims) == ndim:
             return self
         return P(*self.dims, *[None] * (ndim - len(self.dims)), unreduced=dict(self.unreduced))
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[Cut, ...], ...]:
+        """Per dim how its interval is cut, one cut inside the other, outermost first."""
+        return tuple(tuple(Cut((axis,)) for axis in axes) for axes in self.dims)
+
+    @classmethod
+    def of_cuts(cls, cuts: Iterable[Iterable[Cut]], unreduced: Mapping[str, str]) -> Self:
+        """The spec whose dims are cut so: `P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec`."""
+        return cls(*[tuple(axis for cut in dim for axis in cut.axes) for dim in cuts], unreduced=unreduced)
+
+    def with_unreduced(self, unreduced: Mapping[str, str]) -> Self:
+        """The same cuts with other pending axes."""
+        return type(self).of_cuts(self.cuts, unreduced)
 
     @property
     def axes(self) -> tuple[str, ...]:
