@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 from tests.pool import Pool
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the tests of Ctrl-C would wait for ever
 
 torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
