@@ -78,7 +78,7 @@ def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same operator on each place of the lists by itself, through its rule."""
     name = func.__name__.removeprefix("_foreach_")
-    single = getattr(torch, name, None) or getattr(Tensor, name, None)
+    single = getattr(torch, name, None) or getattr(Tensor, name, None) or _in_place(name)
     if func.__name__ in _FUSED or single is None:
         raise ValueError(
             f"{func.__name__}: the tensors of one place (parameter, gradient, state) lie differently on the mesh, or are "
@@ -88,6 +88,12 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         *args, value = args
         kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
     return _by_place(single, args, kwargs)
+
+
+def _in_place(name: str) -> Callable[..., Any] | None:
+    """What torch has in place for lists only, as `maximum_`."""
+    outside = getattr(torch, name.removesuffix("_"), None) if name.endswith("_") else None
+    return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
 
 
 def _by_place(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

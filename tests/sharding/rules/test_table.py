@@ -31,9 +31,9 @@ WITHOUT_SAMPLES = (
 )  # fmt: skip
 
 
-# Meshes, and how many combinations to try on each. On (3,) 16 are all of two operands of two dims, on (2, 2) 18 are all
+# Meshes, and how many combinations to try on each. On (3,) 18 are all of two operands of two dims, on (2, 2) 18 are all
 # of one. Functions that share a rule are tried briefly, and again under another owner (`torch.add`, `Tensor.add`).
-THOROUGHLY = {(3,): 16, (2, 2): 18}
+THOROUGHLY = {(3,): 18, (2, 2): 18}
 BRIEFLY = {(3,): 6, (2, 2): 3}
 ONCE_MORE = {(2, 2): 2}
 
@@ -82,7 +82,8 @@ def test_rule(
             else:
                 patch.setattr(decide, "_gathered", _refuse)
             ran = sum(prove(func, c.args, c.kwargs, meshes=[mesh], most=most) for mesh, most in extent.items())
-        assert ran > 0
+            # In-place operators refuse layouts that they would have to change: among a few there may be no other.
+            assert ran > 0 or prove(func, c.args, c.kwargs, meshes=[(2, 2)]) > 0
 
 
 def _refuse(func: Callable[..., Any], *_: Any) -> Any:
