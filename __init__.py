@@ -10,7 +10,7 @@
 Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how it is done.
 """
 
-from .mesh import AbstractMesh, DeviceMesh, init_device_mesh, simulate
+from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, init_device_mesh, simulate
 from .mesh.counter import CommBudgetError, comm_budget
 from .mesh.launch import launch
 from .mesh.null import null_world
@@ -36,6 +36,7 @@ __all__ = [
     "CommBudgetError",
     "DeviceMesh",
     "Layout",
+    "Link",
     "P",
     "Partial",
     "PartitionSpec",
@@ -43,8 +44,11 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardedTensor",
+    "Topology",
+    "Work",
     "accumulate_grads",
     "arange",
+    "calibrate",
     "check_rule",
     "comm_budget",
     "device_put",

@@ -11,19 +11,28 @@ boxes as the fewest strided views of the tensor that it finds, each of which is 
    W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
 
 A pack that is one view which happens to be contiguous is returned as that view: nothing is copied or launched.
+
+With `offsets` the boxes lie anywhere in the flat buffer, so that several tensors can share one (a bucket), here one that
+goes to two peers:
+
+    a ---> [ a's box 0 |         | a's box 1 |         ]     pack_a = compile_pack(a.shape, boxes, offsets=[0, 6])
+    b ---> [           | b's 0   |           | b's 1   ]     pack_b = compile_pack(b.shape, boxes, offsets=[4, 10])
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 from torch import Tensor
 
-from .box import Box, box_origin, box_shape, box_size, check_boxes, merge_dims, row_major_strides
+from .box import Box, box_origin, box_shape, box_size, check_boxes, row_major_strides
 
 Delta = tuple[int, ...]
+_Placed = tuple[int, int, Box]  # where in the flat buffer it starts and stops, the box
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +41,20 @@ class Run:
 
     Attributes:
         first: the first box.
-        levels: (how many, step per dim), outermost first; none for a lone box.
+        start: where it begins in the flat buffer.
+        levels: (how many, step per dim, step in the flat buffer), outermost first; none for a lone box.
     """
 
     first: Box
-    levels: tuple[tuple[int, Delta], ...] = ()
+    start: int
+    levels: tuple[tuple[int, Delta, int], ...] = ()
 
     @property
     def size(self) -> int:
-        return math.prod(count for count, _ in self.levels) * box_size(self.first)
+        return math.prod(count for count, _, _ in self.levels) * box_size(self.first)
 
     def __repr__(self) -> str:
-        counts = "".join(f"{count} x " for count, _ in self.levels)
+        counts = "".join(f"{count} x " for count, _, _ in self.levels)
         return f"{counts}{list(box_shape(self.first))} at {list(box_origin(self.first))}"
 
 
@@ -68,25 +79,22 @@ def _joined(a: Box, b: Box) -> Box | None:
     return None
 
 
-def _join_neighbours(boxes: Iterable[Box]) -> list[Box]:
-    """The same elements in the same order, in fewer boxes; empty boxes are dropped."""
-    done: list[Box] = []
-    for box in boxes:
-        if box_size(box) == 0:
-            continue
-        while done and (joined := _joined(done[-1], box)) is not None:
-            done.pop()
-            box = joined
-        done.append(box)
-    return done
+def _join_neighbours(boxes: Iterable[_Placed]) -> list[Run]:
+    """The same elements in the same places of the buffer, in fewer boxes."""
+    done: list[_Placed] = []
+    for start, stop, box in boxes:
+        while done and done[-1][1] == start and (joined := _joined(done[-1][2], box)) is not None:
+            start, box = done.pop()[0], joined
+        done.append((start, stop, box))
+    return [Run(box, start) for start, _, box in done]
 
 
-def _step(a: Run, b: Run) -> Delta | None:
+def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
     """How far b lies from a, where they differ by nothing else and torch can express it (no negative stride)."""
     if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
         return None
     step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])
-    return step if min(step, default=0) >= 0 else None
+    return (step, b.start - a.start) if min(step, default=0) >= 0 else None
 
 
 def _fold_once(runs: Sequence[Run]) -> list[Run]:
@@ -100,30 +108,59 @@ def _fold_once(runs: Sequence[Run]) -> list[Run]:
                 break
             step, count = next_step, count + 1
         first = runs[i]
-        folded.append(first if step is None else replace(first, levels=((count, step), *first.levels)))
+        folded.append(first if step is None else replace(first, levels=((count, *step), *first.levels)))
         i += count
     return folded
 
 
-def _fold(boxes: Iterable[Box]) -> tuple[Run, ...]:
-    """The boxes, in their order, as few runs."""
-    runs = [Run(box) for box in _join_neighbours(boxes)]
+def _fold(boxes: Iterable[_Placed]) -> tuple[Run, ...]:
+    """The boxes, ascending in the buffer, as few runs."""
+    runs = _join_neighbours(boxes)
     while len(folded := _fold_once(runs)) < len(runs):
         runs = folded
     return tuple(runs)
+
+
+def _placed(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None) -> list[_Placed]:
+    """The boxes that are not empty, ascending in the buffer."""
+    check_boxes(shape, boxes)
+    sizes = [box_size(box) for box in boxes]
+    if offsets is None:
+        offsets = list(accumulate(sizes, initial=0))
+    elif len(offsets) != len(boxes) or min(offsets, default=0) < 0:
+        raise ValueError(
+            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one for each box, 0 or more, in elements of the "
+            "flat buffer"
+        )
+    placed = [(start, start + size, box) for start, size, box in zip(offsets, sizes, boxes, strict=False) if size]
+    return sorted(placed, key=itemgetter(0))
 
 
 def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * s for i, s in zip(index, strides, strict=True))
 
 
-def _view(run: Run, strides: Sequence[int], flat_offset: int) -> View:
-    """The run's elements in a tensor of these strides, and in the flat buffer from `flat_offset` on."""
-    sizes, steps = merge_dims(
-        (*(count for count, _ in run.levels), *box_shape(run.first)),
-        (*(_dot(step, strides) for _, step in run.levels), *strides),
+def _view(run: Run, strides: Sequence[int]) -> View:
+    """The run's elements in a tensor of these strides, and in the flat buffer."""
+    shape = box_shape(run.first)
+    sizes, steps, flat_steps = _merge_dims(
+        (*(count for count, _, _ in run.levels), *shape),
+        (*(_dot(step, strides) for _, step, _ in run.levels), *strides),
+        (*(step for _, _, step in run.levels), *row_major_strides(shape)),
     )
-    return View(sizes, steps, _dot(box_origin(run.first), strides), row_major_strides(sizes), flat_offset)
+    return View(sizes, steps, _dot(box_origin(run.first), strides), flat_steps, run.start)
+
+
+def _merge_dims(sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]) -> tuple[Delta, ...]:
+    """The same elements on both sides in the fewest dims (but one), as `box.merge_dims` does for one side."""
+    merged: list[tuple[int, int, int]] = []
+    for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1:] == (size * stride, size * flat_stride):
+            size *= merged.pop()[0]
+        merged.append((size, stride, flat_stride))
+    return tuple(zip(*(merged or [(1, 1, 1)]), strict=True))
 
 
 class _BoxCopy:
@@ -131,29 +168,27 @@ class _BoxCopy:
 
     Attributes:
         shape: of the tensor that holds the boxes.
-        size: elements in the flat buffer.
+        size: elements in the flat buffer, up to the end of the last box.
         copies: how many `copy_` calls it takes when nothing can be had as a view.
-        zero_copy: the flat buffer is a range of a contiguous tensor of `shape`.
+        zero_copy: the boxes in the flat buffer are a range of a contiguous tensor of `shape`.
     """
 
-    __slots__ = ("_views", "copies", "runs", "shape", "size", "zero_copy")
+    __slots__ = ("_anywhere", "_has_gaps", "_is_whole", "_views", "copies", "runs", "shape", "size", "zero_copy")
 
-    def __init__(self, shape: Sequence[int], boxes: Sequence[Box]):
-        check_boxes(shape, boxes)
+    def __init__(self, shape: Sequence[int], placed: Sequence[_Placed], anywhere: bool):
         self.shape = tuple(shape)
-        self.runs = _fold(boxes)
-        self.size = sum(run.size for run in self.runs)
+        self.runs = _fold(placed)
+        self.size = max([stop for _, stop, _ in placed], default=0)
         self.copies = len(self.runs)
+        self._anywhere = anywhere
+        self._has_gaps = anywhere and _has_gaps(placed)
+        self._is_whole = sum([stop - start for start, stop, _ in placed]) == math.prod(self.shape)
         self._views: dict[tuple[int, ...], tuple[View, ...]] = {}
         views = self._views_for(row_major_strides(self.shape))
-        self.zero_copy = not views or (len(views) == 1 and views[0].strides == (1,))
+        self.zero_copy = not views or (len(views) == 1 and views[0].strides == views[0].flat_strides == (1,))
 
     def _views_for(self, strides: tuple[int, ...]) -> tuple[View, ...]:
-        views, offset = [], 0
-        for run in self.runs:
-            views.append(_view(run, strides, offset))
-            offset += run.size
-        return self._views.setdefault(strides, tuple(views))
+        return self._views.setdefault(strides, tuple([_view(run, strides) for run in self.runs]))
 
     def views(self, x: Tensor) -> tuple[View, ...]:
         """The views for a tensor of x's strides (made once for each)."""
@@ -164,8 +199,11 @@ class _BoxCopy:
 
     def check_flat(self, flat: Tensor) -> None:
         if flat.ndim != 1 or flat.numel() != self.size or not flat.is_contiguous():
+            if self._anywhere and flat.ndim == 1 and flat.numel() >= self.size and flat.is_contiguous():
+                return
+            least = "at least " if self._anywhere else ""
             raise ValueError(
-                f"{self!r} needs a contiguous buffer of shape ({self.size},), "
+                f"{self!r} needs a contiguous buffer of shape ({least}{self.size},), "
                 f"not one of shape {tuple(flat.shape)} and strides {flat.stride()}"
             )
 
@@ -174,18 +212,36 @@ class _BoxCopy:
         return f"{type(self).__name__}({list(self.shape)} <-> [{self.size}]: {how})"
 
 
+def _has_gaps(placed: Sequence[_Placed]) -> bool:
+    """Whether boxes (ascending) are not exactly one after the other from 0 on."""
+    stops = [0, *(stop for _, stop, _ in placed)]
+    return any(start != stop for (start, _, _), stop in zip(placed, stops, strict=False))
+
+
 class Pack(_BoxCopy):
-    """Boxes of a tensor, one after the other in a flat buffer: what `compile_pack` returns."""
+    """Boxes of a tensor written to their places in a flat buffer: what `compile_pack` returns."""
 
     __slots__ = ()
 
+    def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
+        placed = _placed(shape, boxes, offsets)
+        if offsets is not None:
+            _check_apart(placed)
+        super().__init__(shape, placed, offsets is not None)
+        self.zero_copy = self.zero_copy and not self._has_gaps
+
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`pack(x, out=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x."""
+        """`pack(x, out=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x.
+
+        What lies in `out` between and behind the boxes stays as it is.
+        """
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         views = self.views(x)
         start = x.storage_offset()
         if out is None:
+            if self._has_gaps:
+                raise ValueError(f"{self!r} leaves gaps in its buffer: give it the buffer to write to, as out=")
             if len(views) == 1:
                 sizes, strides, offset, _, _ = views[0]
                 part = x.as_strided(sizes, strides, start + offset).contiguous()
@@ -205,6 +261,9 @@ class Unpack(_BoxCopy):
 
     __slots__ = ()
 
+    def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
+        super().__init__(shape, _placed(shape, boxes, offsets), offsets is not None)
+
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
         """`unpack(flat, out=None) -> x`: in `out` (any strides, cast to its dtype) where given.
 
@@ -212,22 +271,43 @@ class Unpack(_BoxCopy):
         """
         self.check_flat(flat)
         if out is None:
-            whole = self.size == math.prod(self.shape)
-            if whole and self.zero_copy:
-                return flat.view(self.shape)
-            out = flat.new_empty(self.shape) if whole else flat.new_zeros(self.shape)
+            if self.zero_copy and self._is_whole:
+                return self._part_of(flat)
+            out = flat.new_empty(self.shape) if self._is_whole else flat.new_zeros(self.shape)
         start, flat_start = out.storage_offset(), flat.storage_offset()
         for sizes, strides, offset, flat_strides, flat_offset in self.views(out):
             part = out.as_strided(sizes, strides, start + offset)
             part.copy_(flat.as_strided(sizes, flat_strides, flat_start + flat_offset))
         return out
 
+    def _part_of(self, flat: Tensor) -> Tensor:
+        """The range of `flat` that is the whole tensor."""
+        if flat.numel() != self.size or self._has_gaps:
+            start = self.runs[0].start if self.runs else 0
+            flat = flat[start : start + math.prod(self.shape)]
+        return flat.view(self.shape)
 
-def compile_pack(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
-    """`compile_pack(shape, boxes) -> Callable[[Tensor, out=None], flat]`: how to pack these boxes, decided once.
+
+def _check_apart(placed: Sequence[_Placed]) -> None:
+    for (start, stop, box), (next_start, _, next_box) in pairwise(placed):
+        if stop > next_start:
+            raise ValueError(
+                f"box {box} takes {start}:{stop} of the flat buffer, and box {next_box} starts at {next_start}: "
+                "give offsets that keep them apart"
+            )
+
+
+def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Pack:
+    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: how to pack, decided once.
 
     Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it is a view of the input where that lies
     in one piece, so do not write to it.
+
+    Args:
+        shape: of the tensors that will be packed.
+        boxes: what to pack.
+        offsets: where each box starts in the flat buffer, in elements; by default one after the other. With offsets,
+            `out` may be longer than needed, and must be given where the boxes do not fill a buffer exactly.
 
     >>> columns = compile_pack((2, 4), [((0, 2), (0, 2)), ((0, 2), (2, 4))])
     >>> columns
@@ -236,20 +316,22 @@ def compile_pack(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
     [0, 1, 4, 5, 2, 3, 6, 7]
 
     Raises:
-        ValueError: a box does not lie inside `shape`.
+        ValueError: a box does not lie inside `shape`, offsets are negative, not one for each box, or make boxes overlap
+            in the flat buffer.
     """
-    return Pack(shape, boxes)
+    return Pack(shape, boxes, offsets)
 
 
-def compile_unpack(shape: Sequence[int], boxes: Sequence[Box]) -> Unpack:
-    """`compile_unpack(shape, boxes) -> Callable[[flat, out=None], Tensor]`: the reverse of `compile_pack`.
+def compile_unpack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Unpack:
+    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: reverses `compile_pack`.
 
-    Boxes may be empty but not overlap.
+    Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read more than once). With
+    offsets, `flat` may be longer than needed.
 
     Raises:
-        ValueError: a box does not lie inside `shape`.
+        ValueError: a box does not lie inside `shape`, offsets are negative or not one for each box.
     """
-    return Unpack(shape, boxes)
+    return Unpack(shape, boxes, offsets)
 
 
 _cached_pack: Callable[..., Pack] = lru_cache(maxsize=1024)(compile_pack)

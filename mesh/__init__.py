@@ -1,6 +1,7 @@
 """Who talks to whom: meshes of ranks, and groups of ranks that run collectives in one of three worlds."""
 
 from .abstract_mesh import AbstractMesh
+from .calibrate import calibrate
 from .counter import CommBudget, comm_budget
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
@@ -14,6 +15,8 @@ from .errors import (
 from .group import CollectiveRecord, Group, World, current_world
 from .null import null_world
 from .simulate import simulate
+from .topology import Link, Topology
+from .work import Work
 
 __all__ = [
     "AbstractMesh",
@@ -26,8 +29,12 @@ __all__ = [
     "DeviceMesh",
     "Group",
     "LaunchEnvironmentError",
+    "Link",
     "MeshError",
+    "Topology",
+    "Work",
     "World",
+    "calibrate",
     "comm_budget",
     "current_world",
     "init_device_mesh",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from . import errors
+from .topology import Topology
 
 Axes = str | tuple[str, ...]
 
@@ -52,12 +53,80 @@ class AbstractMesh:
         self._layouts = {}
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
+        self._origin: _Origin | None = None
+        self._own_topology: Topology | None = None
+        self._is_calibrated = False
+        self._topology: Topology | None = None
+        self._node_ids: dict[Topology, np.ndarray] = {}
+        self._crossing_axes: dict[Topology, tuple[str, ...]] = {}
         self._hash = hash((type(self), self.shape, names, ranks.tobytes() if ranks.size <= 4096 else None))
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """The axis names, as torch calls them."""
         return self.axis_names
+
+    @property
+    def topology(self) -> Topology:
+        """What communication costs here and which ranks share a node: what plans are priced with.
+
+        Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the whole, and any other
+        mesh has `Topology.default` for its device type ("cuda" without devices): with the nodes that torchrun tells of
+        in processes (LOCAL_WORLD_SIZE, where all nodes have as many ranks), else with one node.
+
+        Set it to a `Topology`, or to None for the default again; plans made before are forgotten. A mesh is shared by
+        all that use it, so set it before sharding, and to the same on all ranks: each plans alone, and ranks with
+        different plans wait for each other for ever.
+
+        Raises: TypeError for what is not a topology; MeshError when a crossing axis is not an axis of the mesh.
+        Communication: none (`calibrate` measures).
+
+        >>> mesh = AbstractMesh((4, 8), ("dp", "tp"))
+        >>> mesh.topology = Topology.default("cuda", crossing=("dp",))
+        >>> mesh.topology.nodes(mesh), mesh["tp"].topology.nodes(mesh["tp"])
+        (4, 1)
+        """
+        if self._topology is None:
+            self._topology = self._own_topology or self._inherited_topology() or self._default_topology()
+        return self._topology
+
+    @topology.setter
+    def topology(self, topology: Topology | None) -> None:
+        if topology is not None:
+            if not isinstance(topology, Topology):
+                raise TypeError(
+                    f"mesh.topology = {topology!r}: write a Topology, such as "
+                    'Topology.default("cuda", node_size=8), or None for the default.'
+                )
+            topology.check_axes(self)
+        self._own_topology = topology
+        self._is_calibrated = False
+        self._forget_plans()
+
+    def _default_topology(self) -> Topology:
+        return Topology.default("cuda")
+
+    def _inherited_topology(self) -> Topology | None:
+        origin = self._origin
+        return None if origin is None else origin.mesh.topology.part(origin.axes, origin.flat_name)
+
+    def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
+        """The nodes of a part as the whole mesh has them, where that is where its topology comes from."""
+        origin = self._origin
+        if origin is None or self._own_topology is not None or topology != self.topology:
+            return None
+        return origin.mesh._cut(origin.mesh.topology.node_ids(origin.mesh), origin.axes).reshape(self.shape)
+
+    def _forget_plans(self) -> None:
+        """Forgets what depends on the topology, here and in the parts that take theirs from here."""
+        self._topology = None
+        self._node_ids.clear()
+        self._crossing_axes.clear()
+        for layout in self._layouts.values():
+            layout.runners.clear()
+        for part in self._parts.values():
+            if part._origin is not None and part._origin.mesh is self and part._own_topology is None:
+                part._forget_plans()
 
     def axis_index(self, name: str) -> int:
         """The position of the axis. Raises: MeshError for an unknown name."""
@@ -115,13 +184,31 @@ class AbstractMesh:
         """A part of this mesh, the same object each time."""
         key = (names, flat_name)
         if key not in self._parts:
-            self._parts[key] = self._make_part(names, flat_name)
+            part = self._parts[key] = self._make_part(names, flat_name)
+            if part._origin is None and not self._descends_from(part):
+                part._origin = _Origin(self, names, flat_name)
+                part._forget_plans()
         return self._parts[key]
+
+    def _descends_from(self, mesh: AbstractMesh) -> bool:
+        """Whether this is the mesh or a part of it: equal device meshes are one object, so a part's part may be."""
+        return self is mesh or (self._origin is not None and self._origin.mesh._descends_from(mesh))
 
     def _make_part(self, names: tuple[str, ...], flat_name: str | None) -> Any:
         if flat_name is not None:
             return AbstractMesh((self.size(names),), (flat_name,))
         return AbstractMesh(tuple(self.size(name) for name in names), names)
+
+    def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
+        """Of one value per rank of this mesh, those of the part of these axes that I belong to."""
+        kept = [self._index[name] for name in names]
+        place = self._place()
+        index = tuple(slice(None) if i in kept else place[i] for i in range(self.ndim))
+        # The kept axes are in mesh order now; argsort of argsort finds each named axis among them.
+        return values[index].transpose(np.argsort(np.argsort(kept)))
+
+    def _place(self) -> tuple[int, ...]:
+        return (0,) * self.ndim
 
     def _position(self, axis: int) -> int:
         if not -self.ndim <= axis < self.ndim:
@@ -161,6 +248,14 @@ class AbstractMesh:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({axes_text(self.shape, self.axis_names)})"
+
+
+class _Origin(NamedTuple):
+    """The mesh that a part was first taken from, and the axes that were kept (as one, if flattened)."""
+
+    mesh: AbstractMesh
+    axes: tuple[str, ...]
+    flat_name: str | None
 
 
 def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:

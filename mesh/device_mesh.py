@@ -17,6 +17,7 @@ from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked
 from .group import Group, World, active_world, current_world
 from .process import ProcessGroup, ProcessWorld
 from .start import local_device, start_processes
+from .topology import Topology, torchrun_node_size
 
 
 class DeviceMesh(AbstractMesh):
@@ -104,11 +105,14 @@ class DeviceMesh(AbstractMesh):
         return _interned(self.world, self.device_type, ranks, names)
 
     def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
-        kept = [self._index[name] for name in names]
-        place = self.coordinate or (0,) * self.ndim
-        index = tuple(slice(None) if i in kept else place[i] for i in range(self.ndim))
-        # The kept axes are in mesh order now; argsort of argsort finds each named axis among them.
-        return self.ranks[index].transpose(np.argsort(np.argsort(kept)))
+        return self._cut(self.ranks, names)
+
+    def _place(self) -> tuple[int, ...]:
+        return self.coordinate or (0,) * self.ndim
+
+    def _default_topology(self) -> Topology:
+        node_size = torchrun_node_size(self.world.size) if isinstance(self.world, ProcessWorld) else None
+        return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
         """The group of ranks that differ from me only along these axes (all by default); the same object each time.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import errors, wire
+from .work import DONE, Work, and_then
 
 REDUCTIONS = frozenset({"sum", "max", "min", "product"})
 
@@ -31,8 +32,8 @@ class CollectiveRecord:
         ranks: global ranks of the group.
         bytes_sent: bytes that leave this rank.
         bytes_received: bytes that arrive here: (n-1) parts for all_gather and reduce_scatter, 2(n-1)/n of the buffer
-            for all_reduce (a reduce_scatter and an all_gather), what really comes from others for all_to_all, the
-            buffer for a broadcast on all ranks but the source.
+            for all_reduce (a reduce_scatter and an all_gather), what really comes from others for all_to_all and
+            permute, the buffer for a broadcast on all ranks but the source.
         dtype: dtype of the caller's buffer.
     """
 
@@ -50,7 +51,9 @@ class Group(ABC):
     """Some ranks of a world that exchange data, seen from one of them.
 
     Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
-    returns when its result may be used (on CUDA: by the current stream). A group of one rank moves and records nothing.
+    returns when its result may be used (on CUDA: by the current stream); with `async_op=True` it returns at once a
+    `Work` whose `wait()` does that, and the buffers are left alone until then. Observers hear of it at the call. In
+    simulated and null worlds the work is done when the call returns. A group of one rank moves and records nothing.
 
     Attributes:
         ranks: global ranks, ascending.
@@ -71,7 +74,7 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
 
-    def all_gather(self, out: Tensor, x: Tensor) -> None:
+    def all_gather(self, out: Tensor, x: Tensor, async_op: bool = False) -> Work | None:
         """all_gather(x: S) -> R: every rank receives every rank's x, in group order.
 
             rank 0   x = [a]        out = [a b]
@@ -84,13 +87,14 @@ class Group(ABC):
             raise _wrong_sizes("all_gather", self, "out.numel() == size * x.numel()", out, x)
         _check_pair("all_gather", out, x)
         if self.size == 1:
-            return _copy(out, x)
+            _copy(out, x)
+            return DONE if async_op else None
         if self._observers:
             moved = (self.size - 1) * x.nbytes
             self._notify("all_gather", moved, moved, x.dtype)
-        self._all_gather(out, x)
+        return self._all_gather(out, x, async_op)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum") -> None:
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
 
             rank 0   x = [a b]        out = [a+c]
@@ -105,16 +109,16 @@ class Group(ABC):
         _check_pair("reduce_scatter", out, x)
         _check_reduction(op, x.dtype)
         if self.size == 1:
-            return _copy(out, x)
+            _copy(out, x)
+            return DONE if async_op else None
         if self._observers:
             moved = (self.size - 1) * out.nbytes
             self._notify("reduce_scatter", moved, moved, x.dtype)
         if x.dtype in wire.NATIVE:
-            self._reduce_scatter(out, x, op)
-        else:
-            self._reduce_scatter_encoded(out, x, op)
+            return self._reduce_scatter(out, x, op, async_op)
+        return self._reduce_scatter_encoded(out, x, op, async_op)
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> None:
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
 
             rank 0   x = [a b]        x = [a+c b+d]
@@ -126,16 +130,17 @@ class Group(ABC):
         _check_contiguous("all_reduce", x)
         _check_reduction(op, x.dtype)
         if self.size == 1:
-            return
+            return DONE if async_op else None
         if self._observers:
             moved = 2 * (self.size - 1) * x.nbytes // self.size
             self._notify("all_reduce", moved, moved, x.dtype)
         if x.dtype in wire.NATIVE:
-            self._all_reduce(x, op)
-        else:
-            self._all_reduce_encoded(x, op)
+            return self._all_reduce(x, op, async_op)
+        return self._all_reduce_encoded(x, op, async_op)
 
-    def all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool = False
+    ) -> Work | None:
         """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i of out.
 
             rank 0   x = [a|b]        out = [a|c]
@@ -154,14 +159,15 @@ class Group(ABC):
             raise _wrong_splits(self, "splits that add up to the buffers", out, x, out_splits, in_splits)
         _check_pair("all_to_all", out, x)
         if self.size == 1:
-            return _copy(out, x)
+            _copy(out, x)
+            return DONE if async_op else None
         if self._observers:
             sent = (x.numel() - in_splits[self.rank]) * x.element_size()
             received = (out.numel() - out_splits[self.rank]) * out.element_size()
             self._notify("all_to_all", sent, received, x.dtype)
-        self._all_to_all(out, x, out_splits, in_splits)
+        return self._all_to_all(out, x, out_splits, in_splits, async_op)
 
-    def broadcast(self, x: Tensor, src: int) -> None:
+    def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
 
             rank 0   x = [a]        x = [a]
@@ -176,11 +182,46 @@ class Group(ABC):
                 f"broadcast from src={src}: src is an index in the group {self.ranks}, from 0 to {self.size - 1}."
             )
         if self.size == 1:
-            return
+            return DONE if async_op else None
         if self._observers:
             mine = self.rank == src
             self._notify("broadcast", (self.size - 1) * x.nbytes if mine else 0, 0 if mine else x.nbytes, x.dtype)
-        self._broadcast(x, src)
+        return self._broadcast(x, src, async_op)
+
+    def permute(
+        self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False
+    ) -> Work | None:
+        """permute(x: S) -> S: x goes to the rank dst, and what the rank src sends here arrives in out.
+
+            rank 0   x = [a]   dst=1, src=None        out untouched
+            rank 1   x = [b]   dst=2, src=0      ->   out = [a]
+            rank 2   x = [c]   dst=None, src=1        out = [b]
+
+        Every rank of the group calls it, also one that neither sends nor receives. Sizes may differ from rank to rank,
+        but not between a sender and its receiver; out must not overlap x.
+
+        Args:
+            dst: index in the group of the rank that gets x; None to send nothing.
+            src: index in the group of the rank that sends to me; None to receive nothing and leave out as it is.
+                Where both are this rank, x is copied to out.
+
+        Communication: point to point, x.nbytes out if there is a dst, out.nbytes in if there is a src.
+        Raises: CollectiveError when dst or src is not an index of the group, one of them is this rank and the other is
+            not, dtypes differ or a buffer is not contiguous.
+        """
+        _check_pair("permute", out, x)
+        if dst == self.rank or src == self.rank:
+            _check_own(self, out, x, dst, src)
+            _copy(out, x)
+            dst = src = None
+        elif not _are_places(self.size, dst, src):
+            raise _wrong_places(self, dst, src)
+        if self.size == 1:
+            return DONE if async_op else None
+        if self._observers:
+            sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
+            self._notify("permute", sent, received, x.dtype)
+        return self._permute(out, x, dst, src, async_op)
 
     def barrier(self) -> None:
         """Returns when every rank of the group has called it. Communication: one launch, counted as no bytes."""
@@ -207,43 +248,49 @@ class Group(ABC):
         for observer in tuple(self._observers):
             observer(record)
 
-    def _all_reduce_encoded(self, x: Tensor, op: str) -> None:
+    def _all_reduce_encoded(self, x: Tensor, op: str, async_op: bool) -> Work | None:
         if x.is_complex() and op == "product":
-            return _write(x, self._product(x))
+            return self._product(x, lambda product: _write(x, product), async_op)
         y, native_op = wire.encode(x, op)
-        self._all_reduce(y, native_op)
-        wire.decode(y, x, op)
+        return and_then(self._all_reduce(y, native_op, async_op), lambda: wire.decode(y, x, op))
 
-    def _reduce_scatter_encoded(self, out: Tensor, x: Tensor, op: str) -> None:
+    def _reduce_scatter_encoded(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
         if x.is_complex() and op == "product":
-            return _write(out, self._product(x).view(self.size, out.numel())[self.rank])
+            mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
+            return self._product(x, lambda product: _write(out, product[mine]), async_op)
         y, native_op = wire.encode(x, op)
         part = y.new_empty(y.numel() // self.size)
-        self._reduce_scatter(part, y, native_op)
-        wire.decode(part, out, op)
+        return and_then(self._reduce_scatter(part, y, native_op, async_op), lambda: wire.decode(part, out, op))
 
-    def _product(self, x: Tensor) -> Tensor:
-        """The flat product of every rank's x, gathered first: no backend multiplies complex numbers."""
+    def _product(self, x: Tensor, use: Callable[[Tensor], None], async_op: bool) -> Work | None:
+        """Uses the flat product of every rank's x, gathered first: no backend multiplies complex numbers."""
         everyone = x.detach().new_empty(self.size, x.numel())
-        self._all_gather(everyone, x)
-        return functools.reduce(torch.mul, everyone)
+        work = self._all_gather(everyone, x, async_op)
+        return and_then(work, lambda: use(functools.reduce(torch.mul, everyone)))
 
-    # What a world provides. Buffers are checked; size > 1; the dtypes of reductions are native.
-
-    @abstractmethod
-    def _all_gather(self, out: Tensor, x: Tensor) -> None: ...
+    # What a world provides. Buffers are checked; size > 1; the dtypes of reductions are native. A Work comes back exactly
+    # when async_op is true.
 
     @abstractmethod
-    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None: ...
+    def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None: ...
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor, op: str) -> None: ...
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None: ...
 
     @abstractmethod
-    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None: ...
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None: ...
 
     @abstractmethod
-    def _broadcast(self, x: Tensor, src: int) -> None: ...
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+    ) -> Work | None: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
+
+    @abstractmethod
+    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+        """Here dst and src are not this rank."""
 
     @abstractmethod
     def _barrier(self) -> None: ...
@@ -358,6 +405,24 @@ def _check_reduction(op: str, dtype: torch.dtype) -> None:
         raise errors.wrong_reduction(op, REDUCTIONS)
     if dtype.is_complex and op in ("max", "min"):
         raise errors.CollectiveError(f"{op} of {dtype}: complex numbers have no order; reduce x.abs().")
+
+
+def _are_places(size: int, *places: int | None) -> bool:
+    return all(place is None or 0 <= place < size for place in places)
+
+
+def _check_own(group: Group, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> None:
+    if dst != src:
+        raise _wrong_places(group, dst, src)
+    if out.numel() != x.numel():
+        raise _wrong_sizes("permute", group, "out.numel() == x.numel() where a rank sends to itself", out, x)
+
+
+def _wrong_places(group: Group, dst: int | None, src: int | None) -> errors.CollectiveError:
+    return errors.CollectiveError(
+        f"permute with dst={dst}, src={src} on rank {group.rank} of the group {group.ranks}: both are indices in the "
+        f"group from 0 to {group.size - 1}, or None, and either both or none of them is this rank."
+    )
 
 
 def _wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> errors.CollectiveError:

@@ -9,38 +9,51 @@ from torch import Tensor
 
 from . import errors
 from .group import Group, World, activate, current_world
+from .work import DONE, Work
 
 
 class NullGroup(Group):
     """Group whose collectives are counted and move nothing.
 
-    Outputs of all_gather, reduce_scatter and all_to_all are zeros, which any operator accepts (an index of 0 exists, a
+    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator accepts (an index of 0 exists, a
     sum of zeros is finite); what is reduced or broadcast in place keeps this rank's values; every object gathered is
     this rank's own.
     """
 
     __slots__ = ()
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> None:
-        out.detach().zero_()
+    def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
+        return _zeros(out, async_op)
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None:
-        out.detach().zero_()
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return _zeros(out, async_op)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
-        out.detach().zero_()
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+    ) -> Work | None:
+        return _zeros(out, async_op)
 
-    def _all_reduce(self, x: Tensor, op: str) -> None:
-        pass
+    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+        if src is not None:
+            _zeros(out, async_op)
+        return DONE if async_op else None
 
-    def _broadcast(self, x: Tensor, src: int) -> None:
-        pass
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return DONE if async_op else None
+
+    def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
+        return DONE if async_op else None
 
     def _barrier(self) -> None:
         pass
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.size
+
+
+def _zeros(out: Tensor, async_op: bool) -> Work | None:
+    out.detach().zero_()
+    return DONE if async_op else None
 
 
 class NullWorld(World):

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from . import errors, wire
 from .group import Group, Observer, World
+from .work import Work
 
 # torch 2.13 renamed these two.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,16 +32,34 @@ def _ops() -> dict[str, Any]:
 _REDUCE_OP = _ops() if dist.is_available() else {}
 
 
+class _TorchWork(Work):
+    """What torch has under way, with the buffers it reads and writes."""
+
+    __slots__ = ("_buffers", "_works")
+
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...]) -> None:
+        self._works, self._buffers = works, buffers
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._buffers = [], ()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 class ProcessGroup(Group):
     """Group over a torch.distributed process group, which the first collective makes.
 
     Making a group waits for its members, so merely asking for one (to print its ranks, on one rank) must not do it.
     """
 
-    __slots__ = ("_reference",)
+    __slots__ = ("_connected", "_reference")
 
     def __init__(self, world: World, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
         super().__init__(world, ranks)
+        self._connected = False
         # Weak, as torch owns its groups: one that outlives destroy_process_group aborts the process at exit.
         self._reference = None if handle is None else weakref.ref(handle)
 
@@ -74,28 +94,55 @@ class ProcessGroup(Group):
             made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True)
         return made
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> None:
+    def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         if x.dtype not in wire.NATIVE:
             out, x = wire.as_bytes(out), wire.as_bytes(x)
-        _all_gather_flat(_flat(out), _flat(x), group=self.handle)
+        work = _all_gather_flat(_flat(out), _flat(x), group=self.handle, async_op=async_op)
+        return None if work is None else _TorchWork([work], (out, x))
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None:
-        _reduce_scatter_flat(_flat(out), _flat(x), _REDUCE_OP[op], group=self.handle)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
+        work = _reduce_scatter_flat(_flat(out), _flat(x), _REDUCE_OP[op], group=self.handle, async_op=async_op)
+        return None if work is None else _TorchWork([work], (out, x))
 
-    def _all_reduce(self, x: Tensor, op: str) -> None:
-        dist.all_reduce(x, _REDUCE_OP[op], group=self.handle)
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
+        work = dist.all_reduce(x, _REDUCE_OP[op], group=self.handle, async_op=async_op)
+        return None if work is None else _TorchWork([work], (x,))
 
-    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+    ) -> Work | None:
         if x.dtype not in wire.NATIVE:
             width = x.element_size()
             out, x = wire.as_bytes(out), wire.as_bytes(x)
             out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-        dist.all_to_all_single(_flat(out), _flat(x), list(out_splits), list(in_splits), group=self.handle)
+        work = dist.all_to_all_single(
+            _flat(out), _flat(x), list(out_splits), list(in_splits), group=self.handle, async_op=async_op
+        )
+        return None if work is None else _TorchWork([work], (out, x))
 
-    def _broadcast(self, x: Tensor, src: int) -> None:
+    def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
         if x.dtype not in wire.NATIVE:
             x = wire.as_bytes(x)
-        dist.broadcast(x, self.ranks[src], group=self.handle)
+        work = dist.broadcast(x, self.ranks[src], group=self.handle, async_op=async_op)
+        return None if work is None else _TorchWork([work], (x,))
+
+    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+        handle = self.handle
+        self._connect(handle, x)
+        out, x = wire.as_bytes(out), wire.as_bytes(x)
+        ops = []
+        if dst is not None and x.numel():
+            ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
+        if src is not None and out.numel():
+            ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
+        work = _TorchWork(dist.batch_isend_irecv(ops) if ops else [], (out, x))
+        return work if async_op else work.wait()
+
+    def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
+        """Lets all ranks meet once before they send: NCCL connects a whole group in its first call, if all make it."""
+        if not self._connected and x.device.type != "cpu":
+            dist.all_reduce(x.new_zeros(1, dtype=torch.int32), group=handle)
+        self._connected = True
 
     def _barrier(self) -> None:
         dist.barrier(group=self.handle)

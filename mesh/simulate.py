@@ -23,6 +23,7 @@ from torch import Tensor
 
 from . import errors
 from .group import Group, Observer, World, activate, current_world
+from .work import DONE, Work
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
@@ -39,6 +40,8 @@ class _Call:
         words = [str(a).removeprefix("torch.") for a in self.agree]
         if self.op == "all_to_all":
             words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
+        if self.op == "permute":
+            words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
         return f"{self.op}({', '.join(words)})"
 
 
@@ -186,20 +189,30 @@ class SimulatedGroup(Group):
     def _meet(self, call: _Call, move: Callable[[list[_Call]], Any]) -> Any:
         return self._baton.meet(self.ranks, self.world.rank, call, move)
 
-    def _all_gather(self, out: Tensor, x: Tensor) -> None:
-        self._meet(_Call("all_gather", _like(x), (out, x)), _move_all_gather)
+    def _move(self, call: _Call, move: Callable[[list[_Call]], Any], async_op: bool) -> Work | None:
+        self._meet(call, move)
+        return DONE if async_op else None
 
-    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str) -> None:
-        self._meet(_Call("reduce_scatter", (op, *_like(x)), (out, x)), _move_reduce_scatter)
+    def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
+        return self._move(_Call("all_gather", _like(x), (out, x)), _move_all_gather, async_op)
 
-    def _all_reduce(self, x: Tensor, op: str) -> None:
-        self._meet(_Call("all_reduce", (op, *_like(x)), (x,)), _move_all_reduce)
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return self._move(_Call("reduce_scatter", (op, *_like(x)), (out, x)), _move_reduce_scatter, async_op)
 
-    def _all_to_all(self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
-        self._meet(_Call("all_to_all", (x.dtype,), (out, x, out_splits, in_splits)), _move_all_to_all)
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return self._move(_Call("all_reduce", (op, *_like(x)), (x,)), _move_all_reduce, async_op)
 
-    def _broadcast(self, x: Tensor, src: int) -> None:
-        self._meet(_Call("broadcast", (*_like(x), f"src={src}"), (x, src)), _move_broadcast)
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+    ) -> Work | None:
+        call = _Call("all_to_all", (x.dtype,), (out, x, out_splits, in_splits))
+        return self._move(call, _move_all_to_all, async_op)
+
+    def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
+        return self._move(_Call("broadcast", (*_like(x), f"src={src}"), (x, src)), _move_broadcast, async_op)
+
+    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+        return self._move(_Call("permute", (x.dtype,), (out, x, dst, src)), _move_permute, async_op)
 
     def _barrier(self) -> None:
         self._meet(_Call("barrier", (), ()), lambda calls: None)
@@ -218,6 +231,8 @@ def _check_agreement(ranks: tuple[int, ...], calls: list[_Call]) -> None:
         raise _mismatch(ranks, calls, "ranks call different collectives")
     if first.op == "all_to_all":
         _check_splits(ranks, calls)
+    if first.op == "permute":
+        _check_pairs(ranks, calls)
 
 
 def _check_splits(ranks: tuple[int, ...], calls: list[_Call]) -> None:
@@ -227,6 +242,30 @@ def _check_splits(ranks: tuple[int, ...], calls: list[_Call]) -> None:
             if sent != expected:
                 what = f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]}, which expects {expected}"
                 raise _mismatch(ranks, calls, what)
+
+
+def _check_pairs(ranks: tuple[int, ...], calls: list[_Call]) -> None:
+    for i, call in enumerate(calls):
+        _, x, dst, src = call.buffers
+        if dst is not None:
+            _check_sent(ranks, calls, i, dst, x.numel())
+        if src is not None and calls[src].buffers[2] != i:
+            other = _named(ranks, calls[src].buffers[2])
+            raise _mismatch(ranks, calls, f"rank {ranks[i]} expects from rank {ranks[src]}, which sends to {other}")
+
+
+def _check_sent(ranks: tuple[int, ...], calls: list[_Call], i: int, dst: int, sent: int) -> None:
+    out, _, _, src = calls[dst].buffers
+    if src != i:
+        other = _named(ranks, src)
+        raise _mismatch(ranks, calls, f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {other}")
+    if sent != out.numel():
+        what = f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects {out.numel()}"
+        raise _mismatch(ranks, calls, what)
+
+
+def _named(ranks: tuple[int, ...], place: int | None) -> str:
+    return "none" if place is None else f"rank {ranks[place]}"
 
 
 def _mismatch(ranks: tuple[int, ...], calls: list[_Call], what: str) -> errors.CollectiveMismatchError:
@@ -274,6 +313,13 @@ def _move_broadcast(calls: list[_Call]) -> None:
     for i, c in enumerate(calls):
         if i != src:
             c.buffers[0].copy_(calls[src].buffers[0])
+
+
+def _move_permute(calls: list[_Call]) -> None:
+    arrived = [None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone() for c in calls]
+    for c, flat in zip(calls, arrived, strict=True):
+        if flat is not None:
+            c.buffers[0].view(-1).copy_(flat)
 
 
 def simulate(n: int) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:

@@ -14,7 +14,7 @@ from ..mesh.device_mesh import DeviceMesh
 from . import dispatch
 from .layout import Layout, dtype_name, told_apart
 from .redistribute import redistribute_local
-from .spec import P, SpecLike
+from .spec import P, SpecLike, as_spec
 from .tensor import ShardedTensor
 
 # -- local tensors in -------------------------------------------------------------------------------------------------
@@ -38,7 +38,8 @@ def from_local(
         device_mesh: the mesh.
         placements: a `P` or one placement per axis; `None` for replicated.
         shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
-            so that uneven parts are right. (A rank outside the mesh is told no shape; it goes by its own tensor's.)
+            so that uneven parts are right; parts that are not cut as `torch.chunk` cuts need placements with `sizes`. (A
+            rank outside the mesh is told no shape; it goes by its own tensor's, and by sizes.)
         grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
 
     Raises:
@@ -87,31 +88,63 @@ class _Enter(torch.autograd.Function):
 
 
 def _global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike) -> tuple[int, ...]:
-    """The global shape that the local shapes of all ranks add up to.
+    """The global shape that the local shapes of all ranks add up to, or that the sizes of the placements say.
 
     Raises:
-        ValueError: on every rank, if they do not.
+        ValueError: on every rank, if the parts are not those that the placements say.
     """
-    spec = Layout.of(mesh, placements, local.shape, local.dtype).spec
+    spec = as_spec(placements, mesh.axis_names, local.ndim)
+    stated = _stated(spec, local.shape)
+    Layout.of(mesh, spec, stated, local.dtype)  # what is wrong with the placements alone is said before anything moves
     split = [axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1]
     if not split or mesh.coordinate is None:
-        return tuple(local.shape)
+        return stated
     group = mesh.group(tuple(split))
     parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
     by_rank = ", ".join(f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, parts, strict=True))
     if len({(dtype, len(shape)) for dtype, *shape in parts}) > 1:
         raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
-    everyone = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
-    shape = tuple(_summed(everyone, mesh, spec, dim) for dim in range(local.ndim))
+    everyone: Any = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
+    shape = _stated(spec, [_summed(everyone, mesh, spec, dim) for dim in range(local.ndim)])
     layout = Layout.of(mesh, spec, shape, local.dtype)
-    boxes = {coordinate: box_shape(layout.box_at(coordinate)) for coordinate in everyone if coordinate is not None}
-    if boxes != everyone:
+    if not _describes(layout, everyone):
+        boxes = [list(box_shape(layout.box_at(coordinate))) for coordinate in everyone]
         raise ValueError(
-            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into "
-            f"{[list(box) for box in boxes.values()]}: parts are cut as torch.chunk cuts, equal ones first; pass parts of "
-            "these shapes"
+            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into {boxes}: "
+            f"{_better_sizes(layout, everyone)}pass parts of these shapes"
         )
     return shape
+
+
+def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape, with the dims that have sizes as long as these say."""
+    known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
+    return tuple(known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True))
+
+
+def _describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether the boxes at these coordinates have these shapes."""
+    return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
+
+
+def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
+    """Words that say under which sizes these would be the parts, if they are parts at all."""
+    if layout.spec.sizes:
+        return ""
+    mesh, sizes, shape = layout.mesh, {}, []
+    for dim, axes in enumerate(layout.spec.dims):
+        places = [mesh.axis_index(axis) for axis in axes]
+        lengths = {tuple(c[i] for i in places): part[dim] for c, part in shapes.items()}
+        found = tuple(n for _, n in sorted(lengths.items()))
+        sizes.update({axes: found} if axes else {})
+        shape.append(sum(found))
+    ragged = layout.replace(P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape)
+    if not _describes(ragged, shapes):
+        return "parts are cut as torch.chunk cuts, equal ones first; "
+    return (
+        "parts are cut as torch.chunk cuts, equal ones first, unless Shard(dim, sizes=...) says how long each is; write "
+        f"{list(ragged.placements)}, or "
+    )
 
 
 def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
@@ -322,7 +355,7 @@ def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
     mesh: Any = layout.mesh
     if mesh.coordinate is None:
         return tensor.new_empty(0)
-    whole = layout.replace(P(*layout.spec.dims))
+    whole = layout.replace(layout.spec.with_unreduced({}))
     if src is None or mesh.size() == 1:
         local = tensor[slices(whole.box)].clone(memory_format=torch.contiguous_format)
     else:

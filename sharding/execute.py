@@ -1,47 +1,112 @@
 """Running a plan: each step becomes one call on this rank's local tensor, decided once and kept.
 
-`compile_plan(plan)` looks up this rank's boxes, the group and the packing of every step, and returns a function from
-local tensor to local tensor. Nothing but the data is left to do when it is called.
+`compile_plan(plan)` looks up this rank's boxes, the groups and the packing of every step, and returns what takes a
+local tensor to a local tensor. Nothing but the data is left to do when it is called.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
-from ..kernels.copy import compile_pack, compile_unpack
 from ..mesh.device_mesh import DeviceMesh
-from .layout import Layout
+from ..mesh.group import Group
+from .collectives import (
+    AllGather,
+    AllReduce,
+    Collective,
+    Exchange,
+    ExchangeReduce,
+    Gathered,
+    InTurn,
+    Into,
+    Permute,
+    ReduceScatter,
+    Share,
+    keeping,
+    sharing,
+)
+from .layout import Layout, chunk
 from .plan import Plan, Step
+from .plan.route import Peers, routes
 
 Run = Callable[[Tensor], Tensor]
+Coordinate: TypeAlias = tuple[int, ...]
 
 _NEUTRAL = {"sum": 0, "product": 1}
-_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
 
 
-def compile_plan(plan: Plan) -> Run:
+class Runner:
+    """A plan made ready on this rank: `runner(local)` is this rank's part after it.
+
+    Attributes:
+        steps: the plan's steps that this rank takes part in; none for a rank outside the mesh.
+        calls: for each of them a function of the local tensor, or a collective.
+    """
+
+    __slots__ = ("_only", "_runs", "calls", "steps")
+
+    def __init__(self, plan: Plan) -> None:
+        mesh = _device_mesh(plan.src)
+        self.steps = plan.steps if mesh.coordinate is not None else ()
+        self.calls = [_compile(step, mesh) for step in self.steps]
+        self._runs: list[Run] = []
+        fresh = False  # whether the tensor is no longer the caller's, so that it may be overwritten
+        for step, call in zip(self.steps, self.calls, strict=True):
+            run = call if not isinstance(call, Collective) else call.run_own if fresh else call.run
+            self._runs.append(run)
+            fresh = fresh or step.op not in ("slice", "pad")
+        self._only = self._runs[0] if len(self._runs) == 1 else None
+
+    def __call__(self, local: Tensor) -> Tensor:
+        if self._only is not None:
+            return self._only(local)
+        for run in self._runs:
+            local = run(local)
+        return local
+
+    def start(self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None) -> Callable[[], Tensor]:
+        """Everything but waiting for the last collective; call what comes back for the result.
+
+        Collectives are launched now, in the plan's order, so that ranks that wait in different orders do not meet the
+        wrong ones.
+
+        Args:
+            tensors: a list of this rank's part, which is emptied.
+            own: the part may be overwritten, and the result may share its memory.
+            out: where to put the result.
+        """
+        local = tensors.pop()
+        last = max((i for i, call in enumerate(self.calls) if isinstance(call, Collective)), default=-1)
+        for run, call in zip(self._runs[: max(last, 0)], self.calls, strict=False):
+            local = call.run_own(local) if own and isinstance(call, Collective) else run(local)
+        final, after = self.calls[last] if last >= 0 else None, self._runs[last + 1 :]
+        if not isinstance(final, Collective):
+            return partial(_chained, after, lambda: local, out)
+        outs = [out] if out is not None and not after else None
+        tensors.append(local)
+        del local
+        pending = final.start(tensors, True, own=own or self._runs[last] == final.run_own, outs=outs)
+        return partial(_chained, after, lambda: pending.wait()[0], out)  # type: ignore[union-attr]
+
+
+def compile_plan(plan: Plan) -> Runner:
     """The plan as a function of this rank's local tensor.
 
     A rank outside the mesh returns its (empty) local tensor unchanged.
     """
-    mesh = _device_mesh(plan.src)
-    if mesh.coordinate is None:
-        return lambda local: local
-    runs = [_COMPILERS[step.op](step, mesh, mesh.coordinate) for step in plan.steps]
-    if len(runs) == 1:
-        return runs[0]
+    return Runner(plan)
 
-    def run(local: Tensor) -> Tensor:
-        for run_step in runs:
-            local = run_step(local)
-        return local
 
-    return run
+def _chained(runs: Iterable[Run], first: Callable[[], Tensor], out: Tensor | None) -> Tensor:
+    local = first()
+    for run in runs:
+        local = run(local)
+    return local if out is None or local is out else out.copy_(local.view_as(out))
 
 
 def _device_mesh(layout: Layout) -> DeviceMesh:
@@ -50,22 +115,28 @@ def _device_mesh(layout: Layout) -> DeviceMesh:
     return layout.mesh
 
 
-def _peer_coordinates(step: Step, mesh: DeviceMesh) -> list[tuple[int, ...]]:
-    """Coordinates of the group's ranks, in group order (ascending global rank)."""
-    found = [mesh.coordinate_of(rank) for rank in mesh.group(step.axes).ranks]
-    return [c for c in found if c is not None]
+def _compile(step: Step, mesh: DeviceMesh) -> Run | Collective:
+    if step.is_local:
+        return _LOCAL[step.op](step, mesh, _coordinate(mesh))
+    return compile_collective([step], mesh)
 
 
-# -- local steps ------------------------------------------------------------------------------------------------------
+def _coordinate(mesh: DeviceMesh) -> Coordinate:
+    if mesh.coordinate is None:
+        raise ValueError(f"rank {mesh.world.rank} is not in {mesh} and takes no part in its collectives")
+    return mesh.coordinate
 
 
-def _compile_slice(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
+# -- local steps -------------------------------------------------------------------------------------------------------
+
+
+def _compile_slice(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
     before, after = step.src.box_at(coordinate), step.dst.box_at(coordinate)
     index = slices(after, box_origin(before))
     return lambda local: local[index]
 
 
-def _compile_pad(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
+def _compile_pad(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
     """Place the shard among neutral elements; of replicas, only the one at coordinate 0 keeps its values."""
     if step.kind not in _NEUTRAL:
         return lambda local: local  # every rank holding the value is what pending max, min and avg mean
@@ -84,122 +155,174 @@ def _compile_pad(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> R
     return run
 
 
-def _compile_scale(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
+def _compile_scale(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
     count = step.group_size
     return lambda local: local / count
 
 
-# -- collectives ------------------------------------------------------------------------------------------------------
+_LOCAL = {"slice": _compile_slice, "pad": _compile_pad, "scale": _compile_scale}
 
 
-def _compile_all_reduce(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
-    group, kind = mesh.group(step.axes), step.kind
-
-    def run(local: Tensor) -> Tensor:
-        out = local.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(out, kind)
-        return out
-
-    return run
+# -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _compile_all_gather(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
-    """The parts arrive one after the other; where that is the result in memory order, nothing is copied."""
-    group, out_box = mesh.group(step.axes), step.dst.box_at(coordinate)
-    boxes = [shift(step.src.box_at(c), box_origin(out_box)) for c in _peer_coordinates(step, mesh)]
-    size, place = box_size(out_box), compile_unpack(box_shape(out_box), boxes)
-
-    def run(local: Tensor) -> Tensor:
-        flat = local.new_empty(size)
-        group.all_gather(flat, local.contiguous())
-        return place(flat)
-
-    return run
+def compile_collective(steps: Sequence[Step], mesh: DeviceMesh) -> Collective:
+    """The collective of one step, or of several that can share one: see `bucket_key`."""
+    make = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[steps[0].op]
+    return make(steps, mesh, _coordinate(mesh))
 
 
-def _compile_reduce_scatter(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
-    group, kind, before = mesh.group(step.axes), step.kind, step.src.box_at(coordinate)
-    boxes = [shift(step.dst.box_at(c), box_origin(before)) for c in _peer_coordinates(step, mesh)]
-    sizes, shape = [box_size(box) for box in boxes], box_shape(step.dst.box_at(coordinate))
-    pack = compile_pack(box_shape(before), boxes)
-    if len(set(sizes)) > 1:
-        return _uneven_reduce_scatter(group, pack, sizes, shape, kind)
-
-    def run(local: Tensor) -> Tensor:
-        out = local.new_empty(shape)
-        group.reduce_scatter(out, pack(local), kind)
-        return out
-
-    return run
+def bucket_key(step: Step) -> object:
+    """Equal for steps whose tensors can travel together in one collective."""
+    if step.rounds > 1 or step.op == "two_phase":
+        return step
+    return ("exchange" if step.op == "permute" else step.op), step.axes, step.kind, step.src.dtype
 
 
-def _uneven_reduce_scatter(group, pack: Run, sizes: Sequence[int], shape: Sequence[int], kind: str) -> Run:
-    """Send everybody its part, combine on arrival: the same bytes as a reduce_scatter, without padding."""
-    combine, n, mine = _COMBINE[kind], group.size, math.prod(shape)
-
-    def run(local: Tensor) -> Tensor:
-        parts = local.new_empty((n, *shape))
-        group.all_to_all(parts, pack(local), [mine] * n, sizes)
-        return combine(parts, 0).to(local.dtype)
-
-    return run
+def _all_reduce(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    shapes = [box_shape(step.dst.box_at(coordinate)) for step in steps]
+    return AllReduce(mesh.group(steps[0].axes), steps[0].kind, shapes)
 
 
-def _compile_exchange(step: Step, mesh: DeviceMesh, coordinate: tuple[int, ...]) -> Run:
-    """One all_to_all with exact splits.
-
-    What a rank holds already is copied past the buffers, unless a buffer with it in its place is the tensor itself:
-    then everything goes through the buffers, and one of the two copies (pack, unpack) is none.
-    """
-    whole = _Exchange(step, mesh, _peer_coordinates(step, mesh))
-    if whole.pack.zero_copy or whole.place.zero_copy:
-        return whole.run
-    others = _Exchange(step, mesh, [None if c == coordinate else c for c in _peer_coordinates(step, mesh)])
-    keep_own = _compile_keep(step.src.box_at(coordinate), step.dst.box_at(coordinate))
-
-    def run(local: Tensor) -> Tensor:
-        out = local.new_empty(others.shape)
-        keep_own(local, out)
-        return others.run(local, out)
-
-    return run
+def _all_gather(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    tensors = [_gathered(step, step.src, step.dst, mesh, coordinate) for step in steps]
+    return AllGather(mesh.group(steps[0].axes), tensors)
 
 
-class _Exchange:
-    """The all_to_all of a step with the given peers (by coordinate; None for one that is passed over)."""
-
-    def __init__(self, step: Step, mesh: DeviceMesh, peers: Sequence[tuple[int, ...] | None]) -> None:
-        self.group, src, dst = mesh.group(step.axes), step.src, step.dst
-        have, want = src.box, dst.box
-        sends = [None if c is None else intersect(have, dst.box_at(c)) for c in peers]
-        recvs = [None if c is None else intersect(src.box_at(c), want) for c in peers]
-        self.pack = compile_pack(box_shape(have), [shift(box, box_origin(have)) for box in sends if box])
-        self.place = compile_unpack(box_shape(want), [shift(box, box_origin(want)) for box in recvs if box])
-        self.in_splits = [box_size(box) if box else 0 for box in sends]
-        self.out_splits = [box_size(box) if box else 0 for box in recvs]
-        self.shape, self.total = box_shape(want), sum(self.out_splits)
-
-    def run(self, local: Tensor, out: Tensor | None = None) -> Tensor:
-        arrived = local.new_empty(self.total)
-        self.group.all_to_all(arrived, self.pack(local), self.out_splits, self.in_splits)
-        return self.place(arrived, out)
+def _reduce_scatter(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    tensors = [_gathered(step, step.dst, step.src, mesh, coordinate) for step in steps]
+    return ReduceScatter(mesh.group(steps[0].axes), steps[0].kind, tensors)
 
 
-def _compile_keep(have: Box, want: Box) -> Callable[[Tensor, Tensor], None]:
-    """Copy what the rank holds already into its place in the result."""
-    own = intersect(have, want)
-    if own is None:
-        return lambda local, out: None
-    before, after = slices(own, box_origin(have)), slices(own, box_origin(want))
-    return lambda local, out: out.__setitem__(after, local[before])
+def _gathered(step: Step, parts: Layout, whole: Layout, mesh: DeviceMesh, coordinate: Coordinate) -> Gathered:
+    box = whole.box_at(coordinate)
+    boxes = [shift(parts.box_at(c), box_origin(box)) for c in _peers(mesh.group(step.axes), mesh)]
+    return Gathered(box_shape(box), boxes, box_shape(parts.box_at(coordinate)))
 
 
-_COMPILERS: dict[str, Callable[[Step, DeviceMesh, tuple[int, ...]], Run]] = {
-    "slice": _compile_slice,
-    "pad": _compile_pad,
-    "scale": _compile_scale,
-    "all_gather": _compile_all_gather,
-    "reduce_scatter": _compile_reduce_scatter,
-    "all_reduce": _compile_all_reduce,
-    "exchange": _compile_exchange,
+def _exchange(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    group = mesh.group(steps[0].axes)
+    return Exchange(group, [_share(step, mesh, group, coordinate) for step in steps])
+
+
+def _exchange_reduce(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    group = mesh.group(steps[0].axes)
+    shares = [_with_own(_share(step, mesh, group, coordinate), group.rank) for step in steps]
+    return ExchangeReduce(group, steps[0].kind, shares)
+
+
+def _permute(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    (step, *others) = steps
+    if others:
+        return _exchange(steps, mesh, coordinate)
+    group = mesh.group(step.axes)
+    share = _share(step, mesh, group, coordinate)
+    (dst,) = [p for p, boxes in enumerate(share.sends) if boxes] or [group.rank]
+    (src,) = [p for p, boxes in enumerate(share.recvs) if boxes] or [group.rank]
+    return Permute(group, dst, src, box_shape(share.want))
+
+
+_COLLECTIVES = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "exchange": _exchange,
+    "exchange_reduce": _exchange_reduce,
+    "permute": _permute,
 }
+
+
+def _peers(group: Group, mesh: DeviceMesh) -> list[Coordinate]:
+    """Coordinates of the group's ranks, in group order (ascending global rank)."""
+    found = [mesh.coordinate_of(rank) for rank in group.ranks]
+    return [c for c in found if c is not None]
+
+
+def _share(step: Step, mesh: DeviceMesh, group: Group, coordinate: Coordinate) -> Share:
+    """What the step makes this rank send and receive, and what stays here."""
+    (route,) = routes(step, coordinate)
+    have, want = step.src.box_at(coordinate), step.dst.box_at(coordinate)
+    sends, recvs = (_by_peer(peers, mesh, group) for peers in (route.sends, route.recvs))
+    return Share(have, want, sends, recvs, intersect(have, want))
+
+
+def _by_peer(peers: Peers, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
+    """The boxes by the other's index in the group."""
+    index = {rank: i for i, rank in enumerate(group.ranks)}
+    found: list[list[Box]] = [[] for _ in group.ranks]
+    for coordinate, box in peers:
+        found[index[int(mesh.ranks[coordinate])]].append(box)
+    return found
+
+
+def _with_own(share: Share, me: int) -> Share:
+    """The share with this rank's own contribution sent to itself."""
+    own = [share.own] if share.own is not None else []
+    sends = [own if p == me else boxes for p, boxes in enumerate(share.sends)]
+    recvs = [own if p == me else boxes for p, boxes in enumerate(share.recvs)]
+    return Share(share.have, share.want, sends, recvs, None)
+
+
+# -- several collectives for one step ----------------------------------------------------------------------------------
+
+
+def _in_turn(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+    """In rounds, or in two phases."""
+    (step,) = steps
+    group = mesh.group(step.axes)
+    have, want = step.src.box_at(coordinate), step.dst.box_at(coordinate)
+    first, *later = [
+        Share(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
+        for r in routes(step, coordinate)
+    ]
+    turns: list[Into] = []
+    if step.op == "exchange_reduce":
+        first = _with_own(first, group.rank)
+        turns += [_into(ExchangeReduce(group, step.kind, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
+        return InTurn(box_shape(want), turns)
+    turns.append(keeping(first))
+    turns += [_into(Exchange(group, [_round(_without_own(first), i, step.rounds)])) for i in range(step.rounds)]
+    for share in later:
+        node, inside = _inside_node(step, mesh, group, share)
+        turns += [sharing(node, _round(inside, i, step.rounds)) for i in range(step.rounds)]
+    return InTurn(box_shape(want), turns)
+
+
+def _into(collective: Exchange | ExchangeReduce) -> Into:
+    def run(x: Tensor, out: Tensor) -> None:
+        collective.start([x], outs=[out])
+
+    return run
+
+
+def _without_own(share: Share) -> Share:
+    return Share(share.have, share.want, share.sends, share.recvs, None)
+
+
+def _round(share: Share, index: int, rounds: int) -> Share:
+    """The `index`-th of so many pieces of every box."""
+    sends, recvs = ([_piece(boxes, index, rounds) for boxes in peers] for peers in (share.sends, share.recvs))
+    return Share(share.have, share.want, sends, recvs, None)
+
+
+def _piece(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
+    found = []
+    for box in boxes:
+        dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0], default=None)
+        if dim is None:
+            found += [box] * (index == 0)
+            continue
+        piece = (*box[:dim], chunk(*box[dim], rounds, index), *box[dim + 1 :])
+        found += [piece] * (box_size(piece) > 0)
+    return found
+
+
+def _inside_node(step: Step, mesh: DeviceMesh, group: Group, share: Share) -> tuple[Group, Share]:
+    """The ranks of the group in this rank's node, and what is shared with them."""
+    if step.topology is None:
+        raise ValueError(f"{step} has no topology")
+    nodes = step.topology.node_ids(mesh)
+    mine = nodes[_coordinate(mesh)]
+    here = [i for i, c in enumerate(_peers(group, mesh)) if nodes[c] == mine]
+    sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
+    return mesh.world.group([group.ranks[i] for i in here]), Share(share.have, share.want, sends, recvs, None)

@@ -3,19 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from ..kernels.box import box_size, intersect
+from ..mesh.topology import Topology
 from .layout import Layout
 from .plan import Plan, Step, plan
+from .plan.bounds import is_reduction, node_bound, rank_bound
+from .plan.cost import seconds
+from .plan.traffic import buffer_bytes, most_received, peak_bytes, traffic
 from .spec import Placement, SpecLike
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step does and costs; bytes are those of the busiest rank or node.
+
+    Attributes:
+        op: the collective or local operation, see `Step`.
+        axes: the mesh axes that the group spans.
+        ranks: how many ranks that is.
+        result: the spec after the step.
+        launches: collectives that are called.
+        bytes_sent, bytes_received: per rank, to and from others.
+        bytes_into_node: from other nodes, all ranks of the node together.
+        buffer_bytes: memory beside input and result.
+        seconds: estimated time.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    ranks: int
+    result: str
+    launches: int
+    bytes_sent: int
+    bytes_received: int
+    bytes_into_node: int
+    buffer_bytes: int
+    seconds: float
+
+    @staticmethod
+    def of(step: Step, topology: Topology) -> StepCost:
+        moved = traffic(step, topology)
+        return StepCost(
+            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, moved.sent, moved.received,
+            moved.into_node, buffer_bytes(step), seconds(step, topology),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
     """A plan with its costs; prints as a table.
+
+    On meshes of more than 64 ranks, bytes sent, received and buffers are the most of a sample of ranks; the bounds are
+    exact.
 
     Attributes:
         plan: the steps.
@@ -28,15 +70,25 @@ class Explanation:
         """The steps, in order."""
         return self.plan.steps
 
+    @cached_property
+    def costs(self) -> tuple[StepCost, ...]:
+        """What each step costs."""
+        return tuple(StepCost.of(step, self.plan.topology) for step in self.steps)
+
     @property
     def launches(self) -> int:
         """Number of collectives."""
         return self.plan.launches
 
-    @property
+    @cached_property
     def bytes_received(self) -> int:
         """Bytes received by the busiest rank."""
-        return self.plan.max_bytes_received
+        return most_received(self.steps, self.plan.src.mesh)
+
+    @cached_property
+    def bytes_into_node(self) -> int:
+        """Bytes that the busiest node receives from others, step by step."""
+        return sum(cost.bytes_into_node for cost in self.costs)
 
     @cached_property
     def lower_bound(self) -> int | None:
@@ -45,51 +97,82 @@ class Explanation:
         None where a reduction is pending before: then values of other ranks enter every element.
         """
         src, dst = self.plan.src, self.plan.dst
-        if set(src.spec.unreduced) - set(dst.spec.unreduced):
-            return None
-        return max((_missing(src, dst, coordinate) for coordinate, _ in src.boxes()), default=0)
+        return None if is_reduction(src, dst) else rank_bound(src, dst)
+
+    @cached_property
+    def node_lower_bound(self) -> int | None:
+        """The fewest bytes that the busiest node must receive from others; None as for `lower_bound`."""
+        src, dst = self.plan.src, self.plan.dst
+        return None if is_reduction(src, dst) else node_bound(src, dst, self.plan.topology)
+
+    @cached_property
+    def ratio(self) -> float | None:
+        """Bytes received over the lower bound; 1.0 where both are zero, None where there is no bound."""
+        bound = self.lower_bound
+        return None if bound is None else self.bytes_received / bound if bound else 1.0 + self.bytes_received
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that one rank holds at a time: a step's input, its output, and the buffers between."""
-        sizes = (_step_bytes(step) for step in self.steps)
-        return max(sizes, default=self.plan.src.largest_local_numel * self.plan.src.dtype.itemsize)
+        """The most that one rank holds at a time: its part before, its part after, what lies between, and buffers."""
+        return peak_bytes(self.steps, self.plan.src)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Estimated time, with the topology's latencies and bandwidths."""
+        return sum(cost.seconds for cost in self.costs)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """The same as plain data; bytes and seconds as numbers."""
         return {
-            "src": repr(self.plan.src),
-            "dst": repr(self.plan.dst),
-            "steps": [_step_row(step) for step in self.steps],
+            "src": str(self.plan.src),
+            "dst": str(self.plan.dst),
+            "steps": [asdict(cost) for cost in self.costs],
             "launches": self.launches,
             "bytes_received": self.bytes_received,
             "lower_bound": self.lower_bound,
+            "bytes_into_node": self.bytes_into_node,
+            "node_lower_bound": self.node_lower_bound,
+            "ratio": self.ratio,
             "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
         }
 
     def __str__(self) -> str:
-        src, dst = self.plan.src, self.plan.dst
-        title = f"{repr(src).split(', local')[0]}\n  -> {dst.spec}"
+        title = f"{self.plan.src}\n  -> {self.plan.dst.spec}"
         if not self.steps:
             return f"{title}\nnothing to do"
-        header = ["step", "axes", "ranks", "result", "bytes received"]
-        rows = [[str(value) for value in _step_row(step).values()] for step in self.steps]
-        bound = "" if self.lower_bound is None else f", lower bound {self.lower_bound:,}"
-        total = f"{self.launches} collectives, {self.bytes_received:,} bytes received by the busiest rank{bound}; "
-        return "\n".join([title, *aligned([header, *rows]), f"{total}peak {self.peak_bytes:,} bytes"])
+        nodes = self.plan.topology.nodes(self.plan.src.mesh) > 1
+        header = ["step", "axes", "ranks", "result", "sent", "received", *["into node"] * nodes, "buffers", "time"]
+        return "\n".join([title, *aligned([header, *(_row(cost, nodes) for cost in self.costs)]), *self._totals(nodes)])
 
     __repr__ = __str__
 
+    def _totals(self, nodes: bool) -> list[str]:
+        plural = "" if self.launches == 1 else "s"
+        lines = [f"{self.launches} collective{plural}, about {_time(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"]
+        lines.append(f"into a rank {_against(self.bytes_received, self.lower_bound)}")
+        if nodes:
+            lines.append(f"into a node {_against(self.bytes_into_node, self.node_lower_bound)}")
+        return lines
 
-def explain(src: Layout | Any, dst: Layout | SpecLike | Sequence[Placement]) -> Explanation:
+
+def explain(
+    src: Layout | Any,
+    dst: Layout | SpecLike | Sequence[Placement],
+    *,
+    topology: Topology | None = None,
+    max_bytes: int | None = None,
+) -> Explanation:
     """explain(x.layout, dst) -> the steps, bytes and bounds of `redistribute`, without running it.
 
     Args:
         src: a `Layout`, or a `ShardedTensor`.
         dst: a `Layout`, a `P`, or placements.
+        topology: links and nodes to plan for; by default the mesh's.
+        max_bytes: as for `redistribute`.
 
     Raises:
-        ValueError: the two do not fit together.
+        ValueError: the two do not fit together, or no plan fits into `max_bytes`.
 
     Communication: none. Works on an `AbstractMesh` too.
 
@@ -98,47 +181,44 @@ def explain(src: Layout | Any, dst: Layout | SpecLike | Sequence[Placement]) -> 
         >>> print(explain(layout, P(None, "x")))
         f32[8, 8] @ P('x', None) on (x=4)
           -> P(None, 'x')
-        step      axes  ranks  result        bytes received
-        exchange  x         4  P(None, 'x')              48
-        1 collectives, 48 bytes received by the busiest rank, lower bound 48; peak 256 bytes
+        step      axes  ranks  result        sent  received  buffers   time
+        exchange  x         4  P(None, 'x')    48        48      128  10 us
+        1 collective, about 10 us, peak 256 bytes in a rank
+        into a rank 48 bytes, the lower bound
     """
     before = src if isinstance(src, Layout) else src.layout
     after = dst if isinstance(dst, Layout) else before.replace(dst)
-    return Explanation(plan(before, after))
+    return Explanation(plan(before, after, topology, max_bytes=max_bytes))
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Rows of text as lines with columns below each other; columns of numbers to the right."""
     columns = list(zip(*table, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    numeric = [all(cell.replace(",", "").isdigit() for cell in column[1:]) for column in columns]
+    numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
     return [
         "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)).rstrip()
         for row in table
     ]
 
 
-def _step_row(step: Step) -> dict[str, Any]:
-    received = max(step.bytes_received(coordinate) for coordinate, _ in step.src.boxes())
-    return {
-        "op": step.op,
-        "axes": ", ".join(step.axes) or "-",
-        "ranks": step.group_size,
-        "result": repr(step.dst.spec),
-        "bytes_received": f"{received:,}",
-    }
+def _row(cost: StepCost, nodes: bool) -> list[str]:
+    op = cost.op if cost.launches <= 2 else f"{cost.op} x{cost.launches}"
+    numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes]
+    shown = [f"{number:,}" for number in numbers]
+    return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, _time(cost.seconds)]
 
 
-def _missing(src: Layout, dst: Layout, coordinate: tuple[int, ...]) -> int:
-    """Bytes of the rank's box after that it does not hold before."""
-    after = dst.box_at(coordinate)
-    own = intersect(src.box_at(coordinate), after)
-    return (box_size(after) - (box_size(own) if own is not None else 0)) * dst.dtype.itemsize
+def _against(moved: int, bound: int | None) -> str:
+    if bound is None:
+        return f"{moved:,} bytes"
+    if moved == bound:
+        return f"{moved:,} bytes, the lower bound"
+    return f"{moved:,} bytes, lower bound {bound:,}" + (f" ({moved / bound:.2f}x)" if bound else "")
 
 
-def _step_bytes(step: Step) -> int:
-    """Bytes held during a step by the rank with the largest boxes."""
-    before = step.src.largest_local_numel * step.src.dtype.itemsize
-    after = step.dst.largest_local_numel * step.dst.dtype.itemsize
-    buffers = {"exchange": before + after, "all_gather": after, "reduce_scatter": before}
-    return before + after + buffers.get(step.op, 0)
+def _time(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"

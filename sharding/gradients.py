@@ -26,7 +26,6 @@ from ..mesh.group import World, current_world
 from . import engine_hooks
 from .layout import told_apart
 from .redistribute import redistribute_local
-from .spec import P
 from .tensor import ShardedTensor
 
 _reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
@@ -240,7 +239,7 @@ def _summable(y: Tensor) -> Tensor:
     """The tensor with what is pending reduced, except sums: the parts of other kinds have gradients of their own."""
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
-    return y.redistribute(P(*y.spec.dims, unreduced=[a for a, kind in y.spec.unreduced if kind == "sum"]))
+    return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))
 
 
 def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.box import Box
 from ..mesh.abstract_mesh import AbstractMesh
-from .spec import EACH, P, Placement, as_spec, spec_to_placements
+from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -28,7 +29,7 @@ class Layout:
 
     Attributes:
         mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
-        spec: a `P` with one entry per tensor dim.
+        spec: a `P` with one entry per tensor dim, which has sizes only where they are not those of equal parts.
         shape: the global shape.
         dtype: the element type.
 
@@ -53,7 +54,8 @@ class Layout:
         """The layout of a `dtype` tensor of global `shape`, laid out on `mesh` as `where` (a `P` or placements) says.
 
         Raises:
-            ValueError: the spec does not fit the mesh or the shape, or asks for the average of integers.
+            ValueError: the spec does not fit the mesh or the shape, or asks for the average of integers; sizes that are not
+                one for each rank of their axes, or do not add up to the dim.
 
         Communication: none.
         """
@@ -128,24 +130,35 @@ class Layout:
         """
         pending = {a: EACH for a, kind in self.spec.unreduced if kind != "sum"}
         pending.update(dict.fromkeys(self.replicated_axes, "sum"))
-        return self.replace(P(*self.spec.dims, unreduced=pending))
+        return self.replace(self.spec.with_unreduced(pending))
 
     @cached_property
     def grad(self) -> Layout:
         """The layout in which this tensor's gradient is kept: that of the tensor, with every sum reduced."""
-        return self.replace(P(*self.spec.dims, unreduced={a: EACH for a, kind in self.spec.unreduced if kind != "sum"}))
+        return self.replace(self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"}))
 
     # -- boxes --------------------------------------------------------------------------------------------------------
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
         """The half-open interval per dim held by the rank at `coordinate` of the mesh."""
-        mesh, box = self.mesh, []
-        for size, axes in zip(self.shape, self.spec.dims, strict=True):
-            start, stop = 0, size
-            for axis in axes:
-                start, stop = chunk(start, stop, mesh.size(axis), coordinate[mesh.axis_index(axis)])
+        box = []
+        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+            start, stop = (0, size) if sized is None else sized.part_at(coordinate)
+            for axis, parts in chunked:
+                start, stop = chunk(start, stop, parts, coordinate[axis])
             box.append((start, stop))
         return tuple(box)
+
+    @cached_property
+    def _cutting(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
+        """Per dim its parts of given sizes, if it has them, and the number and size of each axis that chunks those."""
+        return tuple(self._cutting_of(cuts) for cuts in self.spec.cuts)
+
+    def _cutting_of(self, cuts: Sequence[Cut]) -> tuple[_SizedCut | None, tuple[tuple[int, int], ...]]:
+        axes = [[(self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes] for cut in cuts]
+        if not cuts or cuts[0].sizes is None:
+            return None, tuple(axis for (axis,) in axes)
+        return _SizedCut(tuple(axes[0]), tuple(accumulate(cuts[0].sizes, initial=0))), tuple(a for (a,) in axes[1:])
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """`(coordinate, box)` of every rank, in mesh order."""
@@ -168,8 +181,14 @@ class Layout:
 
     @cached_property
     def largest_local_numel(self) -> int:
-        """Elements of the largest box: what the rank at coordinate 0 holds."""
-        return math.prod(stop - start for start, stop in self.box_at((0,) * len(self.mesh.shape)))
+        """Elements of the largest box: of evenly cut intervals the first part is the longest."""
+        numel = 1
+        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+            length = size if sized is None else sized.longest
+            for _, parts in chunked:
+                length = -(-length // parts)
+            numel *= length
+        return numel
 
     @cached_property
     def nbytes(self) -> int:
@@ -201,6 +220,30 @@ class Layout:
         return self
 
 
+class _SizedCut(NamedTuple):
+    """A dim cut into parts of given sizes.
+
+    Attributes:
+        axes: `(number, size)` of the mesh axes whose ranks hold the parts, major to minor.
+        bounds: where each part starts, and where the last one stops.
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    bounds: tuple[int, ...]
+
+    def part_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The interval of the rank at a coordinate of the mesh."""
+        part = 0
+        for axis, size in self.axes:
+            part = part * size + coordinate[axis]
+        return self.bounds[part], self.bounds[part + 1]
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest part."""
+        return max(stop - start for start, stop in pairwise(self.bounds))
+
+
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
     """`Layout.of` by a name that `torch.load` can be told to trust."""
     return Layout.of(mesh, spec, shape, dtype)
@@ -227,12 +270,68 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> Layout:
+    if spec.sizes:
+        spec = _normal(mesh, spec, shape)
     key = (spec, shape, dtype)
     layout = mesh._layouts.get(key)
     if layout is None:
         _check_average(spec, dtype)
         layout = mesh._layouts[key] = Layout(mesh, spec, shape, dtype)
     return layout
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _normal(mesh: AbstractMesh, spec: P, shape: torch.Size) -> P:
+    """The same boxes with as few sizes as can say it: equal parts have none.
+
+    Raises:
+        ValueError: sizes that do not fit the mesh or the shape.
+    """
+    cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
+    return P.of_cuts(cuts, dict(spec.unreduced))
+
+
+def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
+    """One dim's cuts, with the sizes given to as few axes as possible: the others cut what is left evenly."""
+    (axes, sizes), *rest = spec.cuts[dim]
+    if sizes is None:
+        return [Cut(axes), *rest]
+    _check_sizes(mesh, spec, dim, shape)
+    for count in range(len(axes) + 1):
+        inner = [mesh.size(axis) for axis in axes[count:]]
+        each = math.prod(inner)
+        merged = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
+        if _chunked(merged, inner) == sizes:
+            break
+    outer = [Cut(axes[:count], merged)] if count else []
+    return [*outer, *[Cut((axis,)) for axis in axes[count:]], *rest]
+
+
+def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of the parts of parts, when each interval is chunked by one axis after the other."""
+    for n in parts:
+        lengths = tuple(
+            stop - start for length in lengths for start, stop in (chunk(0, length, n, i) for i in range(n))
+        )
+    return lengths
+
+
+def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> None:
+    axes, sizes = spec.cuts[dim][0]
+    given, count = len(sizes or ()), mesh.size(axes)
+    where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
+    if given != count:
+        raise ValueError(
+            f"{spec} gives {given} sizes for dim {dim}, and ({where}) cuts it into {count} parts; write {count} sizes, one "
+            "for each rank of the axis (of several axes, for each combination of their ranks), 0 for an empty part"
+        )
+    if sum(sizes or ()) != shape[dim]:
+        raise ValueError(
+            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, together {sum(sizes or ())} elements, but dim {dim} "
+            f"of {list(shape)} has {shape[dim]}; write sizes that add up to {shape[dim]}"
+        )
 
 
 def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

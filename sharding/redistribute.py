@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .execute import Run, compile_plan
+from .execute import Runner, compile_plan
 from .layout import Layout
 from .plan import plan
-from .spec import P
+from .spec import Cut, P
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     return runner(src, dst)(local)
 
 
-def runner(src: Layout, dst: Layout) -> Run:
+def runner(src: Layout, dst: Layout) -> Runner:
     """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
     found = src.runners.get(dst)
     if found is None:
@@ -100,7 +100,7 @@ def _redistribute_nonlinear(local: Tensor, src: Layout, dst: Layout, backward_dt
     for reduce_kind in (_reduce_average, _reduce_extreme, _reduce_product):
         local, src = reduce_kind(local, src, dst)
     kept = {a: k for a, k in src.spec.unreduced if dst.pending.get(a) == k}
-    middle = dst.replace(P(*dst.spec.dims, unreduced={**kept, **_only_sums(dst)}))
+    middle = dst.replace(dst.spec.with_unreduced({**kept, **_only_sums(dst)}))
     local = redistribute_local(local, src, middle, backward_dtype=backward_dtype)
     return _make_product_pending(local, middle, dst)
 
@@ -117,9 +117,7 @@ def _leaving(src: Layout, dst: Layout, *kinds: str) -> tuple[str, ...]:
 def _repend(layout: Layout, axes: tuple[str, ...], kind: str | None) -> Layout:
     """`layout` with `axes` pending with another kind, or replicated where kind is None."""
     pending = {a: k for a, k in layout.spec.unreduced if a not in axes}
-    return layout.replace(
-        P(*layout.spec.dims, unreduced={**pending, **dict.fromkeys(axes if kind else (), kind or "")})
-    )
+    return layout.replace(layout.spec.with_unreduced({**pending, **dict.fromkeys(axes if kind else (), kind or "")}))
 
 
 def _reduce_average(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:
@@ -163,9 +161,10 @@ def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
     if not axes:
         return local, src
     reduced, count = _repend(src, axes, None), src.mesh.size(axes)
-    shape, dims = (count, *src.shape), reduced.spec.dims
-    stacked = Layout.of(src.mesh, P(axes, *dims, unreduced=reduced.pending), shape, src.dtype)
-    gathered = redistribute_local(local[None], stacked, stacked.replace(P(None, *dims, unreduced=reduced.pending)))
+    shape, cuts = (count, *src.shape), reduced.spec.cuts
+    factors = [Cut((axis,)) for axis in axes]
+    stacked = Layout.of(src.mesh, P.of_cuts([factors, *cuts], reduced.pending), shape, src.dtype)
+    gathered = redistribute_local(local[None], stacked, stacked.replace(P.of_cuts([(), *cuts], reduced.pending)))
     return gathered.prod(0), reduced
 
 

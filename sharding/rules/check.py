@@ -50,7 +50,8 @@ def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any
     """check_rule(func, *sample) -> number of combinations tried: prove an operator's rule numerically.
 
     The operator runs in a simulated world of 2, 3 and 2 x 2 ranks, with every tensor among the arguments replicated,
-    split in each dim, and pending as a sum, in every combination (on 2 x 2 ranks a fixed sample of `MAX_COMBINATIONS`).
+    split in each dim, and pending as a sum, in every combination (on 2 x 2 ranks a fixed sample of `MAX_COMBINATIONS`); on
+    2 and 3 ranks also with each tensor once in parts of uneven sizes.
     Its results and the gradients of all floating inputs must equal those of the single process. An in-place operator
     may refuse a combination in which it would have to change the layout of what it writes.
 
@@ -67,7 +68,7 @@ def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any
 
     Example:
         >>> sm.check_rule(torch.matmul, torch.randn(4, 3, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64))
-        232
+        236
     """
     return prove(func, sample_args, sample_kwargs)
 
@@ -208,11 +209,14 @@ def _try_all(sample: _Sample, shape: tuple[int, ...], most: int | None) -> int:
 
 
 def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterator[tuple[P, ...]]:
-    """One spec for each tensor, in every combination; of more than `most`, a sample that is always the same."""
+    """One spec for each tensor, in every combination, and those with a ragged one; of more than `most`, a sample that is
+    always the same."""
     choices = [specs_of(x, mesh, sample.kinds) for x in sample.values]
-    total = math.prod(map(len, choices))
+    total, ragged = math.prod(map(len, choices)), _ragged_combinations(sample, mesh, choices)
     if most is None:
-        most = total if mesh.ndim == 1 else MAX_COMBINATIONS
+        most = total + len(ragged) if mesh.ndim == 1 else MAX_COMBINATIONS
+    yield from ragged[: most // 2]
+    most -= min(len(ragged), most // 2)
     if total <= most:
         yield from itertools.product(*choices)
         return
@@ -222,6 +226,29 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
             number, index = divmod(number, len(specs))
             picked.append(specs[index])
         yield tuple(picked)
+
+
+def _ragged_combinations(sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]) -> list[tuple[P, ...]]:
+    """On a mesh of one axis: each tensor once in parts of given sizes, among others that lie in some other way."""
+    if mesh.ndim > 1:
+        return []
+    combinations = []
+    for number, x in enumerate(sample.values):
+        if x.ndim:
+            generator = random.Random(number)
+            picked = [generator.choice(specs) for specs in choices]
+            picked[number] = _ragged_spec(x, generator.randrange(x.ndim), mesh)
+            combinations.append(tuple(picked))
+    return combinations
+
+
+def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
+    """One element (of two or fewer, none) on the first rank, the others on the last."""
+    (axis,), count, size = mesh.axis_names, mesh.size(), x.shape[dim]
+    sizes = [0] * count
+    sizes[0] = int(size > 2 and count > 1)
+    sizes[-1] = size - sum(sizes[:-1])
+    return P(*[None] * dim, axis, sizes={axis: sizes}).padded(x.ndim)
 
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:

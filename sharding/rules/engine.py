@@ -4,6 +4,9 @@ For every mesh axis by itself the engine lists what the rule allows on it (leave
 let pending sums pass through), prices the movement of operands that each choice needs, and takes the cheapest. A choice
 that moves nothing wins; ties go to the choice that keeps the largest operand where it is. Because axes are decided one
 at a time, the work grows with the number of axes, not with the product of their choices.
+
+Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand and result; the
+largest operand split on it says how it is cut. Else the factor is cut evenly, and ragged operands are moved first.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 
 from ..layout import Layout
 from ..plan import without_trivial_axes
-from ..spec import P
+from ..spec import Cut, P
 from .notation import Dim, Rule
 
 WHOLE, SPLIT, PENDING = "whole", "split", "pending"
@@ -58,6 +61,27 @@ class Assignment:
     outputs: tuple[P, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How the factors of a rule are cut.
+
+    Attributes:
+        axes: factor -> the axes that split it, major to minor.
+        sized: factor -> its outermost cut, where that is one into parts of given sizes.
+    """
+
+    axes: dict[str, list[str]]
+    sized: dict[str, Cut]
+
+    def spec(self, dims: Sequence[Dim], unreduced: dict[str, str]) -> P:
+        """The spec of an operand or result with these dims."""
+        entries = [tuple(axis for factor in factors for axis in self.axes.get(factor, ())) for factors in dims]
+        if not self.sized:
+            return P(*entries, unreduced=unreduced)
+        cuts = [self.sized[f] for factors in dims for f in factors if f in self.sized]
+        return P(*entries, unreduced=unreduced, sizes={cut.axes: cut.sizes or () for cut in cuts})
+
+
 class CannotKeep(ValueError):
     """An in-place operator would have to change the layout of the tensor that it writes."""
 
@@ -78,16 +102,22 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     mesh = layouts[0].mesh
     states = {axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)] for axis in mesh.axis_names}
     choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
-    order = _axis_order(layouts, fixed)
+    by_weight = _by_weight(layouts, fixed)
+    order = _axis_order([layouts[i] for i in by_weight])
     while (excess := _unrepresentable(rule, mesh.size, choices, order)) is not None:
         choices[excess] = Choice(WHOLE)
+    axes = _axes_by_factor(choices, order)
+    splits = Splits(axes, _sized_factors(rule, layouts, by_weight, axes))
     targets = [
-        layout.replace(_operand_spec(rule, i, choices, order)) if _moves(rule, i, layout, states, choices) else layout
+        layout.replace(splits.spec(rule.inputs[i], _pending_operand(rule, i, choices)))
+        if _moves(rule, i, layout, states, choices, splits)
+        else layout
         for i, layout in enumerate(layouts)
     ]
     if fixed is not None:
         targets[fixed] = _kept(layouts[fixed], targets[fixed])
-    return Assignment(tuple(targets), tuple(_spec(dims, choices, order, rule, output=True) for dims in rule.outputs))
+    outputs = (splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs)
+    return Assignment(tuple(targets), tuple(outputs))
 
 
 def _kept(layout: Layout, target: Layout) -> Layout:
@@ -124,13 +154,17 @@ def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[s
     return found
 
 
-def _axis_order(layouts: Sequence[Layout], fixed: int | None) -> list[str]:
-    """Axes in the order in which they split dims: the fixed operand's, then the largest operand's, then mesh order."""
+def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
+    """The operands in the order in which they have a say in how dims are split: the fixed one, then the largest."""
+    return sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
+
+
+def _axis_order(by_weight: Sequence[Layout]) -> list[str]:
+    """Axes in the order in which they split dims: the weightiest operand's first, then mesh order."""
     order: dict[str, None] = {}
-    first = layouts[fixed] if fixed is not None else None
-    for layout in sorted(layouts, key=lambda layout: (layout is not first, -layout.nbytes)):
+    for layout in by_weight:
         order.update(dict.fromkeys(axis for axes in layout.spec.dims for axis in axes))
-    order.update(dict.fromkeys(layouts[0].mesh.axis_names))
+    order.update(dict.fromkeys(by_weight[0].mesh.axis_names))
     return list(order)
 
 
@@ -260,28 +294,55 @@ def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[st
     return split
 
 
+def _sized_factors(
+    rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
+) -> dict[str, Cut]:
+    """Factor -> its cut into parts of given sizes, where the weightiest operand that is split on it has such a cut."""
+    if not any(layout.spec.sizes for layout in layouts):
+        return {}
+    alone = _factors_alone(rule)
+    first = {f: cut for i in reversed(by_weight) for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)}
+    return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
+
+
+def _factors_alone(rule: Rule) -> set[str]:
+    """Factors that are a dim by themselves wherever they appear."""
+    shared = {f for dims in (*rule.inputs, *rule.outputs) for factors in dims if len(factors) > 1 for f in factors}
+    return {f for dims in rule.inputs for factors in dims for f in factors} - shared
+
+
+def _outer_cuts(dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]) -> Iterator[tuple[str, Cut]]:
+    """The outermost cut of each dim that is one factor, if the axes that it is over go on to split that factor first."""
+    size = layout.mesh.size
+    for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
+        axes = split.get(factors[0], []) if len(factors) == 1 and cuts else []
+        first = [axis for axis in axes if size(axis) > 1][: len(cuts[0].axes)] if axes else []
+        if first and tuple(first) == cuts[0].axes:
+            yield factors[0], Cut(tuple(axes[: axes.index(first[-1]) + 1]), cuts[0].sizes)
+
+
 def _moves(
-    rule: Rule, operand: int, layout: Layout, states: dict[str, list[State]], choices: dict[str, Choice]
+    rule: Rule,
+    operand: int,
+    layout: Layout,
+    states: dict[str, list[State]],
+    choices: dict[str, Choice],
+    splits: Splits,
 ) -> bool:
-    """Whether the operand must change its layout; axes that split one factor in another order count."""
+    """Whether the operand may have to change its layout; axes that split one factor in another order count, and so may
+    parts of other sizes."""
     if any(states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()):
         return True
-    return any(len(axes) > 1 for axes in layout.spec.dims)
+    return bool(splits.sized or layout.spec.sizes) or any(len(axes) > 1 for axes in layout.spec.dims)
 
 
-def _operand_spec(rule: Rule, operand: int, choices: dict[str, Choice], order: Sequence[str]) -> P:
+def _pending_operand(rule: Rule, operand: int, choices: dict[str, Choice]) -> dict[str, str]:
     pending = {}
     for axis, choice in choices.items():
         target = _target(rule, operand, choice)
         if target.what == PENDING and target.detail is not None:
             pending[axis] = target.detail
-    return P(*_spec(rule.inputs[operand], choices, order, rule, output=False).dims, unreduced=pending)
-
-
-def _spec(dims: Sequence[Dim], choices: dict[str, Choice], order: Sequence[str], rule: Rule, *, output: bool) -> P:
-    split = _axes_by_factor(choices, order)
-    entries = [tuple(axis for factor in factors for axis in split.get(factor, ())) for factors in dims]
-    return P(*entries, unreduced=_pending_output(rule, choices, split, dims) if output else {})
+    return pending
 
 
 def _pending_output(

@@ -11,14 +11,13 @@ from torch import Tensor
 from .. import random
 from ..dispatch import check_base
 from ..layout import Layout, told_apart
-from ..spec import P
 from ..tensor import ShardedTensor
 from .registry import RANDOM, functions, handler
 
 
 def settled(layout: Layout) -> Layout:
     """The layout with whole values where they were pending: for values that are not a sum over ranks."""
-    return layout.replace(P(*layout.spec.dims)) if layout.pending else layout
+    return layout.replace(layout.spec.with_unreduced({})) if layout.pending else layout
 
 
 def _like(

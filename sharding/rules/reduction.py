@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import P
 from .notation import Rule, einrule
 from .pointwise import casts_linearly
 from .registry import handler, rule
@@ -199,7 +198,7 @@ def _mean_whole(
 
 def settled(x: Any) -> Any:
     """The tensor with everything pending reduced, so that using it several times communicates once."""
-    return x.redistribute(P(*x.spec.dims)) if x.layout.pending else x
+    return x.redistribute(x.spec.with_unreduced({})) if x.layout.pending else x
 
 
 def safe_root(x: Any) -> Any:

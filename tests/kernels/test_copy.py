@@ -134,6 +134,61 @@ def test_unpack_leaves_the_rest_alone(data, shape, dtype, layout):
     same_bytes(padded, wanted)
 
 
+@st.composite
+def places(draw, boxes):
+    """An offset for each box in any order, with gaps, and a length that holds them all."""
+    offsets, end = [0] * len(boxes), 0
+    for i in draw(st.permutations(range(len(boxes)))):
+        offsets[i] = end + draw(st.integers(0, 3))
+        end = offsets[i] + box_size(boxes[i])
+    return offsets, end + draw(st.integers(0, 3))
+
+
+@given(st.data(), shapes, dtypes, layouts)
+def test_pack_to_offsets(data, shape, dtype, layout):
+    boxes = data.draw(st.one_of(any_boxes(shape), grids(shape)))
+    offsets, length = data.draw(places(boxes))
+    x, buffer = random_tensor(shape, dtype, layout), random_bytes(length, dtype, seed=1)
+    wanted = buffer.clone()
+    for box, start in zip(boxes, offsets, strict=True):
+        wanted[start : start + box_size(box)].view(x[slices(box)].shape).copy_(x[slices(box)])
+    compile_pack(shape, boxes, offsets)(x, buffer)
+    same_bytes(buffer, wanted)
+
+
+@given(st.data(), shapes, dtypes, layouts)
+def test_unpack_from_offsets(data, shape, dtype, layout):
+    boxes = data.draw(grids(shape))
+    offsets, length = data.draw(places(boxes))
+    flat, wanted = random_bytes(length, dtype), empty_tensor(shape, dtype, "contiguous")
+    for box, start in zip(boxes, offsets, strict=True):
+        part = wanted[slices(box)]
+        part.copy_(flat[start : start + box_size(box)].view(part.shape))
+    unpacking = compile_unpack(shape, boxes, offsets)
+    same_bytes(unpacking(flat, empty_tensor(shape, dtype, layout)), wanted)
+    same_bytes(unpacking(flat), wanted)
+
+
+@given(st.data(), st.lists(shapes.filter(len), min_size=1, max_size=3), st.integers(1, 4))
+def test_several_tensors_share_a_buffer(data, many, peers):
+    """A bucket: for each peer its box of the first tensor, its box of the second, ..."""
+    grid = []
+    for shape in many:
+        dim, whole = data.draw(st.integers(0, len(shape) - 1)), full_box(shape)
+        grid.append([(*whole[:dim], cut, *whole[dim + 1 :]) for cut in chunks(shape[dim], peers)])
+    xs = [random_tensor(shape, torch.int32, "contiguous") for shape in many]
+    offsets, end = [[0] * peers for _ in many], 0
+    for peer in range(peers):
+        for i in range(len(many)):
+            offsets[i][peer], end = end, end + box_size(grid[i][peer])
+    buffer = torch.zeros(end, dtype=torch.int32)
+    for x, boxes, starts in zip(xs, grid, offsets, strict=True):
+        compile_pack(x.shape, boxes, starts)(x, buffer)
+    same_bytes(buffer, torch.cat([expected(xs[i], [grid[i][p]]) for p in range(peers) for i in range(len(many))]))
+    for x, boxes, starts in zip(xs, grid, offsets, strict=True):
+        same_bytes(compile_unpack(x.shape, boxes, starts)(buffer, torch.zeros_like(x)), x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_dtype_crosses_columns(dtype, layout):
@@ -197,6 +252,60 @@ def test_equal_boxes_fold_into_few_copies(shape, boxes, copies):
     assert compile_pack(shape, boxes).copies == copies
     x = random_tensor(shape, torch.int32, "contiguous")
     same_bytes(pack(x, boxes), expected(x, boxes))
+
+
+COLUMNS = [((0, 4), cut) for cut in chunks(8, 4)]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "copies"),
+    [
+        ([0, 8, 16, 24], 1),
+        ([5, 20, 35, 50], 1),  # at a constant step on both sides
+        ([5, 20, 36, 51], 1),  # two pairs at a step, of two boxes at another
+        ([0, 9, 20, 40], 2),
+        ([50, 35, 20, 5], 4),  # backwards: no such view
+    ],
+)
+def test_equal_steps_in_tensor_and_buffer_fold(offsets, copies):
+    assert compile_pack((4, 8), COLUMNS, offsets).copies == copies
+    assert compile_unpack((4, 8), COLUMNS, offsets).copies == copies
+
+
+def test_neighbours_apart_in_the_buffer_stay_apart():
+    rows = [(cut, (0, 8)) for cut in chunks(4, 2)]
+    assert compile_pack((4, 8), rows, [0, 16]).zero_copy
+    apart = compile_pack((4, 8), rows, [0, 17])
+    assert not apart.zero_copy
+    assert (apart.copies, apart.size) == (1, 33)  # as one view of two parts
+
+
+def test_a_range_of_a_buffer_unpacks_to_a_view():
+    unpacking, flat = compile_unpack((4, 8), [full_box((4, 8))], [5]), torch.arange(40)
+    assert unpacking.zero_copy
+    assert unpacking(flat).data_ptr() == flat[5:].data_ptr()
+    assert torch.equal(unpacking(flat), flat[5:37].view(4, 8))
+    packing = compile_pack((4, 8), [full_box((4, 8))], [5])
+    assert not packing.zero_copy
+    assert compile_unpack((0, 8), [((0, 0), (0, 8))], [5])(flat).shape == (0, 8)
+
+
+def test_one_part_of_a_buffer_may_be_read_twice():
+    boxes = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
+    assert torch.equal(compile_unpack((4, 3), boxes, [1, 1])(torch.arange(7)), torch.arange(1, 7).view(2, 3).tile(2, 1))
+
+
+def test_bad_offsets():
+    with pytest.raises(ValueError, match=r"4 boxes with the offsets \[0, 8\]: give one for each box"):
+        compile_pack((4, 8), COLUMNS, [0, 8])
+    with pytest.raises(ValueError, match="0 or more"):
+        compile_unpack((4, 8), COLUMNS, [-1, 8, 16, 24])
+    with pytest.raises(ValueError, match=r"takes 0:8 of the flat buffer, and box .* starts at 7"):
+        compile_pack((4, 8), COLUMNS, [0, 7, 16, 24])
+    with pytest.raises(ValueError, match="give it the buffer to write to, as out="):
+        compile_pack((4, 8), COLUMNS, [0, 9, 18, 27])(torch.zeros(4, 8))
+    with pytest.raises(ValueError, match=r"at least 35,\), not one of shape \(34,\)"):
+        compile_pack((4, 8), COLUMNS, [0, 9, 18, 27])(torch.zeros(4, 8), torch.zeros(34))
 
 
 def test_a_lazily_conjugated_tensor_is_packed_by_value():

@@ -1,8 +1,9 @@
-"""Hypothesis strategies: meshes, shapes and layouts with uneven, empty, reordered and pending parts."""
+"""Hypothesis strategies: meshes, shapes and layouts with uneven, ragged, empty, reordered and pending parts."""
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from hypothesis import strategies as st
 
@@ -38,8 +39,38 @@ def specs(draw: st.DrawFn, names: tuple[str, ...], ndim: int, kinds: tuple[str, 
 
 
 @st.composite
+def lengths(draw: st.DrawFn, total: int, parts: int) -> tuple[int, ...]:
+    """So many parts, of any lengths, that make up `total`."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1)))
+    return tuple(stop - start for start, stop in pairwise([0, *cuts, total]))
+
+
+@st.composite
+def ragged_specs(
+    draw: st.DrawFn, mesh: sm.AbstractMesh, shape: tuple[int, ...], kinds: tuple[str, ...] = ("sum",)
+) -> sm.P:
+    """Any spec on this mesh; some dims are cut into parts of any lengths, by one axis or by several jointly."""
+    spec = draw(specs(mesh.axis_names, len(shape), kinds))
+    sizes = {}
+    for axes, size in zip(spec.dims, shape, strict=True):
+        if joint := axes[: draw(st.integers(0, len(axes)))]:
+            sizes[joint] = draw(lengths(size, mesh.size(joint)))
+    return sm.P(*spec.dims, unreduced=dict(spec.unreduced), sizes=sizes)
+
+
+@st.composite
 def moves(draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
     """A mesh shape, a tensor shape and two specs."""
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
     names = AXES[: len(mesh_shape)]
     return mesh_shape, shape, draw(specs(names, len(shape), kinds)), draw(specs(names, len(shape), kinds))
+
+
+@st.composite
+def ragged_moves(
+    draw: st.DrawFn, kinds: tuple[str, ...] = ("sum",)
+) -> tuple[tuple[int, ...], tuple[int, ...], sm.P, sm.P]:
+    """A mesh shape, a tensor shape and two specs that may be ragged."""
+    mesh_shape, shape = draw(mesh_shapes), draw(shapes())
+    mesh = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
+    return mesh_shape, shape, draw(ragged_specs(mesh, shape, kinds)), draw(ragged_specs(mesh, shape, kinds))

@@ -22,9 +22,12 @@ def wrong(monkeypatch, func, maker, *args, match, **kwargs):
 
 
 def test_number_of_combinations():
-    """Two dims: replicated, split in either, pending; on (2, 2) every pair, and both orders where they split one dim."""
-    assert check_rule(torch.exp, X) == 4 + 4 + 18
-    assert check_rule(torch.matmul, X, Y) == 16 + 16 + 200
+    """Two dims: replicated, split in either, pending; on (2, 2) every pair, and both orders where they split one dim.
+
+    With one axis, also each operand once in parts of given sizes.
+    """
+    assert check_rule(torch.exp, X) == 4 + 1 + 4 + 1 + 18
+    assert check_rule(torch.matmul, X, Y) == 16 + 2 + 16 + 2 + 200
     assert prove(torch.matmul, (X, Y), meshes=[(3,)], most=5) == 5
 
 
@@ -66,7 +69,7 @@ def test_the_message_names_function_and_layouts(monkeypatch):
 
 def test_an_in_place_operator_may_refuse_but_not_fail():
     assert 0 < check_rule(torch.Tensor.atan2_, X, f(3)) < check_rule(torch.atan2, X, f(3))
-    assert check_rule(torch.Tensor.exp_, X) == 3 + 3 + 11
+    assert check_rule(torch.Tensor.exp_, X) == 3 + 1 + 3 + 1 + 11
 
 
 def test_any_function_of_tensors():

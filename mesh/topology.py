@@ -1,0 +1,252 @@
+"""Topology: which ranks share a node, and what it costs to move bytes inside a node, between nodes and in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import errors
+
+if TYPE_CHECKING:
+    from .abstract_mesh import AbstractMesh
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Link(latency, bandwidth): what one kind of connection between ranks costs.
+
+    A collective in which no rank sends or receives more than b bytes takes about `latency + b / bandwidth` seconds.
+
+    Attributes:
+        latency: seconds per collective, however little it moves.
+        bandwidth: bytes per second into one rank, and at the same time out of it.
+
+    Raises: MeshError when a number is not positive and finite.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check_positive("Link", latency=self.latency, bandwidth=self.bandwidth)
+
+    def __str__(self) -> str:
+        return f"{_seconds(self.latency)} + {_rate(self.bandwidth)}"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Topology(local, network, memory): what a plan's steps cost, and which ranks share a node.
+
+    Nodes are given in one of two ways: `node_size=8` says that the global ranks 0-7, 8-15, ... share a node each;
+    `crossing=("dp",)` says that ranks with the same index along "dp" do. With neither, all ranks share one node.
+
+        mesh (dp=2, tp=4)   [0 1 2 3]   crossing=("dp",) or node_size=4:   [0 0 0 0]   the node of each rank
+                            [4 5 6 7]                                      [1 1 1 1]
+
+    Immutable and hashable: topologies with the same numbers are equal.
+
+    Attributes:
+        local: between the ranks of one node.
+        network: between nodes.
+        memory: bytes per second that a rank copies inside its own memory (a byte read and written counts once).
+        node_size: how many consecutive global ranks share a node; None where `crossing` says it or all ranks do.
+        crossing: the axes along which one leaves the node; empty where `node_size` says it or no axis does.
+        factors: (op, factor) pairs (or a mapping) for `factor`.
+        rails: over how many network links at a time one ring collective leaves a node; None: one per rank, as NCCL
+            does with a network card per GPU. Gloo's rings have one.
+
+    Raises: MeshError when a number is not positive, node_size and crossing are both given, or an op is unknown.
+
+    >>> from shardmesh.mesh import AbstractMesh, Link, Topology
+    >>> two_nodes = Topology(Link(1e-5, 4e11), Link(3e-5, 5e10), memory=1e12, node_size=4)
+    >>> two_nodes.node_ids(AbstractMesh((2, 4), ("dp", "tp"))).tolist()
+    [[0, 0, 0, 0], [1, 1, 1, 1]]
+    >>> two_nodes.crossing_axes(AbstractMesh((2, 4), ("dp", "tp")))
+    ('dp',)
+    """
+
+    local: Link
+    network: Link
+    memory: float
+    node_size: int | None = None
+    crossing: tuple[str, ...] = ()
+    factors: tuple[tuple[str, float], ...] | Mapping[str, float] = ()
+    rails: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("Topology", memory=self.memory)
+        object.__setattr__(self, "crossing", _names(self.crossing))
+        object.__setattr__(self, "factors", _pairs(self.factors))
+        if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
+            raise errors.MeshError(
+                f"Topology(node_size={self.node_size!r}): write how many consecutive ranks share a node, at least 1, "
+                "or None where all do."
+            )
+        if self.node_size is not None and self.crossing:
+            raise errors.MeshError(
+                f"Topology(node_size={self.node_size}, crossing={self.crossing}): both say which ranks share a node; "
+                "give one of them."
+            )
+
+    def factor(self, op: str) -> float:
+        """What the time of this collective's bytes is multiplied by, because its algorithm is slower or faster than
+        `bandwidth` says; 1.0 where nothing is known.
+        """
+        return dict(self.factors).get(op, 1.0)
+
+    def node_ids(self, mesh: AbstractMesh) -> np.ndarray:
+        """The node of each rank of the mesh: int64 in the shape of the mesh, read-only, made once.
+
+        Ranks with the same number share a node; the numbers need not be consecutive. A part of a mesh
+        (`mesh["tp"]`, `mesh.flatten()`) that took its topology from the whole has the nodes that its ranks have there.
+
+        Raises: MeshError when a crossing axis is not an axis of the mesh.
+        """
+        found = mesh._node_ids.get(self)
+        if found is None:
+            found = np.ascontiguousarray(self._find_node_ids(mesh))
+            found.setflags(write=False)
+            mesh._node_ids[self] = found
+        return found
+
+    def _find_node_ids(self, mesh: AbstractMesh) -> np.ndarray:
+        inherited = mesh._inherited_node_ids(self)
+        if inherited is not None:
+            return inherited
+        if self.node_size is not None:
+            return mesh.ranks // self.node_size
+        sizes = [mesh.size(name) if name in self.crossing else 1 for name in mesh.axis_names]
+        self.check_axes(mesh)
+        return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
+
+    def crossing_axes(self, mesh: AbstractMesh) -> tuple[str, ...]:
+        """The axes along which some neighbours lie in different nodes, in the order of the mesh; found once.
+
+        Raises: MeshError when a crossing axis is not an axis of the mesh.
+        """
+        found = mesh._crossing_axes.get(self)
+        if found is None:
+            ids = self.node_ids(mesh)
+            differs = [bool(np.any(np.diff(ids, axis=axis))) for axis in range(mesh.ndim)]
+            found = tuple(name for name, crosses in zip(mesh.axis_names, differs, strict=True) if crosses)
+            mesh._crossing_axes[self] = found
+        return found
+
+    def nodes(self, mesh: AbstractMesh) -> int:
+        """How many nodes the ranks of the mesh lie in. Raises: MeshError as `node_ids`."""
+        return len(np.unique(self.node_ids(mesh)))
+
+    def check_axes(self, mesh: AbstractMesh) -> None:
+        """Raises: MeshError when a crossing axis is not an axis of the mesh."""
+        unknown = [name for name in self.crossing if name not in mesh.axis_names]
+        if unknown:
+            raise errors.MeshError(
+                f"a topology whose crossing axes are {self.crossing} does not fit {mesh!r}: {unknown[0]!r} is not one "
+                f"of its axes {list(mesh.axis_names)}. Write crossing= with names of these, or node_size=."
+            )
+
+    def part(self, axes: tuple[str, ...], flat_name: str | None) -> Topology:
+        """The topology of a part of the mesh: of its axes those that cross; a flattened axis crosses if any in it does."""
+        kept = tuple(name for name in self.crossing if name in axes)
+        if kept and flat_name is not None:
+            kept = (flat_name,)
+        return self if kept == self.crossing else replace(self, crossing=kept)
+
+    @staticmethod
+    def default(device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()) -> Topology:
+        """Numbers from data sheets for "cuda", measured ones for "cpu" (and any other device); see the constants.
+
+        `calibrate(mesh)` measures those of the machine at hand.
+        """
+        local, network, memory = _CUDA if device_type == "cuda" else _CPU
+        rails = None if device_type == "cuda" else 1
+        return Topology(local, network, memory, node_size, _names(crossing), rails=rails)
+
+    def __str__(self) -> str:
+        where = f"nodes of {self.node_size} ranks" if self.node_size is not None else "one node"
+        if self.crossing:
+            where = f"nodes along {', '.join(self.crossing)}"
+        slower = "".join(f", {op} x{factor:.3g}" for op, factor in dict(self.factors).items())
+        return f"{where}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{slower}"
+
+
+def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) -> int | None:
+    """How many consecutive ranks share a node, from what torchrun sets; None for one node or nodes of several sizes.
+
+    LOCAL_WORLD_SIZE is the size of this rank's own node. That all nodes have it shows only in GROUP_WORLD_SIZE, the
+    number of nodes, so where that is set the two must fit the world.
+    """
+    env = os.environ if env is None else env
+    text = env.get("LOCAL_WORLD_SIZE", "")
+    size = int(text) if text.isdecimal() else 0
+    if not 0 < size < world_size or world_size % size:
+        return None
+    return size if env.get("GROUP_WORLD_SIZE", str(world_size // size)) == str(world_size // size) else None
+
+
+def _check_positive(what: str, **numbers: Any) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int | float) or not isfinite(value) or value <= 0:
+            raise errors.MeshError(f"{what}({name}={value!r}): write a positive, finite number.")
+
+
+def _names(axes: Iterable[str]) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _pairs(factors: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    found = dict(factors)
+    for op, factor in found.items():
+        if op not in OPS:
+            raise errors.MeshError(f"Topology(factors={found}): {op!r} is not one of {list(OPS)}.")
+        _check_positive("Topology", **{f"factors of {op}": factor})
+    return tuple(sorted(found.items()))
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-6:.3g} us"
+
+
+def _rate(value: float) -> str:
+    for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} B/s"
+
+
+# GPUs of the DGX H100 kind. NVLink 4: 900 GB/s to and from each GPU together (NVIDIA H100 data sheet), so half each way.
+_NVLINK_BANDWIDTH = 450e9
+# One 400 Gb/s InfiniBand NDR port per GPU (DGX H100 data sheet: eight ConnectX-7 ports of 400 Gb/s).
+_INFINIBAND_BANDWIDTH = 400e9 / 8
+# HBM3 of the H100 SXM: 3.35 TB/s (data sheet); a copy reads and writes each byte.
+_HBM_COPY_BANDWIDTH = 3.35e12 / 2
+# NCCL's own model of a ring with its low-latency protocol (src/graph/tuning.cc, 2.20): 6.6 us, and 0.6 us per step over
+# NVLink: an all_gather of 8 GPUs takes 6.6 + 7 * 0.6.
+_NVLINK_LATENCY = 11e-6
+# The same over two such nodes: 6.6 us, 14 steps that cost at least the 1 us of posting to the network, one of 2.7 us.
+_INFINIBAND_LATENCY = 23e-6
+
+# Measured with calibrate(): gloo, two processes on two cores of a server, 400-600 us and 0.48-0.66 GB/s.
+_GLOO_LATENCY, _GLOO_BANDWIDTH = 4e-4, 5e8
+# The same call: a copy of 4 MiB by both at once, 5.1-5.8 GB/s.
+_CPU_COPY_BANDWIDTH = 5e9
+# 10 Gb/s Ethernet shared by the eight ranks of a node; gloo's own latency is larger than the wire's.
+_ETHERNET_BANDWIDTH = 10e9 / 8 / 8
+
+_CUDA = (
+    Link(_NVLINK_LATENCY, _NVLINK_BANDWIDTH),
+    Link(_INFINIBAND_LATENCY, _INFINIBAND_BANDWIDTH),
+    _HBM_COPY_BANDWIDTH,
+)
+_CPU = (Link(_GLOO_LATENCY, _GLOO_BANDWIDTH), Link(_GLOO_LATENCY, _ETHERNET_BANDWIDTH), _CPU_COPY_BANDWIDTH)

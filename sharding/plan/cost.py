@@ -1,0 +1,56 @@
+"""What a step costs in time: launches, bytes on the slower link, and copies in memory.
+
+    seconds = launches x latency + max(bytes / local, network bytes / network) x factor + copied bytes / memory
+
+Bytes are those of the busiest rank, the larger of what it sends and what it receives. The numbers are the topology's.
+"""
+
+from __future__ import annotations
+
+from ...mesh.topology import Topology
+from .steps import Plan, Step
+from .traffic import Traffic, arrives_in_place, traffic
+
+_MEASURED_AS = {"exchange": "all_to_all", "permute": "all_to_all", "two_phase": "all_to_all", "exchange_reduce": "all_to_all"}
+
+
+def seconds(step: Step, topology: Topology) -> float:
+    """Estimated time of a step, of its slowest rank."""
+    moved = traffic(step, topology)
+    copies = _copied(step, moved) / topology.memory
+    if step.is_local:
+        return copies
+    inside = max(moved.received, moved.sent) / topology.local.bandwidth
+    across = moved.network / topology.network.bandwidth
+    factor = topology.factor(_MEASURED_AS.get(step.op, step.op))
+    return _latency(step, topology, bool(moved.network)) + max(inside, across) * factor + copies
+
+
+def plan_seconds(plan: Plan) -> float:
+    """Estimated time of a plan."""
+    return sum(seconds(step, plan.topology) for step in plan.steps)
+
+
+def _latency(step: Step, topology: Topology, crosses: bool) -> float:
+    if step.op == "two_phase":
+        return step.rounds * (topology.network.latency + topology.local.latency)
+    return step.rounds * (topology.network if crosses else topology.local).latency
+
+
+def _copied(step: Step, moved: Traffic) -> int:
+    """Bytes that a rank copies in its own memory around the collective: packing and unpacking."""
+    itemsize = step.src.dtype.itemsize
+    before, after = step.src.largest_local_numel * itemsize, step.dst.largest_local_numel * itemsize
+    packs = not arrives_in_place(step.dst, step.src, step.axes)
+    places = not arrives_in_place(step.src, step.dst, step.axes)
+    if step.op == "slice":
+        return 0
+    if step.op == "all_gather":
+        return places * after
+    if step.op == "reduce_scatter":
+        return packs * before
+    if step.op == "exchange_reduce":
+        return (packs or moved.sent > before) * moved.sent + moved.received + after
+    if step.op in ("exchange", "permute", "two_phase"):
+        return (packs or moved.sent > before) * moved.sent + places * moved.received
+    return after

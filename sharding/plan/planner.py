@@ -1,0 +1,290 @@
+"""The planner: the ways from one layout to another that can be best, and the choice among them.
+
+A plan goes through four stages, each of which may be empty:
+
+1. averages become sums, by a local division;
+2. pending axes are reduced; replicated axes are sliced before, so that less is reduced;
+3. boxes move: a local slice, an all_gather where the geometry is exactly that, else an exchange;
+4. what must be pending is made so, by padding with the neutral element.
+
+For stages 2 and 3 there are a few ways each, all of closed form; `plan` prices their combinations and takes the
+cheapest that fits into the memory allowed. `tests/sharding/plan/test_optimal.py` searches all sequences of steps on
+small meshes and finds none that is cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...mesh.topology import Topology
+from ..layout import Layout, told_apart
+from ..spec import EACH
+from .cost import seconds
+from .route import MAX_CELLS, cells, members
+from .steps import Plan, Step
+from .toward import (
+    append_axes,
+    before_padding,
+    is_gather,
+    is_permutation,
+    is_scatter,
+    leaving_axes,
+    sliced_towards,
+    split_further,
+    with_pending,
+    without_trivial_axes,
+)
+from .traffic import held_bytes, peak_bytes
+
+Steps = tuple[Step, ...]
+_MAX_MEMBERS = 256  # a group larger than this is not searched rank by rank for idle replicas or nodes
+
+
+def plan(src: Layout, dst: Layout, topology: Topology | None = None, *, max_bytes: int | None = None) -> Plan:
+    """plan(src, dst) -> the steps that take a tensor from layout `src` to layout `dst`.
+
+    Args:
+        src: the layout before.
+        dst: the layout after: same mesh, global shape and dtype.
+        topology: links and nodes to plan for; by default those of the mesh.
+        max_bytes: the most that a rank may hold at a time: what it has before, the result and buffers. Exchanges are
+            done in rounds until they fit.
+
+    Raises:
+        ValueError: the layouts are of different meshes, shapes or dtypes; no plan fits into `max_bytes` (the message
+            says how much the smallest takes).
+
+    Communication: none; nothing is run.
+
+    Example:
+        >>> mesh = AbstractMesh((4,), ("x",))
+        >>> plan(Layout.of(mesh, P("x"), (8, 8)), Layout.of(mesh, P(None, "x"), (8, 8)))
+        Plan(exchange over x: P('x', None) -> P(None, 'x'))
+    """
+    _check_compatible(src, dst)
+    topology = src.mesh.topology if topology is None else topology
+    dst = Layout.of(src.mesh, dst.spec, dst.shape, dst.dtype)  # an equal mesh may be another object
+    candidates = list(_candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
+    if max_bytes is not None:
+        candidates = _fitting(candidates, src, dst, max_bytes)
+    return Plan(src, dst, _cheapest(candidates, topology), topology)
+
+
+def _check_compatible(src: Layout, dst: Layout) -> None:
+    for what in ("mesh", "shape", "dtype"):
+        ours, theirs = getattr(src, what), getattr(dst, what)
+        if ours != theirs:
+            ours, theirs = told_apart(ours, theirs) if what == "mesh" else (ours, theirs)
+            raise ValueError(f"cannot redistribute {src} to {dst}: {what} {ours} is not {theirs}")
+    own = [axis for axis, kind in src.spec.unreduced if kind == EACH and dst.pending.get(axis) != EACH]
+    if own:
+        raise ValueError(
+            f"cannot redistribute {src}: on axis {own[0]!r} every rank holds the gradient of its own part of a pending tensor, "
+            "and these do not make up one value; look at x.to_local()"
+        )
+
+
+def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda steps: sum(seconds(step, topology) for step in steps))
+
+
+# -- candidates, stage by stage ----------------------------------------------------------------------------------------
+
+
+def _candidates(src: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
+    """Sequences of steps, the simplest first: among equals, the first is taken."""
+    scaled = _scaled(src, goal)
+    start = scaled[-1].dst if scaled else src
+    for reduced in _reductions(start, goal, topology):
+        at = reduced[-1].dst if reduced else start
+        for moved in _moves(at, goal, topology):
+            end = moved[-1].dst if moved else at
+            yield (*scaled, *reduced, *moved, *_made_pending(end, goal))
+
+
+def _scaled(cur: Layout, goal: Layout) -> Steps:
+    """An average that is not wanted as one becomes a sum."""
+    averaged = tuple(a for a, kind in cur.spec.unreduced if kind == "avg" and goal.pending.get(a) != "avg")
+    return (Step("scale", averaged, cur, with_pending(cur, dict.fromkeys(averaged, "sum"))),) if averaged else ()
+
+
+def _made_pending(cur: Layout, goal: Layout) -> Steps:
+    if cur is goal:
+        return ()
+    kinds = {k for a, k in goal.spec.unreduced if cur.pending.get(a) != k}
+    return (Step("pad", (), cur, goal, kinds.pop() if len(kinds) == 1 else "sum"),)
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
+    """Ways to reduce what is pending and not wanted so."""
+    todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
+    if not todo:
+        yield ()
+        return
+    yield from _scattered_and_reduced(cur, goal, todo, topology)
+    yield from _reduced_on_arrival(cur, goal, todo)
+
+
+def _scattered_and_reduced(cur: Layout, goal: Layout, todo: Sequence[str], topology: Topology) -> Iterator[Steps]:
+    """Slice early; a reduction to the shards of the goal over the axes that go on to split it; an all_reduce over the
+    rest, flat or by nodes."""
+    if not todo:
+        yield ()
+        return
+    sliced = sliced_towards(cur, goal)
+    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
+    shards = append_axes(sliced, goal, todo)
+    axes = tuple(a for a in todo if a in shards.dim_of)
+    rest = tuple(a for a in todo if a not in axes)
+    if not axes:
+        for steps in _all_reduced(sliced, rest, topology):
+            yield (*first, *steps)
+        return
+    for step in _scatters(sliced, shards, axes, topology):
+        for steps in _scattered_and_reduced(shards, goal, rest, topology):
+            yield (*first, step, *steps)
+
+
+def _scatters(cur: Layout, shards: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
+    fits = is_scatter(cur, shards)
+    if fits:
+        yield Step("reduce_scatter", axes, cur, shards, cur.pending[axes[0]])
+    if not fits or _may_beat(topology, "reduce_scatter", cur, axes):
+        yield Step("exchange_reduce", axes, cur, shards, cur.pending[axes[0]])
+
+
+def _may_beat(topology: Topology, op: str, cur: Layout, axes: Sequence[str]) -> bool:
+    """Whether an exchange can be cheaper than a collective that does exactly the same."""
+    crosses = set(axes) & set(topology.crossing_axes(cur.mesh))
+    return bool(crosses) or topology.factor("all_to_all") < topology.factor(op)
+
+
+def _all_reduced(cur: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
+    """One all_reduce; and by nodes: reduce_scatter inside, all_reduce of the parts across, all_gather inside."""
+    kind, reduced = cur.pending[axes[0]], with_pending(cur, dict.fromkeys(axes))
+    yield (Step("all_reduce", axes, cur, reduced, kind),)
+    crossing = topology.crossing_axes(cur.mesh)
+    inside, across = tuple(a for a in axes if a not in crossing), tuple(a for a in axes if a in crossing)
+    parts = split_further(cur, inside) if inside and across else None
+    if parts is not None:
+        summed = with_pending(parts, dict.fromkeys(across))
+        yield (
+            Step("reduce_scatter", inside, cur, parts, kind),
+            Step("all_reduce", across, parts, summed, kind),
+            Step("all_gather", inside, summed, reduced),
+        )
+
+
+def _reduced_on_arrival(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> Iterator[Steps]:
+    """One exchange in which every rank receives all contributions to the boxes that it will hold."""
+    sliced = sliced_towards(cur, goal)
+    reduced = with_pending(sliced, dict.fromkeys(todo))
+    target = before_padding(reduced, goal)
+    leaving = leaving_axes(reduced, target)
+    if not leaving:
+        return  # nothing moves but what the scatters do
+    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
+    axes = tuple(a for a in cur.mesh.axis_names if a in todo or a in leaving)
+    yield (*first, Step("exchange_reduce", axes, sliced, target, cur.pending[todo[0]]))
+
+
+# -- moving boxes ------------------------------------------------------------------------------------------------------
+
+
+def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
+    """Ways to take the split dims where the goal wants them; pending axes only pass along."""
+    target = before_padding(cur, goal)
+    sliced = sliced_towards(cur, target)
+    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
+    axes = leaving_axes(sliced, target)
+    if sliced is target:
+        yield first
+        return
+    if not axes:
+        yield (*first, Step("slice", (), sliced, target))
+        return
+    for step in _transports(sliced, target, axes, topology):
+        yield (*first, step)
+        if step.op == "permute" and not topology.crossing_axes(cur.mesh):
+            return  # every rank sends and receives as little as possible
+    for step in _by_replicas_and_nodes(cur, target, topology):
+        yield (step,)
+
+
+def _transports(cur: Layout, target: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
+    """The collectives over the axes along which something must move."""
+    if is_gather(cur, target):
+        yield Step("all_gather", axes, cur, target)
+        if not _may_beat(topology, "all_gather", cur, axes):
+            return
+    if is_permutation(cur, target, axes):
+        yield Step("permute", axes, cur, target)
+    else:
+        yield Step("exchange", axes, cur, target)
+
+
+def _by_replicas_and_nodes(cur: Layout, target: Layout, topology: Topology) -> Iterator[Step]:
+    """Exchanges whose senders are searched rank by rank: among replicas, all of which send, and by nodes."""
+    replicas, leaving = cur.replicated_axes, leaving_axes(cur, target)
+    everyone = tuple(a for a in cur.mesh.axis_names if a in leaving or a in replicas)
+    if cur.mesh.size(everyone) > _MAX_MEMBERS:
+        return
+    if replicas:
+        yield Step("exchange", everyone, cur, target, topology=topology)
+    if set(everyone) & set(topology.crossing_axes(cur.mesh)):
+        step = Step("two_phase", everyone, cur, target, topology=topology)
+        people = members(step, (0,) * cur.mesh.ndim)
+        if cells([cur.box_at(c) for c in people], [target.box_at(c) for c in people]) <= MAX_CELLS:
+            yield step
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _fitting(candidates: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
+    """The candidates that fit, exchanges in as few rounds as that takes."""
+    options = [*candidates, *(_as_exchanges(steps) for steps in candidates)]
+    found = [fitted for steps in options if (fitted := _in_rounds(steps, src, max_bytes)) is not None]
+    if not found:
+        least = min(peak_bytes(_most_rounds(steps), src) for steps in options)
+        raise ValueError(
+            f"cannot redistribute {src} to {dst.spec} with max_bytes={max_bytes:,}: a rank holds at least {least:,} bytes at a time "
+            f"(its part before, its part after and the smallest buffers); pass max_bytes={least} or more"
+        )
+    return found
+
+
+def _as_exchanges(steps: Steps) -> Steps:
+    """The same with collectives that need large buffers replaced by exchanges, which can be done in rounds."""
+    other = {"all_gather": "exchange", "reduce_scatter": "exchange_reduce", "permute": "exchange"}
+    return tuple(replace(step, op=other.get(step.op, step.op)) for step in steps)
+
+
+def _in_rounds(steps: Steps, src: Layout, max_bytes: int) -> Steps | None:
+    """The steps with as few rounds as fit; None where no number of rounds does."""
+    fitted: Steps = ()
+    for step in steps:
+        limit = _round_limit(step)
+        while held_bytes((*fitted, step), src)[-1] > max_bytes:
+            if step.rounds >= limit:
+                return None
+            step = replace(step, rounds=min(2 * step.rounds, limit))
+        fitted = (*fitted, step)
+    return fitted
+
+
+def _most_rounds(steps: Steps) -> Steps:
+    return tuple(replace(step, rounds=_round_limit(step)) for step in steps)
+
+
+def _round_limit(step: Step) -> int:
+    """Rounds after which buffers get no smaller: one element of every box's longest dim at a time."""
+    if step.op in ("exchange", "two_phase", "exchange_reduce"):
+        return max(1, *step.src.shape, 1)
+    return 1
