@@ -14,7 +14,7 @@ from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, ini
 from .mesh.counter import CommBudgetError, comm_budget
 from .mesh.launch import launch
 from .mesh.null import null_world
-from .sharding.boundary import device_put, distribute_tensor, from_local, redistribute, reshard, to_local
+from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
 from .sharding.dispatch import implicit_replication
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randn, zeros
@@ -23,6 +23,7 @@ from .sharding.layout import Layout
 from .sharding.module import distribute_module, shard_parameter
 from .sharding.plan import plan
 from .sharding.random import manual_seed, replay_random
+from .sharding.reshard import Resharding, redistribute, redistribute_many, reshard
 from .sharding.rules.check import check_rule
 from .sharding.rules.custom import register_rule
 from .sharding.show import visualize
@@ -42,6 +43,7 @@ __all__ = [
     "PartitionSpec",
     "Placement",
     "Replicate",
+    "Resharding",
     "Shard",
     "ShardedTensor",
     "Topology",
@@ -68,6 +70,7 @@ __all__ = [
     "rand",
     "randn",
     "redistribute",
+    "redistribute_many",
     "register_rule",
     "replay_random",
     "reshard",

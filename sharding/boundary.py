@@ -1,4 +1,4 @@
-"""Between plain tensors and sharded ones: `from_local`, `to_local`, `redistribute`, `distribute_tensor`."""
+"""Between plain tensors and sharded ones: `from_local`, `to_local`, `distribute_tensor`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
 from . import dispatch
-from .layout import Layout, dtype_name, told_apart
+from .layout import Layout, dtype_name
 from .redistribute import redistribute_local
+from .reshard import redistribute
 from .spec import P, SpecLike, as_spec
 from .tensor import ShardedTensor
 
@@ -232,75 +233,6 @@ def _check_replicas_agree(grad: Tensor, layout: Layout) -> None:
             f"the gradients of to_local() differ between the replicas on axes {layout.replicated_axes} of {layout}: each rank used the "
             "value differently; say to_local(grad_placements=[Partial() on those axes]) so that they are summed"
         )
-
-
-# -- redistribution ---------------------------------------------------------------------------------------------------
-
-
-def redistribute(
-    x: ShardedTensor,
-    *where: Any,
-    placements: SpecLike = None,
-    device_mesh: DeviceMesh | None = None,
-    forward_dtype: torch.dtype | None = None,
-    backward_dtype: torch.dtype | None = None,
-) -> ShardedTensor:
-    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of times.
-
-    Args:
-        x: a sharded tensor.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
-        placements: the same by name.
-        device_mesh: must be the tensor's own mesh.
-        forward_dtype: cast to this dtype before moving; the result has it.
-        backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
-
-    Raises:
-        ValueError: the placements do not fit, or the mesh is another one.
-
-    Communication: the plan's; `explain(x.layout, placements)` prints it.
-
-    Example:
-        >>> y = x.redistribute([Replicate(), Shard(1)])
-        >>> z = x.redistribute(P(None, ("dp", "tp")))
-    """
-    mesh, spec = _mesh_and_spec(x, where, device_mesh, placements)
-    if mesh is not x._layout.mesh:
-        here, there = told_apart(x._layout.mesh, mesh)
-        raise ValueError(
-            f"{x._layout} cannot be redistributed from {here} to {there}, only between layouts on one mesh; write "
-            "distribute_tensor(x.full_tensor(), mesh, placements)"
-        )
-    local, layout = dispatch.known_local(x), x._layout
-    if forward_dtype is not None and forward_dtype != layout.dtype:
-        local, layout = local.to(forward_dtype), layout.replace(dtype=forward_dtype)
-    target = layout.replace(spec)
-    if target is x._layout:
-        return x
-    moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
-    if moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
-        moved = moved.clone(memory_format=torch.contiguous_format)  # the result of a slice must not share memory
-    return ShardedTensor._make(moved, target)
-
-
-def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec says: `redistribute` by JAX's name. Communication: the plan's."""
-    return redistribute(x, spec)
-
-
-def _mesh_and_spec(x: ShardedTensor, where: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[Any, Any]:
-    rest = list(where)
-    if rest and isinstance(rest[0], DeviceMesh):
-        mesh = rest.pop(0)
-    elif len(rest) == 2 and rest[0] is None:
-        rest.pop(0)
-    if rest:
-        placements = rest.pop(0)
-    if rest:
-        raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
-    if placements is None:
-        placements = x._layout.spec
-    return x._layout.mesh if mesh is None else mesh, placements
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------

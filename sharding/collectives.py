@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain, pairwise, repeat
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class Collective(ABC):
             own: the tensors may be overwritten, and results may share their memory.
             outs: contiguous tensors to put the results into.
         """
+
+    def begin(self, tensors: list[Tensor], *, own: bool = False, outs: list[Tensor] | None = None) -> Pending:
+        """`start` without waiting."""
+        pending = self.start(tensors, True, own=own, outs=outs)
+        return pending if isinstance(pending, Pending) else Pending(DONE, lambda: pending)
 
     def run(self, tensor: Tensor) -> Tensor:
         """On one tensor, waited for."""
@@ -315,7 +320,7 @@ class ExchangeReduce(Collective):
         shape, size = box_shape(box), box_size(box)
         if len(starts) == 1:
             return arrived[starts[0] :][:size].view(shape)
-        steps = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+        steps = {b - a for a, b in pairwise(starts)}
         if len(steps) == 1:
             parts = arrived.as_strided((len(starts), size), (steps.pop(), 1), arrived.storage_offset() + starts[0])
         else:

@@ -22,8 +22,8 @@ from .collectives import (
     Exchange,
     ExchangeReduce,
     Gathered,
-    InTurn,
     Into,
+    InTurn,
     Permute,
     ReduceScatter,
     Share,
@@ -51,9 +51,8 @@ class Runner:
     __slots__ = ("_only", "_runs", "calls", "steps")
 
     def __init__(self, plan: Plan) -> None:
-        mesh = _device_mesh(plan.src)
-        self.steps = plan.steps if mesh.coordinate is not None else ()
-        self.calls = [_compile(step, mesh) for step in self.steps]
+        self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
+        self.calls = [compile_local(step) if step.is_local else compile_collective([step]) for step in self.steps]
         self._runs: list[Run] = []
         fresh = False  # whether the tensor is no longer the caller's, so that it may be overwritten
         for step, call in zip(self.steps, self.calls, strict=True):
@@ -80,18 +79,15 @@ class Runner:
             own: the part may be overwritten, and the result may share its memory.
             out: where to put the result.
         """
-        local = tensors.pop()
         last = max((i for i, call in enumerate(self.calls) if isinstance(call, Collective)), default=-1)
         for run, call in zip(self._runs[: max(last, 0)], self.calls, strict=False):
-            local = call.run_own(local) if own and isinstance(call, Collective) else run(local)
+            tensors[0] = call.run_own(tensors[0]) if own and isinstance(call, Collective) else run(tensors[0])
         final, after = self.calls[last] if last >= 0 else None, self._runs[last + 1 :]
         if not isinstance(final, Collective):
-            return partial(_chained, after, lambda: local, out)
-        outs = [out] if out is not None and not after else None
-        tensors.append(local)
-        del local
-        pending = final.start(tensors, True, own=own or self._runs[last] == final.run_own, outs=outs)
-        return partial(_chained, after, lambda: pending.wait()[0], out)  # type: ignore[union-attr]
+            return partial(_chained, after, tensors.pop, out)
+        own = own or self._runs[last] == final.run_own
+        pending = final.begin(tensors, own=own, outs=[out] if out is not None and not after else None)
+        return partial(_chained, after, lambda: pending.wait()[0], out)
 
 
 def compile_plan(plan: Plan) -> Runner:
@@ -109,16 +105,10 @@ def _chained(runs: Iterable[Run], first: Callable[[], Tensor], out: Tensor | Non
     return local if out is None or local is out else out.copy_(local.view_as(out))
 
 
-def _device_mesh(layout: Layout) -> DeviceMesh:
+def device_mesh(layout: Layout) -> DeviceMesh:
     if not isinstance(layout.mesh, DeviceMesh):
         raise TypeError(f"{layout} lies on an abstract mesh, which can be planned for but holds no data")
     return layout.mesh
-
-
-def _compile(step: Step, mesh: DeviceMesh) -> Run | Collective:
-    if step.is_local:
-        return _LOCAL[step.op](step, mesh, _coordinate(mesh))
-    return compile_collective([step], mesh)
 
 
 def _coordinate(mesh: DeviceMesh) -> Coordinate:
@@ -163,60 +153,62 @@ def _compile_scale(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
 _LOCAL = {"slice": _compile_slice, "pad": _compile_pad, "scale": _compile_scale}
 
 
+def compile_local(step: Step) -> Run:
+    """A step that moves nothing between ranks, as a function of this rank's tensor."""
+    mesh = device_mesh(step.src)
+    return _LOCAL[step.op](step, mesh, _coordinate(mesh))
+
+
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def compile_collective(steps: Sequence[Step], mesh: DeviceMesh) -> Collective:
+def compile_collective(steps: Sequence[Step]) -> Collective:
     """The collective of one step, or of several that can share one: see `bucket_key`."""
-    make = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[steps[0].op]
-    return make(steps, mesh, _coordinate(mesh))
+    make = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[_bucket_op(steps)]
+    return make(steps)
 
 
 def bucket_key(step: Step) -> object:
-    """Equal for steps whose tensors can travel together in one collective."""
+    """Equal for steps over one group whose tensors can travel together in one collective."""
     if step.rounds > 1 or step.op == "two_phase":
         return step
-    return ("exchange" if step.op == "permute" else step.op), step.axes, step.kind, step.src.dtype
+    return ("exchange" if step.op == "permute" else step.op), step.kind, step.src.dtype, device_mesh(step.src).device
 
 
-def _all_reduce(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    shapes = [box_shape(step.dst.box_at(coordinate)) for step in steps]
-    return AllReduce(mesh.group(steps[0].axes), steps[0].kind, shapes)
+def _bucket_op(steps: Sequence[Step]) -> str:
+    """A permutation travels with others as an exchange."""
+    return "exchange" if len(steps) > 1 and steps[0].op == "permute" else steps[0].op
 
 
-def _all_gather(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    tensors = [_gathered(step, step.src, step.dst, mesh, coordinate) for step in steps]
-    return AllGather(mesh.group(steps[0].axes), tensors)
+def _all_reduce(steps: Sequence[Step]) -> Collective:
+    shapes = [box_shape(step.dst.box) for step in steps]
+    return AllReduce(_group(steps[0]), steps[0].kind, shapes)
 
 
-def _reduce_scatter(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    tensors = [_gathered(step, step.dst, step.src, mesh, coordinate) for step in steps]
-    return ReduceScatter(mesh.group(steps[0].axes), steps[0].kind, tensors)
+def _all_gather(steps: Sequence[Step]) -> Collective:
+    return AllGather(_group(steps[0]), [_gathered(step, step.src, step.dst) for step in steps])
 
 
-def _gathered(step: Step, parts: Layout, whole: Layout, mesh: DeviceMesh, coordinate: Coordinate) -> Gathered:
-    box = whole.box_at(coordinate)
-    boxes = [shift(parts.box_at(c), box_origin(box)) for c in _peers(mesh.group(step.axes), mesh)]
-    return Gathered(box_shape(box), boxes, box_shape(parts.box_at(coordinate)))
+def _reduce_scatter(steps: Sequence[Step]) -> Collective:
+    return ReduceScatter(_group(steps[0]), steps[0].kind, [_gathered(step, step.dst, step.src) for step in steps])
 
 
-def _exchange(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    group = mesh.group(steps[0].axes)
-    return Exchange(group, [_share(step, mesh, group, coordinate) for step in steps])
+def _gathered(step: Step, parts: Layout, whole: Layout) -> Gathered:
+    boxes = [shift(parts.box_at(c), box_origin(whole.box)) for c in _peers(step)]
+    return Gathered(box_shape(whole.box), boxes, box_shape(parts.box))
 
 
-def _exchange_reduce(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    group = mesh.group(steps[0].axes)
-    shares = [_with_own(_share(step, mesh, group, coordinate), group.rank) for step in steps]
-    return ExchangeReduce(group, steps[0].kind, shares)
+def _exchange(steps: Sequence[Step]) -> Collective:
+    return Exchange(_group(steps[0]), [_shares(step)[0] for step in steps])
 
 
-def _permute(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
-    (step, *others) = steps
-    if others:
-        return _exchange(steps, mesh, coordinate)
-    group = mesh.group(step.axes)
-    share = _share(step, mesh, group, coordinate)
+def _exchange_reduce(steps: Sequence[Step]) -> Collective:
+    group = _group(steps[0])
+    return ExchangeReduce(group, steps[0].kind, [_with_own(_shares(step)[0], group.rank) for step in steps])
+
+
+def _permute(steps: Sequence[Step]) -> Collective:
+    group, (share,) = _group(steps[0]), _shares(steps[0])
     (dst,) = [p for p, boxes in enumerate(share.sends) if boxes] or [group.rank]
     (src,) = [p for p, boxes in enumerate(share.recvs) if boxes] or [group.rank]
     return Permute(group, dst, src, box_shape(share.want))
@@ -232,18 +224,23 @@ _COLLECTIVES = {
 }
 
 
-def _peers(group: Group, mesh: DeviceMesh) -> list[Coordinate]:
+def _group(step: Step) -> Group:
+    return device_mesh(step.src).group(step.axes)
+
+
+def _peers(step: Step) -> list[Coordinate]:
     """Coordinates of the group's ranks, in group order (ascending global rank)."""
-    found = [mesh.coordinate_of(rank) for rank in group.ranks]
+    found = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
     return [c for c in found if c is not None]
 
 
-def _share(step: Step, mesh: DeviceMesh, group: Group, coordinate: Coordinate) -> Share:
-    """What the step makes this rank send and receive, and what stays here."""
-    (route,) = routes(step, coordinate)
-    have, want = step.src.box_at(coordinate), step.dst.box_at(coordinate)
-    sends, recvs = (_by_peer(peers, mesh, group) for peers in (route.sends, route.recvs))
-    return Share(have, want, sends, recvs, intersect(have, want))
+def _shares(step: Step) -> list[Share]:
+    """What the step makes this rank send and receive in each of its exchanges, and what stays here."""
+    mesh, group, have, want = device_mesh(step.src), _group(step), step.src.box, step.dst.box
+    return [
+        Share(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
+        for r in routes(step, _coordinate(mesh))
+    ]
 
 
 def _by_peer(peers: Peers, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
@@ -266,26 +263,20 @@ def _with_own(share: Share, me: int) -> Share:
 # -- several collectives for one step ----------------------------------------------------------------------------------
 
 
-def _in_turn(steps: Sequence[Step], mesh: DeviceMesh, coordinate: Coordinate) -> Collective:
+def _in_turn(steps: Sequence[Step]) -> Collective:
     """In rounds, or in two phases."""
     (step,) = steps
-    group = mesh.group(step.axes)
-    have, want = step.src.box_at(coordinate), step.dst.box_at(coordinate)
-    first, *later = [
-        Share(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
-        for r in routes(step, coordinate)
-    ]
-    turns: list[Into] = []
+    group, (first, *later) = _group(step), _shares(step)
     if step.op == "exchange_reduce":
-        first = _with_own(first, group.rank)
-        turns += [_into(ExchangeReduce(group, step.kind, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
-        return InTurn(box_shape(want), turns)
-    turns.append(keeping(first))
-    turns += [_into(Exchange(group, [_round(_without_own(first), i, step.rounds)])) for i in range(step.rounds)]
+        whole = _with_own(first, group.rank)
+        reductions = [ExchangeReduce(group, step.kind, [_round(whole, i, step.rounds)]) for i in range(step.rounds)]
+        return InTurn(box_shape(first.want), [_into(reduction) for reduction in reductions])
+    turns: list[Into] = [keeping(first)]
+    turns += [_into(Exchange(group, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
     for share in later:
-        node, inside = _inside_node(step, mesh, group, share)
+        node, inside = _inside_node(step, group, share)
         turns += [sharing(node, _round(inside, i, step.rounds)) for i in range(step.rounds)]
-    return InTurn(box_shape(want), turns)
+    return InTurn(box_shape(first.want), turns)
 
 
 def _into(collective: Exchange | ExchangeReduce) -> Into:
@@ -293,10 +284,6 @@ def _into(collective: Exchange | ExchangeReduce) -> Into:
         collective.start([x], outs=[out])
 
     return run
-
-
-def _without_own(share: Share) -> Share:
-    return Share(share.have, share.want, share.sends, share.recvs, None)
 
 
 def _round(share: Share, index: int, rounds: int) -> Share:
@@ -317,12 +304,10 @@ def _piece(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
     return found
 
 
-def _inside_node(step: Step, mesh: DeviceMesh, group: Group, share: Share) -> tuple[Group, Share]:
+def _inside_node(step: Step, group: Group, share: Share) -> tuple[Group, Share]:
     """The ranks of the group in this rank's node, and what is shared with them."""
-    if step.topology is None:
-        raise ValueError(f"{step} has no topology")
-    nodes = step.topology.node_ids(mesh)
-    mine = nodes[_coordinate(mesh)]
-    here = [i for i, c in enumerate(_peers(group, mesh)) if nodes[c] == mine]
+    mesh = device_mesh(step.src)
+    nodes = (step.topology or mesh.topology).node_ids(mesh)
+    here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
     sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
     return mesh.world.group([group.ranks[i] for i in here]), Share(share.have, share.want, sends, recvs, None)

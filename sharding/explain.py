@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from ..mesh.topology import Topology
 from .layout import Layout
@@ -14,6 +15,9 @@ from .plan.bounds import is_reduction, node_bound, rank_bound
 from .plan.cost import seconds
 from .plan.traffic import buffer_bytes, most_received, peak_bytes, traffic
 from .spec import Placement, SpecLike
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,12 @@ class Explanation:
             "seconds": self.seconds,
         }
 
+    def picture(self, path: str | PathLike[str] | None = None) -> Figure:
+        """The boxes of every rank before, after each step and at the end, drawn with matplotlib; see `picture.picture`."""
+        from .picture import picture  # matplotlib is an extra
+
+        return picture(self, path)
+
     def __str__(self) -> str:
         title = f"{self.plan.src}\n  -> {self.plan.dst.spec}"
         if not self.steps:
@@ -182,8 +192,8 @@ def explain(
         f32[8, 8] @ P('x', None) on (x=4)
           -> P(None, 'x')
         step      axes  ranks  result        sent  received  buffers   time
-        exchange  x         4  P(None, 'x')    48        48      128  10 us
-        1 collective, about 10 us, peak 256 bytes in a rank
+        exchange  x         4  P(None, 'x')    48        48      128  11 us
+        1 collective, about 11 us, peak 256 bytes in a rank
         into a rank 48 bytes, the lower bound
     """
     before = src if isinstance(src, Layout) else src.layout

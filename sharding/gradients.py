@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..mesh.group import World, current_world
 from . import engine_hooks
+from .bucket import many_runner
 from .layout import told_apart
 from .redistribute import redistribute_local
 from .tensor import ShardedTensor
@@ -126,11 +127,11 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
         grad = leaf._local.grad
         if grad is not None:
             buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
-    for (mesh, axes, _, together), members in buckets.items():
+    for (_, axes, _, together), members in buckets.items():
         if not axes:
             reduced = [grad for _, grad in members]
         elif together:
-            reduced = _reduce_bucket(mesh, axes, [grad for _, grad in members])
+            reduced = _reduce_bucket(*zip(*members, strict=True))
         else:
             reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
@@ -147,11 +148,10 @@ def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...],
     return layout.mesh, axes, grad.dtype, not grad.requires_grad
 
 
-def _reduce_bucket(mesh: Any, axes: tuple[str, ...], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Sum gradients over the axes, all in one buffer."""
-    flat = torch.cat([grad.reshape(-1) for grad in grads])
-    mesh.group(axes).all_reduce(flat)
-    parts = flat.split([grad.numel() for grad in grads])
+def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Sum gradients over the axes on which their leaves are replicated, all in one buffer."""
+    layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
+    parts = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads))()
     return [_shaped_like(part, grad) for part, grad in zip(parts, grads, strict=True)]
 
 

@@ -11,11 +11,13 @@ again. Pending max, min, average and product are not linear in this sense and ar
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .bucket import Pair, many_runner
 from .execute import Runner, compile_plan
 from .layout import Layout
 from .plan import plan
@@ -50,16 +52,90 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     return runner(src, dst)(local)
 
 
-def runner(src: Layout, dst: Layout) -> Runner:
+def start_redistribute(
+    tensors: list[Tensor],
+    src: Layout,
+    dst: Layout,
+    *,
+    backward_dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    own: bool = False,
+    out: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """`redistribute_local` in two halves: launches its collectives, and returns what waits for them and gives the result.
+
+    Args:
+        tensors: a list of this rank's part, which is emptied.
+        max_bytes: see `plan`.
+        own: the part may be overwritten, and the result may share its memory.
+        out: a contiguous tensor for the result.
+
+    Communication: the plan's; what is pending with other kinds than sum and requires grad is waited for at once.
+    """
+    (local,) = tensors
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        del local
+        return runner(src, dst, max_bytes).start(tensors, own=own, out=out)
+    if not _is_linear(src, dst):
+        done = _redistribute_nonlinear(tensors.pop(), src, dst, backward_dtype)
+        return lambda: done
+    ready = runner(src, dst, max_bytes).start([tensors.pop().detach()])
+    return lambda: _apply(local, src, dst, backward_dtype, ready)
+
+
+def redistribute_locals(
+    locals_: Sequence[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """`redistribute_local` for several tensors at once, in one bucket per group and dtype; so is the way back.
+
+    Communication: as `many_runner`; tensors that are pending with other kinds than sum and require grad go alone.
+    """
+    return start_redistribute_many(list(locals_), pairs, backward_dtype=backward_dtype)()
+
+
+def start_redistribute_many(
+    tensors: list[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None, own: bool = False
+) -> Callable[[], list[Tensor]]:
+    """`redistribute_locals` in two halves, see `start_redistribute`."""
+    alone = [i for i, (x, pair) in enumerate(zip(tensors, pairs, strict=True)) if _goes_alone(x, pair)]
+    together = [i for i in range(len(tensors)) if i not in set(alone)]
+    results = {i: redistribute_local(tensors[i], *pairs[i], backward_dtype=backward_dtype) for i in alone}
+    given, chosen = [tensors[i] for i in together], tuple(pairs[i] for i in together)
+    tensors.clear()
+    if not given:
+        return lambda: list(results.values())
+    differentiable = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    ready = many_runner(chosen).start([x.detach() for x in given] if differentiable else given, own=own)
+
+    def wait() -> list[Tensor]:
+        found = _RedistributeMany.apply(chosen, backward_dtype, ready, *given) if differentiable else ready()
+        results.update(zip(together, found, strict=True))
+        return [results[i] for i in sorted(results)]
+
+    return wait
+
+
+def _goes_alone(x: Tensor, pair: Pair) -> bool:
+    return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
+
+
+def runner(src: Layout, dst: Layout, max_bytes: int | None = None) -> Runner:
     """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    found = src.runners.get(dst)
+    key = dst if max_bytes is None else (dst, max_bytes)
+    found = src.runners.get(key)
     if found is None:
-        found = src.runners[dst] = compile_plan(plan(src, dst))
+        found = src.runners[key] = compile_plan(plan(src, dst, max_bytes=max_bytes))
     return found
 
 
-def _apply(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
-    out = _Redistribute.apply(local, src, dst, backward_dtype)
+def _apply(
+    local: Tensor,
+    src: Layout,
+    dst: Layout,
+    backward_dtype: torch.dtype | None,
+    ready: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    out = _Redistribute.apply(local, src, dst, backward_dtype, ready)
     return out  # type: ignore[return-value]
 
 
@@ -67,9 +143,16 @@ class _Redistribute(torch.autograd.Function):
     """A linear redistribution; its backward is the one between the duals."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        src: Layout,
+        dst: Layout,
+        backward_dtype: torch.dtype | None,
+        ready: Callable[[], Tensor] | None,
+    ) -> Tensor:
         ctx.src, ctx.dst, ctx.backward_dtype = src, dst, backward_dtype
-        out = runner(src, dst)(local)
+        out = runner(src, dst)(local) if ready is None else ready()
         return out.view_as(out) if out is local else out
 
     @staticmethod
@@ -78,7 +161,38 @@ class _Redistribute(torch.autograd.Function):
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
         src, dst = ctx.dst.dual.replace(dtype=travel), ctx.src.dual.replace(dtype=travel)
         back = redistribute_local(_cast(grad, travel), src, dst)
-        return _cast(back, ctx.src.dtype), None, None, None
+        return _cast(back, ctx.src.dtype), None, None, None, None
+
+
+class _RedistributeMany(torch.autograd.Function):
+    """Several linear redistributions in buckets; backward is those between the duals, in buckets."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pairs: Sequence[Pair],
+        backward_dtype: torch.dtype | None,
+        ready: Callable[[], list[Tensor]],
+        *locals_: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.pairs, ctx.backward_dtype = pairs, backward_dtype
+        ctx.set_materialize_grads(False)
+        same = {x.untyped_storage().data_ptr() for x in locals_}
+        return tuple(out.view_as(out) if out.untyped_storage().data_ptr() in same else out for out in ready())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [(i, grad, *ctx.pairs[i]) for i, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[i + 3]]
+        found: list[Tensor | None] = [None] * len(grads)
+        if there:
+            travel = [grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype for _, grad, _, _ in there]
+            pairs = [
+                (dst.dual.replace(dtype=t), src.dual.replace(dtype=t)) for (_, _, src, dst), t in zip(there, travel, strict=True)
+            ]
+            back = redistribute_locals([_cast(g, t) for (_, g, _, _), t in zip(there, travel, strict=True)], pairs)
+            for (i, _, src, _), grad in zip(there, back, strict=True):
+                found[i] = _cast(grad, src.dtype)
+        return None, None, None, *found
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -179,9 +179,9 @@ class ShardedTensor(Tensor):
         """
         return boundary.to_local(self.redistribute(P()), grad_placements=grad_placements)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """`x.redistribute(placements)` or `x.redistribute(mesh, placements)`: see `shardmesh.redistribute`."""
-        return boundary.redistribute(self, *args, **kwargs)
+        return reshard.redistribute(self, *args, **kwargs)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -378,6 +378,29 @@ class ShardedTensor(Tensor):
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
 
 
+class DonatedTensor(Tensor):
+    """What a `ShardedTensor` is after `redistribute(..., donate=True)`: its memory is gone, and every use raises."""
+
+    _layout: Layout
+
+    @staticmethod
+    def take(x: ShardedTensor) -> None:
+        """Make `x` one of these."""
+        donated: Any = x
+        del donated._local
+        donated.__class__ = DonatedTensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(
+            "this tensor was donated: redistribute(..., donate=True) has given its memory to the result; use the result, or "
+            "redistribute without donate=True"
+        )
+
+    def __repr__(self, **kwargs: Any) -> str:
+        return f"ShardedTensor({self._layout}, donated)"
+
+
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> ShardedTensor:
     """A pickled `ShardedTensor`; its mesh must exist in the process that reads it."""
     if local.shape != layout.local_shape:
@@ -397,6 +420,6 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
 
 # These make ShardedTensors, and its methods call them.
-from . import boundary, dispatch, gradients, show  # noqa: E402
+from . import boundary, dispatch, gradients, reshard, show  # noqa: E402
 
 ShardedTensor.__torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]

@@ -22,7 +22,7 @@ def _layout(spec, shape=(8, 8), mesh=((2, 2), ("dp", "tp")), dtype=torch.float32
         (sm.P(("dp", "tp")), sm.P("dp"), ["all_gather"]),
         (sm.P(), sm.P("dp", "tp"), ["slice"]),
         (sm.P("dp"), sm.P(None, "dp"), ["exchange"]),
-        (sm.P("dp", "tp"), sm.P("tp", "dp"), ["exchange"]),
+        (sm.P("dp", "tp"), sm.P("tp", "dp"), ["permute"]),
         (sm.P("dp"), sm.P(None, "tp"), ["slice", "all_gather"]),
         (sm.P(unreduced={"dp"}), sm.P(), ["all_reduce"]),
         (sm.P(unreduced={"dp", "tp"}), sm.P(), ["all_reduce"]),

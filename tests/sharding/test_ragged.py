@@ -16,6 +16,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import Layout, P, Partial, Replicate, Shard
 from shardmesh.kernels.box import box_shape, box_size, slices
+from shardmesh.mesh.group import current_world
 from shardmesh.sharding.plan import without_trivial_axes
 from shardmesh.sharding.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
 from tests.sharding import reference
@@ -319,6 +320,17 @@ def test_one_rank_may_hold_all(mesh):
     x = sm.device_put(X, mesh, P("a", sizes={"a": (0, 8, 0)}))
     assert x.to_local().shape == ((8, 3) if mesh.world.rank == 1 else (0, 3))
     assert torch.equal(x.full_tensor(), X)
+
+
+def test_a_rank_outside_the_mesh_knows_the_shape_by_the_sizes():
+    def rank():
+        mesh = sm.DeviceMesh("cpu", [0, 1], axis_names=("a",))
+        x = sm.from_local(torch.ones((1, 7, 2)[current_world().rank], 3), mesh, P("a", sizes={"a": (1, 7)}))
+        y = (x + sm.zeros(8, 3, device_mesh=mesh)).sum(1)
+        return x.shape, y.spec, tuple(y.to_local().shape)
+
+    kept = P("a", sizes={"a": (1, 7)})
+    assert sm.simulate(3)(rank)() == [((8, 3), kept, (1,)), ((8, 3), kept, (7,)), ((8, 3), kept, (0,))]
 
 
 # -- parts that are not cut as torch.chunk cuts -----------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""Redistribution of `ShardedTensor`s: one, many at once, now or under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..mesh.device_mesh import DeviceMesh
+from . import dispatch
+from .layout import Layout, told_apart
+from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
+from .spec import SpecLike
+from .tensor import DonatedTensor, ShardedTensor
+
+
+class Resharding:
+    """A redistribution under way, from `redistribute(..., async_op=True)`: `wait()` gives the tensor."""
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The redistributed tensor (or the list of them); the same object at every call.
+
+        Raises: what went wrong in the collective.
+        """
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"Resharding({'under way' if self._finish is not None else self._result!r})"
+
+
+def redistribute(
+    x: ShardedTensor,
+    *where: Any,
+    placements: SpecLike = None,
+    device_mesh: DeviceMesh | None = None,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    donate: bool = False,
+    out: ShardedTensor | None = None,
+) -> Any:
+    """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of times.
+
+    Args:
+        x: a sharded tensor.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
+        placements: the same by name.
+        device_mesh: must be the tensor's own mesh.
+        async_op: return a handle while the (last) collective is under way; its `wait()` gives the tensor.
+        forward_dtype: cast to this dtype before moving; the result has it.
+        backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
+        max_bytes: the most that a rank may hold at a time (its part before, its part after, buffers); exchanges are
+            done in rounds until they fit. Backward is not limited.
+        donate: `x` is not needed any more: its memory is reused where that saves a copy (a reduction in place, a
+            reduce_scatter into its own input) and freed otherwise. `x` raises from then on.
+        out: a contiguous tensor of the wanted layout that the result is put into and that is returned. An all_gather
+            whose parts lie one after the other arrives in it directly, and a part that is a view of its place in `out`
+            is not copied either.
+
+    Returns:
+        The tensor in its new layout; never sharing memory with `x` unless donated. With `async_op`, a `Resharding`.
+
+    Raises:
+        ValueError: the placements do not fit, the mesh is another one, no plan fits into `max_bytes`, `out` has another
+            layout, or a tensor that requires grad is donated or has `out`.
+
+    Communication: the plan's; `explain(x.layout, placements)` prints it.
+
+    Example:
+        >>> y = x.redistribute([Replicate(), Shard(1)])
+        >>> z = x.redistribute(P(None, ("dp", "tp")))
+        >>> coming = x.redistribute(P(), async_op=True)
+        >>> whole = coming.wait()
+    """
+    local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
+    if target is x._layout and out is None:
+        return Resharding(lambda: x) if async_op else x
+    if not (async_op or donate or max_bytes is not None or out is not None):  # the common way, and the shortest
+        moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
+        return ShardedTensor._make(_unshared(moved, local), target)
+    _check_writable(x, target, donate, out)
+    kept, into = None if donate else local, None if out is None else dispatch.known_local(out)
+    tensors = [local]
+    del local
+    if donate:
+        DonatedTensor.take(x)
+    wait = start_redistribute(
+        tensors, layout, target, backward_dtype=backward_dtype, max_bytes=max_bytes, own=donate, out=into
+    )
+
+    def finish() -> ShardedTensor:
+        moved = wait()
+        return out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+
+    return Resharding(finish) if async_op else finish()
+
+
+def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
+    """reshard(x, P(...)) -> x laid out as the spec says: `redistribute` by JAX's name. Communication: the plan's."""
+    return redistribute(x, spec)
+
+
+def redistribute_many(
+    tensors: Sequence[ShardedTensor],
+    placements: Sequence[SpecLike],
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    donate: bool = False,
+) -> Any:
+    """redistribute_many(xs, placements) -> [each x laid out as its placements say], in as few collectives as possible.
+
+        x: dp reduce_scatter   \
+        y: dp reduce_scatter    >   one reduce_scatter over dp, one all_gather over tp
+        z: tp all_gather       /
+
+    Collectives over the same ranks, of the same kind and dtype, become one; so they do in backward. The tensors may lie
+    on different meshes of one world (each stays on its own).
+
+    Args:
+        tensors: sharded tensors.
+        placements: one `P` or list of placements for each.
+        async_op, forward_dtype, backward_dtype, donate: as for `redistribute`, for all of them.
+
+    Returns:
+        The tensors in their new layouts, in order. With `async_op`, a `Resharding` whose `wait()` gives the list.
+
+    Raises:
+        ValueError: another number of placements than tensors; or as `redistribute`, for one of them.
+
+    Communication: one collective per group, kind of collective, reduction and dtype, for each stage of the plans.
+
+    Example:
+        >>> params = sm.redistribute_many(shards, [P()] * len(shards))
+    """
+    if len(tensors) != len(placements):
+        raise ValueError(
+            f"{len(tensors)} tensors and {len(placements)} placements; give one P or list of placements for each tensor"
+        )
+    prepared = [_prepared(x, _wanted(x, (where,), None, None), forward_dtype) for x, where in zip(tensors, placements, strict=True)]
+    targets = [target for _, _, target in prepared]
+    for x, target in zip(tensors, targets, strict=True):
+        _check_writable(x, target, donate, None)
+    if donate and len({id(x) for x in tensors}) < len(tensors):
+        raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
+    kept = [None if donate else local for local, _, _ in prepared]
+    locals_, pairs = [local for local, _, _ in prepared], [(layout, target) for _, layout, target in prepared]
+    del prepared
+    for x in tensors if donate else ():
+        DonatedTensor.take(x)
+    wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
+
+    def finish() -> list[ShardedTensor]:
+        moved = zip(wait(), kept, targets, strict=True)
+        return [ShardedTensor._make(_unshared(out, local), target) for out, local, target in moved]
+
+    return Resharding(finish) if async_op else finish()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _wanted(x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, placements: SpecLike) -> SpecLike:
+    """The placements that were asked for.
+
+    Raises:
+        TypeError: too many arguments.
+        ValueError: for another mesh than the tensor's.
+    """
+    rest = list(where)
+    if rest and isinstance(rest[0], DeviceMesh):
+        mesh = rest.pop(0)
+    elif len(rest) == 2 and rest[0] is None:
+        rest.pop(0)
+    if rest:
+        placements = rest.pop(0)
+    if rest:
+        raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
+    if mesh is not None and mesh is not x._layout.mesh:
+        here, there = told_apart(x._layout.mesh, mesh)
+        raise ValueError(
+            f"{x._layout} cannot be redistributed from {here} to {there}, only between layouts on one mesh; write "
+            "distribute_tensor(x.full_tensor(), mesh, placements)"
+        )
+    return x._layout.spec if placements is None else placements
+
+
+def _prepared(
+    x: ShardedTensor, placements: SpecLike, forward_dtype: torch.dtype | None
+) -> tuple[Tensor, Layout, Layout]:
+    """This rank's part in the dtype in which it travels, its layout, and the wanted one."""
+    local, layout = dispatch.known_local(x), x._layout
+    if forward_dtype is not None and forward_dtype != layout.dtype:
+        local, layout = local.to(forward_dtype), layout.replace(dtype=forward_dtype)
+    return local, layout, layout.replace(placements)
+
+
+def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
+    """The result, copied if it lies in the memory of the part before; of donated memory, if it is but a piece."""
+    storage = moved.untyped_storage()
+    if local is None:
+        piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
+        return moved.clone(memory_format=torch.contiguous_format) if piece else moved
+    shared = storage.data_ptr() == local.untyped_storage().data_ptr()
+    return moved.clone(memory_format=torch.contiguous_format) if shared else moved
+
+
+def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:
+    """Raises: ValueError for `donate` or `out` where gradients or layouts forbid them."""
+    if donate and x._local.requires_grad:
+        raise ValueError(f"{x._layout} requires grad, so backward may need it: it cannot be donated; donate x.detach()")
+    if out is None:
+        return
+    if out._layout is not target:
+        raise ValueError(f"out is {out._layout}, and the result is {target}; pass sm.empty of that layout")
+    if out._local.requires_grad or (x._local.requires_grad and torch.is_grad_enabled()):
+        raise ValueError(f"out= takes no part in autograd, and {x._layout} or out requires grad; use torch.no_grad()")
+    if not out._local.is_contiguous():
+        raise ValueError(f"out= needs a contiguous local tensor, and this one has strides {out._local.stride()}")
