@@ -181,7 +181,7 @@ def _title(panels: Sequence[State]) -> str:
     title = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
     if len(layout.shape) > 2:
         title += f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
-    return title if len(panels) > 1 else f"{title}: nothing to do"
+    return textwrap.fill(title if len(panels) > 1 else f"{title}: nothing to do", 52 * len(panels))
 
 
 def _legend(panels: Sequence[State]) -> str:
