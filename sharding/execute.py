@@ -56,7 +56,8 @@ class Runner:
         self._runs: list[Run] = []
         fresh = False  # whether the tensor is no longer the caller's, so that it may be overwritten
         for step, call in zip(self.steps, self.calls, strict=True):
-            run = call if not isinstance(call, Collective) else call.run_own if fresh else call.run
+            in_place = fresh and step.op == "all_reduce"
+            run = call if not isinstance(call, Collective) else call.run_own if in_place else call.run
             self._runs.append(run)
             fresh = fresh or step.op not in ("slice", "pad")
         self._only = self._runs[0] if len(self._runs) == 1 else None

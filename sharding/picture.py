@@ -138,7 +138,7 @@ def picture(explanation: Explanation, path: str | PathLike[str] | None = None) -
     with style.context(["default", _STYLE]):
         figure = _drawn(figure_type, explanation, panels)
         if path is not None:
-            figure.savefig(path, dpi=120, metadata=_without_date(str(path)))
+            figure.savefig(path, dpi=120, metadata=_metadata(str(path)))
     return figure
 
 
@@ -151,9 +151,10 @@ def _matplotlib() -> tuple[Any, type[Figure]]:
     return style, Figure
 
 
-def _without_date(path: str) -> dict[str, None]:
-    """What says when the file was made, left out."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path[-4:].lower(), {})
+def _metadata(path: str) -> dict[str, str | None]:
+    """Without what says when the file was made, and by which matplotlib."""
+    svg, pdf = {"Date": None, "Creator": "shardmesh"}, {"CreationDate": None}
+    return {".svg": svg, ".pdf": pdf}.get(path[-4:].lower(), {})
 
 
 def _drawn(figure_type: type[Figure], explanation: Explanation, panels: Sequence[State]) -> Figure:
@@ -181,7 +182,7 @@ def _title(panels: Sequence[State]) -> str:
     title = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
     if len(layout.shape) > 2:
         title += f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
-    return textwrap.fill(title if len(panels) > 1 else f"{title}: nothing to do", 52 * len(panels))
+    return textwrap.fill(title, 52 * len(panels))
 
 
 def _legend(panels: Sequence[State]) -> str:
@@ -206,7 +207,7 @@ def _draw_state(axes: Axes, state: State, side: float) -> None:
     """One panel of `side` inches."""
     lengths = [state.layout.shape[dim] for dim in state.dims]
     rows, cols = [*[1] * (2 - len(lengths)), *lengths]
-    title = textwrap.fill(str(state.layout.spec), 34)
+    title = textwrap.fill(str(state.layout.spec), 40)
     axes.set_title(f"{title}\n({state.empty} ranks hold nothing)" if state.empty else title, fontsize=8)
     axes.set_xlim(0, max(cols, 1))
     axes.set_ylim(max(rows, 1), 0)

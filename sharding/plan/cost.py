@@ -39,18 +39,18 @@ def _latency(step: Step, topology: Topology, crosses: bool) -> float:
 
 def _copied(step: Step, moved: Traffic) -> int:
     """Bytes that a rank copies in its own memory around the collective: packing and unpacking."""
-    itemsize = step.src.dtype.itemsize
+    itemsize, op = step.src.dtype.itemsize, step.op
     before, after = step.src.largest_local_numel * itemsize, step.dst.largest_local_numel * itemsize
-    packs = not arrives_in_place(step.dst, step.src, step.axes)
-    places = not arrives_in_place(step.src, step.dst, step.axes)
-    if step.op == "slice":
+    if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on counts as no time)
         return 0
-    if step.op == "all_gather":
-        return places * after
-    if step.op == "reduce_scatter":
-        return packs * before
-    if step.op == "exchange_reduce":
-        return (packs or moved.sent > before) * moved.sent + moved.received + after
-    if step.op in ("exchange", "permute", "two_phase"):
-        return (packs or moved.sent > before) * moved.sent + places * moved.received
-    return after
+    if step.is_local:
+        return after
+    packed = 0 if op == "all_gather" else before if op == "reduce_scatter" else moved.sent
+    if packed and packed <= before and arrives_in_place(step.dst, step.src, step.axes):
+        packed = 0
+    if op == "reduce_scatter":
+        return packed
+    if op == "exchange_reduce":  # every contribution is read once to be summed
+        return packed + moved.received + after
+    placed = after if op == "all_gather" else moved.received
+    return packed + (0 if arrives_in_place(step.src, step.dst, step.axes) else placed)

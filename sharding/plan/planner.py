@@ -14,7 +14,7 @@ small meshes and finds none that is cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ...mesh.topology import Topology
@@ -33,9 +33,10 @@ from .toward import (
     sliced_towards,
     split_further,
     with_pending,
+    without_cuts,
     without_trivial_axes,
 )
-from .traffic import held_bytes, peak_bytes
+from .traffic import held_bytes, peak_bytes, traffic
 
 Steps = tuple[Step, ...]
 _MAX_MEMBERS = 256  # a group larger than this is not searched rank by rank for idle replicas or nodes
@@ -122,33 +123,73 @@ def _made_pending(cur: Layout, goal: Layout) -> Steps:
 
 
 def _reductions(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
-    """Ways to reduce what is pending and not wanted so."""
+    """Ways to reduce what is pending and not wanted so; some leave parts split that are gathered afterwards."""
     todo = tuple(a for a, kind in cur.spec.unreduced if goal.pending.get(a) != kind)
     if not todo:
         yield ()
         return
-    yield from _scattered_and_reduced(cur, goal, todo, topology)
+    for first in _beginnings(cur, goal, todo, topology):
+        for steps in _reduced(first[-1].dst if first else cur, goal, todo, topology):
+            yield (*first, *steps)
     yield from _reduced_on_arrival(cur, goal, todo)
 
 
-def _scattered_and_reduced(cur: Layout, goal: Layout, todo: Sequence[str], topology: Topology) -> Iterator[Steps]:
-    """Slice early; a reduction to the shards of the goal over the axes that go on to split it; an all_reduce over the
-    rest, flat or by nodes."""
+def _beginnings(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
+    """What may be done before a reduction, so that less is reduced, or less across nodes."""
+    sliced = sliced_towards(cur, goal)
+    yield _slice(cur, sliced)
+    idle = tuple(a for a in sliced.replicated_axes if a not in goal.dim_of)
+    shared = split_further(sliced, idle, _dims_to_cut(sliced, goal, todo)) if idle else None
+    if shared is not None:  # idle replicas take a share of the work
+        yield _slice(cur, shared)
+    if set(todo) & set(topology.crossing_axes(cur.mesh)):  # boxes move inside the nodes, so that parts only go across
+        ready = without_cuts(goal, todo, sliced.pending)
+        axes = leaving_axes(sliced, ready)
+        if axes and not set(axes) & set(topology.crossing_axes(cur.mesh)):
+            for step in _transports(sliced, ready, axes, topology):
+                yield (*_slice(cur, sliced), step)
+
+
+def _slice(cur: Layout, sliced: Layout) -> Steps:
+    return (Step("slice", (), cur, sliced),) if sliced is not cur else ()
+
+
+def _dims_to_cut(cur: Layout, goal: Layout, axes: Collection[str]) -> set[int]:
+    """The dims that a reduction over the axes goes on to split."""
+    shards = append_axes(cur, goal, axes)
+    return {dim for dim, (a, b) in enumerate(zip(cur.spec.cuts, shards.spec.cuts, strict=True)) if a != b}
+
+
+def _reduced(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
+    """One all_reduce; or a reduction to the shards of the goal over the axes that go on to split it, and then the
+    others; or to parts that are gathered afterwards. Over nodes also: first inside them, so that parts only go across."""
     if not todo:
         yield ()
         return
-    sliced = sliced_towards(cur, goal)
-    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
-    shards = append_axes(sliced, goal, todo)
+    kind, crossing = cur.pending[todo[0]], topology.crossing_axes(cur.mesh)
+    shards = append_axes(cur, goal, todo)
     axes = tuple(a for a in todo if a in shards.dim_of)
+    if axes:
+        for step in _scatters(cur, shards, axes, topology):
+            for steps in _reduced(shards, goal, tuple(a for a in todo if a not in axes), topology):
+                yield (step, *steps)
+    yield (Step("all_reduce", todo, cur, with_pending(cur, dict.fromkeys(todo)), kind),)
     rest = tuple(a for a in todo if a not in axes)
-    if not axes:
-        for steps in _all_reduced(sliced, rest, topology):
-            yield (*first, *steps)
-        return
-    for step in _scatters(sliced, shards, axes, topology):
-        for steps in _scattered_and_reduced(shards, goal, rest, topology):
-            yield (*first, step, *steps)
+    parts = split_further(shards, rest) if rest else None
+    if parts is not None and is_scatter(cur, parts):
+        yield (Step("reduce_scatter", todo, cur, parts, kind),)
+    inside = tuple(a for a in todo if a not in crossing)
+    if 0 < len(inside) < len(todo):
+        across = tuple(a for a in todo if a in crossing)
+        for near in (split_further(cur, inside, _dims_to_cut(cur, goal, todo)), _all_or_none(cur, goal, inside)):
+            for steps in _reduced(near, goal, across, topology) if near is not None else ():
+                yield Step("reduce_scatter", inside, cur, near, kind), *steps  # type: ignore[arg-type]
+
+
+def _all_or_none(cur: Layout, goal: Layout, axes: tuple[str, ...]) -> Layout | None:
+    """The shards of the goal over exactly these axes, in equal parts; None where there are none."""
+    shards = append_axes(cur, goal, axes)
+    return shards if all(a in shards.dim_of for a in axes) and is_scatter(cur, shards) else None
 
 
 def _scatters(cur: Layout, shards: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
@@ -165,33 +206,16 @@ def _may_beat(topology: Topology, op: str, cur: Layout, axes: Sequence[str]) -> 
     return bool(crosses) or topology.factor("all_to_all") < topology.factor(op)
 
 
-def _all_reduced(cur: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Steps]:
-    """One all_reduce; and by nodes: reduce_scatter inside, all_reduce of the parts across, all_gather inside."""
-    kind, reduced = cur.pending[axes[0]], with_pending(cur, dict.fromkeys(axes))
-    yield (Step("all_reduce", axes, cur, reduced, kind),)
-    crossing = topology.crossing_axes(cur.mesh)
-    inside, across = tuple(a for a in axes if a not in crossing), tuple(a for a in axes if a in crossing)
-    parts = split_further(cur, inside) if inside and across else None
-    if parts is not None:
-        summed = with_pending(parts, dict.fromkeys(across))
-        yield (
-            Step("reduce_scatter", inside, cur, parts, kind),
-            Step("all_reduce", across, parts, summed, kind),
-            Step("all_gather", inside, summed, reduced),
-        )
-
-
 def _reduced_on_arrival(cur: Layout, goal: Layout, todo: tuple[str, ...]) -> Iterator[Steps]:
     """One exchange in which every rank receives all contributions to the boxes that it will hold."""
     sliced = sliced_towards(cur, goal)
     reduced = with_pending(sliced, dict.fromkeys(todo))
     target = before_padding(reduced, goal)
+    if target is append_axes(sliced, goal, todo) or target is reduced:
+        return  # what the scatters do, or an all_reduce
     leaving = leaving_axes(reduced, target)
-    if not leaving:
-        return  # nothing moves but what the scatters do
-    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
     axes = tuple(a for a in cur.mesh.axis_names if a in todo or a in leaving)
-    yield (*first, Step("exchange_reduce", axes, sliced, target, cur.pending[todo[0]]))
+    yield (*_slice(cur, sliced), Step("exchange_reduce", axes, sliced, target, cur.pending[todo[0]]))
 
 
 # -- moving boxes ------------------------------------------------------------------------------------------------------
@@ -201,7 +225,7 @@ def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
     """Ways to take the split dims where the goal wants them; pending axes only pass along."""
     target = before_padding(cur, goal)
     sliced = sliced_towards(cur, target)
-    first = (Step("slice", (), cur, sliced),) if sliced is not cur else ()
+    first = _slice(cur, sliced)
     axes = leaving_axes(sliced, target)
     if sliced is target:
         yield first
@@ -209,21 +233,29 @@ def _moves(cur: Layout, goal: Layout, topology: Topology) -> Iterator[Steps]:
     if not axes:
         yield (*first, Step("slice", (), sliced, target))
         return
-    for step in _transports(sliced, target, axes, topology):
+    transports = list(_transports(sliced, target, axes, topology))
+    for step in transports:
         yield (*first, step)
-        if step.op == "permute" and not topology.crossing_axes(cur.mesh):
-            return  # every rank sends and receives as little as possible
-    for step in _by_replicas_and_nodes(cur, target, topology):
-        yield (step,)
+    if topology.crossing_axes(cur.mesh) or not all(_is_balanced(step, topology) for step in transports):
+        for step in _by_replicas_and_nodes(cur, target, topology):
+            yield (step,)
+
+
+def _is_balanced(step: Step, topology: Topology) -> bool:
+    """Whether nobody sends more than somebody must receive, so that idle replicas need not help."""
+    if step.op == "permute" or not step.src.replicated_axes:
+        return True
+    moved = traffic(step, topology)
+    return moved.sent <= moved.received
 
 
 def _transports(cur: Layout, target: Layout, axes: tuple[str, ...], topology: Topology) -> Iterator[Step]:
     """The collectives over the axes along which something must move."""
     if is_gather(cur, target):
         yield Step("all_gather", axes, cur, target)
-        if not _may_beat(topology, "all_gather", cur, axes):
-            return
-    if is_permutation(cur, target, axes):
+        if _may_beat(topology, "all_gather", cur, axes):
+            yield Step("exchange", axes, cur, target)
+    elif is_permutation(cur, target, axes):
         yield Step("permute", axes, cur, target)
     else:
         yield Step("exchange", axes, cur, target)

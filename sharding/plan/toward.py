@@ -49,17 +49,24 @@ def sliced_towards(layout: Layout, target: Layout) -> Layout:
     return append_axes(layout, target, layout.replicated_axes)
 
 
-def split_further(layout: Layout, axes: Collection[str]) -> Layout | None:
-    """The layout with one dim cut by these axes as well, into equal parts; None where no dim divides."""
+def split_further(layout: Layout, axes: Collection[str], avoid: Collection[int] = ()) -> Layout | None:
+    """The layout with one dim (not one to avoid) cut by these axes as well, into equal parts; None where none divides."""
     parts = math.prod(map(layout.mesh.size, axes))
     for dim, size in enumerate(layout.shape):
         cuts = layout.spec.cuts[dim]
         cut_now = math.prod(layout.mesh.size(a) for cut in cuts for a in cut.axes)
-        if size and size % (cut_now * parts) == 0 and all(cut.sizes is None for cut in cuts):
+        if dim not in avoid and size and size % (cut_now * parts) == 0 and all(cut.sizes is None for cut in cuts):
             dims = list(layout.spec.cuts)
             dims[dim] = (*cuts, *[Cut((a,)) for a in axes])
             return layout.replace(P.of_cuts(dims, {a: k for a, k in layout.spec.unreduced if a not in axes}))
     return None
+
+
+def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, str]) -> Layout:
+    """The layout with every dim cut only as far as without these axes, and pending as given where that is not split."""
+    cuts = [list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim)) for dim in layout.spec.cuts]
+    split = {axis for dim in cuts for cut in dim for axis in cut.axes}
+    return layout.replace(P.of_cuts(cuts, {a: k for a, k in pending.items() if a not in split}))
 
 
 def before_padding(cur: Layout, goal: Layout) -> Layout:

@@ -57,7 +57,7 @@ def _received(step: Step, before: Box, after: Box) -> int:
     if step.is_local:
         return 0
     if step.op in RING_OPS:
-        return _ring(step, before, after)
+        return _ring(step, box_size(before), box_size(after))
     whole, own = box_size(after), intersect(before, after)
     if step.op == "exchange_reduce":  # one contribution from every place along the axes that are reduced
         whole *= step.src.mesh.size(reduced) if (reduced := step.reduced_axes) else 1
@@ -68,7 +68,7 @@ def _sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
     if step.is_local:
         return 0
     if step.op in RING_OPS:
-        return _ring(step, before, after)
+        return _ring(step, box_size(before), box_size(after))
     if step.topology is None and step.wants_all:  # each element goes to all ranks of the group that will hold it
         copies = [a for a in step.axes if a not in step.dst.dim_of]
         own = intersect(before, after)
@@ -84,12 +84,12 @@ def missing(src: Layout, dst: Layout, coordinate: Coordinate) -> int:
     return (box_size(after) - (box_size(own) if own is not None else 0)) * dst.dtype.itemsize
 
 
-def _ring(step: Step, before: Box, after: Box) -> int:
-    """Bytes into (and out of) a rank in an all_gather, reduce_scatter or all_reduce."""
+def _ring(step: Step, before: int, after: int) -> int:
+    """Bytes into (and out of) a rank in an all_gather, reduce_scatter or all_reduce, from elements before and after."""
     n, itemsize = step.group_size, step.src.dtype.itemsize
     if step.op == "all_reduce":
-        return 2 * (n - 1) * box_size(after) * itemsize // n
-    return (n - 1) * box_size(before if step.op == "all_gather" else after) * itemsize
+        return 2 * (n - 1) * after * itemsize // n
+    return (n - 1) * (before if step.op == "all_gather" else after) * itemsize
 
 
 def _numel(peers: Iterable[tuple[Coordinate, Box]]) -> int:
@@ -103,14 +103,17 @@ def traffic(step: Step, topology: Topology) -> Traffic:
     """What the step moves, on the busiest rank and node (of a sample, on a mesh of more than `EXACT_RANKS` ranks)."""
     if step.is_local:
         return Traffic(0, 0, 0, 0)
-    mesh = step.src.mesh
-    ranks, before, after = sampled(mesh), sampled_boxes(step.src), sampled_boxes(step.dst)
-    received = max(map(_received, repeat(step), before, after))
-    sent = received if step.op in RING_OPS else max(map(_sent, repeat(step), ranks, before, after))
-    if not set(step.axes) & set(topology.crossing_axes(mesh)):
+    mesh, crosses = step.src.mesh, set(step.axes) & set(topology.crossing_axes(step.src.mesh))
+    if step.op in RING_OPS:  # the rank with the largest box is the busiest
+        received = sent = _ring(step, step.src.largest_local_numel, step.dst.largest_local_numel)
+    else:
+        ranks, before, after = sampled(mesh), sampled_boxes(step.src), sampled_boxes(step.dst)
+        received = max(map(_received, repeat(step), before, after))
+        sent = max(map(_sent, repeat(step), ranks, before, after))
+    if not crosses:
         return Traffic(received, sent, 0, 0)
     count = _ring_across if step.op in RING_OPS else _boxes_across
-    return Traffic(received, sent, *count(step, topology, ranks))
+    return Traffic(received, sent, *count(step, topology, sampled(mesh)))
 
 
 def most_received(steps: Sequence[Step], mesh: AbstractMesh) -> int:

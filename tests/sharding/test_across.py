@@ -36,7 +36,10 @@ def some_ranks(draw, names):
 def crossings(draw, kinds=KINDS, dst_kinds=None):
     """Two meshes of ranks, a tensor shape and a spec on each."""
     shape, sides = draw(shapes()), []
-    for names, allowed in (("abc", kinds), (draw(st.sampled_from(["abc", "xyz"])), kinds if dst_kinds is None else dst_kinds)):
+    for names, allowed in (
+        ("abc", kinds),
+        (draw(st.sampled_from(["abc", "xyz"])), kinds if dst_kinds is None else dst_kinds),
+    ):
         ranks, names = draw(some_ranks(tuple(names)))
         abstract = sm.AbstractMesh(torch.tensor(ranks).shape, names)
         sides.append((ranks, names, draw(ragged_specs(abstract, shape, allowed))))
@@ -63,7 +66,7 @@ def everywhere(program):
 
 
 @given(crossings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_mesh_to_any_mesh_keeps_the_value(crossing):
     def program():
         src, dst = layouts(crossing)
@@ -80,10 +83,12 @@ def test_any_mesh_to_any_mesh_keeps_the_value(crossing):
 
 
 @given(crossings())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
     def program():
         src, dst = layouts(crossing)
+        if src.mesh is dst.mesh:
+            return  # that is a plan of one mesh
         local = part_of(reference.contributions(src.mesh, src.spec, src.shape), src)
         with collectives() as records:
             redistribute_across(local, src, dst)
@@ -100,7 +105,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
 
 
 @given(crossings())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_gradient_equals_autograd_on_the_stack(crossing):
     """The gradient of a rank's contribution is what autograd gives for combining the stacked contributions."""
 
@@ -131,7 +136,7 @@ def whole_sum(local, layout):
 
 
 @given(crossings(("sum",), ()))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_twice_differentiable(crossing):
     """d/dx of sum((d/dx sum(x**3))**2) is that of the whole tensor."""
 
@@ -237,7 +242,12 @@ def _through_three_meshes():
 
 def _to_other_arrangements():
     whole = torch.arange(24, dtype=torch.float64).reshape(6, 4)
-    for ranks, where in [([3, 1, 0, 2], P("x")), ([[2, 0], [1, 3]], P("y", "x")), ([[3, 2]], P(None, ("y", "x"))), ([1], P())]:
+    for ranks, where in [
+        ([3, 1, 0, 2], P("x")),
+        ([[2, 0], [1, 3]], P("y", "x")),
+        ([[3, 2]], P(None, ("y", "x"))),
+        ([1], P()),
+    ]:
         src, dst = on([[0, 1], [2, 3]], P("x", "y")), on(ranks, where)
         x = part_of(whole[None], src).requires_grad_()
         y = redistribute_across(x, src, dst)
@@ -294,7 +304,10 @@ def test_a_view_where_nothing_has_to_move():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"shape": (6, 5)}, "shape torch.Size([6, 4]) is not torch.Size([6, 5]); write a layout of the tensor's own shape"),
+        (
+            {"shape": (6, 5)},
+            "shape torch.Size([6, 4]) is not torch.Size([6, 5]); write a layout of the tensor's own shape",
+        ),
         ({"dtype": torch.float32}, "dtype torch.float64 is not torch.float32; write x.to(dtype) first"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +32,6 @@ def _layout(spec, shape=(8, 8), mesh=((2, 2), ("dp", "tp")), dtype=torch.float32
         (sm.P(unreduced={"dp"}), sm.P("tp"), ["slice", "all_reduce"]),
         (sm.P(unreduced={"dp", "tp"}), sm.P("dp", "tp"), ["reduce_scatter"]),
         (sm.P(unreduced={"dp", "tp"}), sm.P(("tp", "dp")), ["reduce_scatter"]),
-        (sm.P(unreduced={"dp", "tp"}), sm.P("dp"), ["reduce_scatter", "all_reduce"]),
         (sm.P(unreduced={"tp"}), sm.P("dp", "tp"), ["slice", "reduce_scatter"]),
         (sm.P(unreduced={"dp": "avg"}), sm.P("dp"), ["scale", "reduce_scatter"]),
         (sm.P(), sm.P(unreduced={"dp"}), ["pad"]),
@@ -46,6 +47,12 @@ def test_uneven_gather_is_an_exchange_of_exactly_the_missing_rows():
     explained = sm.explain(_layout(sm.P(("dp", "tp")), shape=(5, 3)), sm.P())
     assert [step.op for step in explained.steps] == ["exchange"]
     assert explained.bytes_received == explained.lower_bound == 4 * 3 * 4
+
+
+def test_small_tensors_save_launches_and_large_ones_bytes():
+    small, large = (sm.explain(_layout(sm.P(unreduced={"dp", "tp"}), (n, n)), sm.P("dp")) for n in (8, 4096))
+    assert small.launches == 1
+    assert [step.op for step in large.steps] == ["reduce_scatter", "all_reduce"]
 
 
 @given(moves(kinds=()))
@@ -66,6 +73,49 @@ def test_dict_and_text():
     assert data["bytes_received"] == data["lower_bound"] == 4 * 4 * 4
     assert "exchange" in str(explained)
     assert str(sm.explain(_layout(sm.P("dp")), sm.P("dp"))).endswith("nothing to do")
+
+
+@given(moves())
+def test_the_dict_is_plain_data(move):
+    mesh_shape, shape, before, after = move
+    mesh = (mesh_shape, AXES[: len(mesh_shape)])
+    explained = sm.explain(_layout(before, shape, mesh), _layout(after, shape, mesh))
+    data = explained.as_dict()
+    assert json.loads(json.dumps(data)) == {**data, "steps": [{**step, "axes": list(step["axes"])} for step in data["steps"]]}
+    assert data["launches"] == sum(step["launches"] for step in data["steps"])
+    assert data["seconds"] == pytest.approx(sum(step["seconds"] for step in data["steps"]))
+    assert [step["op"] for step in data["steps"]] == [step.op for step in explained.steps]
+
+
+def test_the_table_of_one_node_says_nothing_of_nodes():
+    shown = str(sm.explain(_layout(sm.P("dp")), sm.P()))
+    assert "node" not in shown
+
+
+def test_the_table_says_what_enters_a_node():
+    topology = sm.Topology.default("cuda", crossing=("dp",))
+    explained = sm.explain(_layout(sm.P("dp"), (64, 64)), sm.P(None, "dp"), topology=topology)
+    header, row = str(explained).splitlines()[2:4]
+    assert "into node" in header
+    assert f"{explained.bytes_into_node:,}" in row
+    assert str(explained).splitlines()[-1] == "into a node 8,192 bytes, lower bound 4,096 (2.00x)"
+
+
+def test_a_reduction_has_no_bound():
+    explained = sm.explain(_layout(sm.P(unreduced={"dp"})), sm.P())
+    assert explained.lower_bound is explained.node_lower_bound is explained.ratio is None
+    assert str(explained).endswith(f"into a rank {explained.bytes_received} bytes")
+
+
+def test_a_limit_shows_as_rounds():
+    layout = _layout(sm.P("dp"), (64, 64))
+    explained = sm.explain(layout, sm.P(None, "dp"), max_bytes=20_000)
+    rounds = explained.launches
+    assert rounds > 1
+    assert explained.peak_bytes <= 20_000
+    assert f"exchange x{rounds}" in str(explained)
+    with pytest.raises(ValueError, match=r"max_bytes=16,384: a rank holds at least .* pass max_bytes="):
+        sm.explain(layout, sm.P(None, "dp"), max_bytes=16_384)
 
 
 def test_layouts_that_do_not_fit():

@@ -1,0 +1,41 @@
+"""Draws the pictures of docs/planner.md: `.venv/bin/python docs/make_images.py [folder]`, by default docs/images."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+
+MESH = sm.AbstractMesh((2, 4), ("dp", "tp"))
+NODES = sm.Topology.default("cuda", crossing=("dp",))
+
+# name: shape, before, after, topology
+PICTURES = {
+    "layout": ((5, 8), P("dp", "tp"), P("dp", "tp"), None),
+    "ragged": ((8, 8), P("dp", "tp", sizes={"dp": (3, 5)}), P("dp", "tp", sizes={"dp": (3, 5)}), None),
+    "slice": ((4096, 4096), P("dp"), P("dp", "tp"), None),
+    "all_gather": ((4096, 4096), P("tp"), P(), None),
+    "reduce_scatter": ((4096, 4096), P("dp", unreduced={"tp"}), P("dp", "tp"), None),
+    "all_reduce": ((4096, 4096), P("dp", unreduced={"tp"}), P("dp"), None),
+    "permute": ((4096, 4096), P(("dp", "tp")), P(("tp", "dp")), None),
+    "exchange": ((4096, 4096), P("dp", "tp"), P("tp", "dp"), None),
+    "exchange_reduce": ((4096, 4096), P("tp", unreduced={"dp"}), P("dp", "tp"), None),
+    "two_phase": ((4096, 4096), P("dp"), P(None, "dp"), NODES),
+}
+
+
+def main(folder: Path) -> None:
+    """Writes one SVG for each entry of `PICTURES`; the steps of a plan are as its name says."""
+    folder.mkdir(exist_ok=True)
+    for name, (shape, src, dst, topology) in PICTURES.items():
+        explained = sm.explain(sm.Layout.of(MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        explained.picture(folder / f"{name}.svg")
+        print(f"{name}.svg: {', '.join(step.op for step in explained.steps) or 'one layout'}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images")

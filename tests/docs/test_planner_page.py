@@ -1,0 +1,91 @@
+"""docs/planner.md shows what really comes out: its examples, its commands and its pictures."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh.__main__ import main
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "planner.md").read_text()
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def commands():
+    """(command, what it prints) of every console block."""
+    return [part.split("\n", 1) for block in blocks("console") for part in block.split("$ ")[1:]]
+
+
+def test_python_examples():
+    """All on one set of names, as a reader would type them one after the other."""
+    names = {"sm": sm, "P": sm.P, "torch": torch}
+    for number, block in enumerate(blocks("python")):
+        test = doctest.DocTestParser().get_doctest(block, names, f"block {number}", "docs/planner.md", 0)
+        runner, shown = doctest.DocTestRunner(), []
+        assert test.examples
+        runner.run(test, out=shown.append, clear_globs=False)
+        assert runner.summarize(verbose=False).failed == 0, "".join(shown)
+        names = test.globs
+
+
+@pytest.mark.parametrize(("command", "expected"), commands())
+def test_commands(command, expected, capsys):
+    *python, module = shlex.split(command)[:3]
+    assert [*python, module] == ["python", "-m", "shardmesh"]
+    try:
+        main(shlex.split(command)[3:])
+    except SystemExit:
+        assert ": error: " in expected
+    shown = capsys.readouterr()
+    assert shown.out + shown.err == expected
+
+
+def test_the_page_has_examples():
+    assert len(blocks("python")) > 4
+    assert len(commands()) > 4
+
+
+def test_names_on_the_page_exist():
+    assert [name for name in set(re.findall(r"\bsm\.(\w+)", PAGE)) if not hasattr(sm, name)] == []
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    spec = importlib.util.spec_from_file_location("make_images", DOCS / "make_images.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_are_those_that_the_script_draws(pictures):
+    names = set(pictures.PICTURES)
+    assert {path.stem for path in (DOCS / "images").iterdir()} == names
+    assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == names
+
+
+def test_the_pictures_show_the_steps_after_which_they_are_named(pictures):
+    for name, (shape, src, dst, topology) in pictures.PICTURES.items():
+        explained = sm.explain(sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        assert [step.op for step in explained.steps] == ([] if src == dst else [name])
+        drawn = (DOCS / "images" / f"{name}.svg").read_text()
+        assert all(f"{cost.bytes_received:,} bytes" in drawn for cost in explained.costs)
+
+
+def test_the_script_writes_them(pictures, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pictures, "PICTURES", {"slice": pictures.PICTURES["slice"]})
+    pictures.main(tmp_path / "images")
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["slice.svg"]
+    assert capsys.readouterr().out == "slice.svg: slice\n"
