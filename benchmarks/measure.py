@@ -1,16 +1,18 @@
 """Interleaved timing, for machines that do other things meanwhile.
 
     round 0   plain plain ...   DTensor DTensor ...   ours ours ...
-    round 1   DTensor DTensor ...   ours ours ...   plain plain ...
+    round 1   ours ours ...   plain plain ...   DTensor DTensor ...
     ...
 
-Every contestant runs one short batch per round, so a busy spell hits all of them alike. The minimum over the rounds is
+Every contestant runs one short batch per round, in random order, so a busy spell hits all of them alike and none always
+runs after the same other one. The minimum over the rounds is
 the time without disturbance, the median is what one gets; differences are taken between minima, ratios between medians.
 """
 
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,9 +53,10 @@ def interleaved(
     agree: Callable[[int], int] = lambda count: count,
     together: Call = lambda: None,
 ) -> dict[str, Times]:
-    """Time each call in `rounds` batches of about `batch_s` seconds, the contestants taking turns.
+    """Time each call in `rounds` batches of about `batch_s` seconds, the contestants taking turns in random order.
 
-    The batches are short, so that some of them run undisturbed on a machine with other work.
+    The batches are short, so that some of them run undisturbed on a machine with other work. The order is the same on all
+    ranks.
 
     Args:
         calls: what to time, by name.
@@ -62,11 +65,12 @@ def interleaved(
         agree: for calls that are collective, makes the ranks' numbers of calls per batch one number.
         together: called before each batch: a barrier, for calls that are collective.
     """
-    counts = {name: agree(_calls_per_batch(call, batch_s)) for name, call in calls.items()}
+    counts = {name: _calls_per_batch(call, batch_s, agree) for name, call in calls.items()}
     found: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
     with _no_garbage_collection():
-        for i in range(rounds):
-            for name in _rotated(list(calls), i):
+        for _ in range(rounds):
+            for name in order.sample(list(calls), len(calls)):
                 together()
                 found[name].append(_batch(calls[name], counts[name]))
     return {name: Times(tuple(seconds)) for name, seconds in found.items()}
@@ -82,11 +86,13 @@ def slowest(times: Sequence[Times]) -> Times:
     return Times(tuple(max(seconds) for seconds in zip(*(t.rounds for t in times), strict=True)))
 
 
-def _calls_per_batch(call: Call, batch_s: float) -> int:
-    """How many calls fill a batch; warms every cache on the way."""
-    for _ in range(3):
+def _calls_per_batch(call: Call, batch_s: float, agree: Callable[[int], int]) -> int:
+    """How many calls fill a batch; warms every cache on the way. The ranks make the same number of calls here, too."""
+    for _ in range(2):
         call()
-    return max(1, int(batch_s / min(_batch(call, 2) for _ in range(5))))
+    if agree(int(batch_s / _batch(call, 1))) <= 1:
+        return 1
+    return max(1, agree(int(batch_s / min(_batch(call, 2) for _ in range(5)))))
 
 
 def _batch(call: Call, count: int) -> float:
@@ -94,10 +100,6 @@ def _batch(call: Call, count: int) -> float:
     for _ in repeat(None, count):
         call()
     return (time.perf_counter() - start) / count
-
-
-def _rotated(names: Sequence[str], by: int) -> list[str]:
-    return [names[(i + by) % len(names)] for i in range(len(names))]
 
 
 @contextmanager

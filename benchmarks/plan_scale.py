@@ -127,9 +127,9 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
 def measure(case: Case) -> Figures:
     """Time all parts, each on layouts and a mesh that nothing is known about yet, and how much the process grows."""
     before, topology = _resident(), case.topology
-    plan, plan_s = _median(lambda layouts: sm.plan(*layouts, topology), case.layouts)
+    plan, plan_s = _median(lambda layouts: sm.plan(*layouts, topology=topology), case.layouts)
     _, explain_s = _median(lambda layouts: str(sm.explain(*layouts, topology=topology)), case.layouts)
-    peers, rank_s = _median(_peers, lambda: sm.plan(*case.layouts(), topology))
+    peers, rank_s = _median(_peers, lambda: sm.plan(*case.layouts(), topology=topology))
     ops = " + ".join(step.op for step in plan.steps)
     return Figures(ops, peers, plan_s, explain_s, rank_s, grown=_resident() - before)
 

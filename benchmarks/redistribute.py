@@ -1,18 +1,28 @@
-"""Redistribution over real processes: torch's DTensor against shardmesh, in time, bytes and launches.
+"""Redistribution over real processes: torch's DTensor, with both of its planners, against shardmesh.
 
-    python benchmarks/redistribute.py                        4 and 8 gloo processes, large tensors, a few minutes
-    python benchmarks/redistribute.py --size small           tensors so small that latency and host time decide
-    python benchmarks/redistribute.py --only "(2, 2)"        one mesh; may be given several times
+    python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten minutes
+    python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
+    python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
+    python benchmarks/redistribute.py --calibrate            ours planned with what `sm.calibrate` measures first
+    python benchmarks/redistribute.py --quick                few pairs of small tensors in 4 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
-Both libraries run in the same processes over the same process groups and take turns in every round; a round's time is
-that of its slowest rank. Results are compared with the right answer first: "wrong" marks one that differs.
+All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values (P) and uneven shapes.
+Every pair runs once for bytes, launches and the right answer; all but most of the 702 on (2, 2, 2) are timed as well.
 
-Bytes received per rank (the largest over the ranks) are counted by one convention for both: (n-1) parts for an
+The contestants run in the same processes over the same process groups and take turns in random order; a round's time is
+that of its slowest rank. Where ours seems slower than either of DTensor's by more than 5 %, the pair is timed again with
+more rounds, and only that counts. DTensor's planners:
+
+    greedy      what `DTensor.redistribute` does: axis by axis, from the last to the first
+    min-cost    the cheapest sequence of such steps by its own cost model; how it is chosen, see dtensor.py
+
+Bytes received per rank (the largest over the ranks) are counted by one convention for all: (n-1) parts for an
 all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, what comes from others for an all_to_all. Ours
 are what `sm.comm_budget` counts at the groups; DTensor's are computed from the arguments of the functional collectives
-that it dispatches (its own CommDebugMode counts calls in the same place). The bound, for pairs without a pending value,
-is what a rank must hold afterwards and did not hold before, |dst box - src box|.
+that it dispatches (its own CommDebugMode counts calls in the same place). On the CPU, DTensor gathers where it would call
+all_to_all on a GPU; the summary also says what the bytes would be with that. The bound, where nothing pending is
+reduced, is what a rank must hold afterwards and did not hold before, |dst box - src box|.
 """
 
 from __future__ import annotations
@@ -22,98 +32,67 @@ import atexit
 import logging
 import math
 import os
+import random
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as dt
+from dtensor import CountedCollectives, redistribution, renamed
 from measure import Call, Times, interleaved, slowest
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 import shardmesh as sm
 
-DTENSOR, OURS = "DTensor", "ours"
-_MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
+GREEDY, MIN_COST, OURS = "greedy", "min-cost", "ours"
+THEIRS = (GREEDY, MIN_COST)
 PLACEMENTS = {"S0": ("Shard", 0), "S1": ("Shard", 1), "R": ("Replicate",), "P": ("Partial",)}
 
-EVEN, UNEVEN = "even", "uneven"
-PAIRS: dict[tuple[int, ...], list[tuple[str, str, str]]] = {
-    (4,): [
-        ("S0", "R", EVEN),
-        ("S1", "R", EVEN),
-        ("S0", "S1", EVEN),
-        ("S1", "S0", EVEN),
-        ("R", "S0", EVEN),
-        ("P", "R", EVEN),
-        ("P", "S0", EVEN),
-        ("P", "S1", EVEN),
-        ("S0", "R", UNEVEN),
-        ("S0", "S1", UNEVEN),
-        ("P", "S0", UNEVEN),
-    ],
-    (2, 2): [
-        ("S0 S1", "S1 S0", EVEN),
-        ("S0 S0", "S1 S1", EVEN),
-        ("S0 R", "R S0", EVEN),
-        ("S0 S1", "R R", EVEN),
-        ("S0 S0", "R R", EVEN),
-        ("S0 S1", "S0 S0", EVEN),
-        ("R S0", "S0 S0", EVEN),
-        ("P S0", "R R", EVEN),
-        ("P P", "R R", EVEN),
-        ("P S0", "S0 S1", EVEN),
-        ("S0 S1", "S1 S0", UNEVEN),
-        ("S0 S0", "R R", UNEVEN),
-    ],
-    (8,): [
-        ("S0", "R", EVEN),
-        ("S0", "S1", EVEN),
-        ("S1", "S0", EVEN),
-        ("P", "R", EVEN),
-        ("P", "S0", EVEN),
-        ("S0", "S1", UNEVEN),
-    ],
-    (2, 4): [
-        ("S0 S1", "S1 S0", EVEN),
-        ("S0 S0", "S1 S1", EVEN),
-        ("R S0", "S0 R", EVEN),
-        ("S0 S1", "R S0", EVEN),
-        ("S0 S0", "R R", EVEN),
-        ("P S1", "S1 R", EVEN),
-        ("P P", "S0 S1", EVEN),
-    ],
-    (2, 2, 2): [
-        ("S0 S1 R", "R S0 S1", EVEN),
-        ("S0 S0 S0", "S1 S1 S1", EVEN),
-        ("S0 S1 S0", "S1 S0 S1", EVEN),
-        ("S0 S0 S1", "R R R", EVEN),
-        ("P S0 S1", "S1 S0 R", EVEN),
-        ("P P P", "R R R", EVEN),
-        ("S0 S1 R", "R S0 S1", UNEVEN),
-    ],
+MESHES = ((4,), (2, 4), (4, 2), (2, 2, 2))
+QUICK_MESHES = ((4,), (2, 2))
+TIMED_OF_MANY = 60  # of the 702 pairs on (2, 2, 2)
+TOO_SLOW = 1.05
+WASTEFUL = 1.2
+
+# Destinations by source, by number of axes.
+PENDING = {
+    1: {"P": ["R", "S0", "S1"], "R": ["P"]},
+    2: {
+        "P P": ["R R", "S0 R", "S0 S0", "S0 S1", "S1 S1"],
+        "P R": ["R R", "S0 R", "R S0", "S1 S0"],
+        "R P": ["R R", "S0 S1"],
+        "P S0": ["R R", "R S0", "S0 R", "S0 S0", "S0 S1", "S1 S0"],
+        "S1 P": ["R R", "R S1", "S1 R", "S1 S0", "S1 S1"],
+        "R R": ["P R", "P P"],
+        "R S0": ["P S0"],
+    },
+    3: {
+        "P P P": ["R R R", "S0 S0 S0", "S0 S1 R"],
+        "P S0 S1": ["R R R", "S1 S0 R", "S0 S0 S1"],
+        "S0 P P": ["S0 R R", "R S0 S1"],
+        "R R R": ["P P P"],
+    },
+}
+UNEVEN = {
+    1: {"S0": ["R", "S1"], "S1": ["S0"], "P": ["R", "S0"]},
+    2: {"S0 S1": ["S1 S0", "R R"], "S0 S0": ["R R", "S1 S1"], "S0 R": ["R S0"], "P S0": ["S0 R", "S1 S0"]},
+    3: {"S0 S1 R": ["R S0 S1"], "S0 S0 S0": ["R R R", "S1 S1 S1"], "P P P": ["S0 S0 S0"]},
 }
 
 
 @dataclass(frozen=True)
-class Size:
-    """Global shapes, and how long to measure."""
+class Effort:
+    """How long to measure: rounds per contestant, ten times as many in doubt, and seconds per round."""
 
-    even: tuple[int, int]
-    uneven: tuple[int, int]
     rounds: int
     batch_s: float
-
-
-SIZES = {
-    "small": Size((64, 64), (61, 67), rounds=25, batch_s=4e-3),
-    "large": Size((1024, 2048), (1021, 2039), rounds=15, batch_s=1e-2),
-}
 
 
 # -- one pair of layouts -----------------------------------------------------------------------------------------------
@@ -127,7 +106,7 @@ class Pair:
     shape: tuple[int, int]
     src: str
     dst: str
-    kind: str
+    timed: bool = True
 
     def placements(self, words: str, module: Any) -> list[Any]:
         """The words as placements of `torch.distributed.tensor` or of shardmesh."""
@@ -138,15 +117,16 @@ class Pair:
         return sm.Layout.of(mesh, self.placements(words, sm), self.shape)
 
     def bound(self) -> int | None:
-        """Bytes that some rank must receive; None with pending values, where it depends on the algorithm."""
-        if "P" in self.src or "P" in self.dst:
+        """Bytes that some rank must receive; None where something pending is reduced: that depends on the algorithm."""
+        if "P" in self.src:
             return None
         mesh = sm.AbstractMesh(self.mesh)
         src, dst = self.layout(self.src, mesh), self.layout(self.dst, mesh)
         return 4 * max(_missing(src.box_at(c), box) for c, box in dst.boxes())
 
     def __str__(self) -> str:
-        return f"{self.src} -> {self.dst}{'' if self.kind == EVEN else ', ' + self.kind}"
+        even = all(n % math.prod(self.mesh) == 0 for n in self.shape)
+        return f"{self.mesh} {self.src} -> {self.dst}{'' if even else ', uneven'}"
 
 
 def _missing(have: Any, want: Any) -> int:
@@ -155,60 +135,98 @@ def _missing(have: Any, want: Any) -> int:
     return math.prod(stop - start for start, stop in want) - math.prod(common)
 
 
+def pairs_on(mesh: tuple[int, ...], size: int) -> list[Pair]:
+    """All pairs without pending values, some with, some uneven; of very many, only a fixed sample is timed."""
+    even, uneven = (size, size), (size - 3, size - 9)
+    words = list(map(" ".join, product(("R", "S0", "S1"), repeat=len(mesh))))
+    moves = [Pair(mesh, even, src, dst) for src, dst in product(words, words) if src != dst]
+    if len(moves) > 2 * TIMED_OF_MANY:
+        timed = set(random.Random(0).sample(moves, TIMED_OF_MANY))
+        moves = [replace(pair, timed=pair in timed) for pair in moves]
+    listed = ((PENDING, even), (UNEVEN, uneven))
+    others = [Pair(mesh, shape, s, d) for table, shape in listed for s, ds in table[len(mesh)].items() for d in ds]
+    return moves + others
+
+
 @dataclass(frozen=True)
 class Result:
-    """What one contestant needs for a pair: the time, and per rank the bytes received and the collectives."""
+    """What one contestant needs for a pair: per rank the bytes received and the collectives, and the time if it was taken.
 
-    times: Times
+    Attributes:
+        on_gpu: the bytes where all_to_all is one, not an all_gather.
+        again: whether the time is that of the second, longer measurement.
+    """
+
     received: int
+    on_gpu: int
     launches: int
     right: bool
+    times: Times | None = None
+    again: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For the JSON file."""
-        return {**self.times.as_dict(), "bytes_received": self.received, "launches": self.launches, "right": self.right}
+        counts = {"bytes_received": self.received, "bytes_received_on_gpu": self.on_gpu, "launches": self.launches}
+        times = {} if self.times is None else {**self.times.as_dict(), "timed_again": self.again}
+        return {**counts, "right": self.right, **times}
+
+    @property
+    def median(self) -> float:
+        """Seconds of the middle round; nan where no time was taken."""
+        return math.nan if self.times is None else self.times.median
+
+
+Results = dict[str, Result]
+Found = tuple[Pair, Results]
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
 
 
-def measure_mesh(
-    mesh_shape: tuple[int, ...], pairs: Sequence[Pair], rounds: int, batch_s: float
-) -> list[dict[str, Result]]:
-    """Run in every process: all pairs on one mesh."""
+def measure_pairs(pairs: Sequence[Pair], effort: Effort, calibrate: bool) -> list[Results]:
+    """Run in every process: pairs on meshes of as many ranks as there are processes."""
     # After DTensor, gloo's threads outlive destroy_process_group, and now and then a process then aborts while its
     # interpreter is taken down. So leave without taking it down.
     atexit.register(os._exit, 0)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)  # DTensor advises on every suboptimal pair
-    ours = sm.init_device_mesh("cpu", mesh_shape)
-    theirs = ours.to_torch()
-    return [_measure(pair, ours, theirs, rounds, batch_s) for pair in pairs]
+    meshes = {shape: Meshes.of(shape, calibrate) for shape in dict.fromkeys(pair.mesh for pair in pairs)}
+    return [_measure(pair, meshes[pair.mesh], effort) for pair in pairs]
 
 
-def _measure(pair: Pair, ours: sm.DeviceMesh, theirs: Any, rounds: int, batch_s: float) -> dict[str, Result]:
+@dataclass(frozen=True)
+class Meshes:
+    """One mesh as each contestant has it, over the same process groups."""
+
+    ours: sm.DeviceMesh
+    theirs: dict[str, TorchMesh]
+
+    @staticmethod
+    def of(shape: tuple[int, ...], calibrate: bool) -> Meshes:
+        mesh = sm.init_device_mesh("cpu", shape)
+        if calibrate:
+            sm.calibrate(mesh)
+        return Meshes(mesh, {name: renamed(mesh, name) for name in THEIRS})
+
+
+def _measure(pair: Pair, meshes: Meshes, effort: Effort) -> Results:
     full = torch.arange(math.prod(pair.shape), dtype=torch.float32).remainder_(1000).view(pair.shape)
-    src, dst = pair.layout(pair.src, ours), pair.layout(pair.dst, ours)
-    local, right = _part(full, src), _part(full, dst)
-    our_x = sm.from_local(local, ours, src.spec, shape=pair.shape)
-    their_x = dt.DTensor.from_local(
-        local, theirs, pair.placements(pair.src, dt), run_check=False, shape=full.shape, stride=full.stride()
-    )
-    our_dst, their_dst = pair.placements(pair.dst, sm), pair.placements(pair.dst, dt)
-    calls: dict[str, Callable[[], Any]] = {
-        DTENSOR: lambda: their_x.redistribute(theirs, their_dst).to_local(),
-        OURS: lambda: our_x.redistribute(our_dst).to_local(),
+    src, dst = pair.layout(pair.src, meshes.ours), pair.layout(pair.dst, meshes.ours)
+    local, their_src, their_dst = _part(full, src), pair.placements(pair.src, dt), pair.placements(pair.dst, dt)
+    calls = {
+        name: redistribution(local, mesh, their_src, their_dst, pair.shape, name == MIN_COST)
+        for name, mesh in meshes.theirs.items()
     }
-    counts = {DTENSOR: _count_dtensor(calls[DTENSOR]), OURS: _count_ours(calls[OURS])}
-    answers = {name: _gathered(_equal(call(), right)) for name, call in calls.items()}
-    times = interleaved(calls, rounds=rounds, batch_s=batch_s, agree=_largest, together=dist.barrier)
-    return {name: _result(times[name], counts[name], answers[name]) for name in calls}
+    calls[OURS] = _ours(pair, meshes.ours, local)
+    everyone = _gathered({name: _counted(name, call, full, dst) for name, call in calls.items()})
+    results = {name: _busiest([counts[name] for counts in everyone]) for name in calls}
+    return _timed(calls, results, effort) if pair.timed else results
 
 
-def _result(times: Times, counts: tuple[int, int], answers: Sequence[bool]) -> Result:
-    received, launches = counts
-    return Result(slowest(_gathered(times)), _largest(received), _largest(launches), all(answers))
+def _ours(pair: Pair, mesh: sm.DeviceMesh, local: Tensor) -> Call:
+    x, dst = sm.from_local(local, mesh, pair.placements(pair.src, sm), shape=pair.shape), pair.placements(pair.dst, sm)
+    return lambda: x.redistribute(dst).to_local()
 
 
 def _part(full: Tensor, layout: sm.Layout) -> Tensor:
@@ -216,10 +234,6 @@ def _part(full: Tensor, layout: sm.Layout) -> Tensor:
     part = full[tuple(slice(start, stop) for start, stop in layout.box)].clone()
     coordinate = layout.mesh.coordinate  # type: ignore[attr-defined]
     return part * all(coordinate[layout.mesh.axis_index(axis)] == 0 for axis in layout.pending)
-
-
-def _equal(found: Tensor, right: Tensor) -> bool:
-    return found.shape == right.shape and bool(torch.equal(found, right))
 
 
 def _gathered(value: Any) -> list[Any]:
@@ -232,157 +246,201 @@ def _largest(value: int) -> int:
     return max(_gathered(value))
 
 
-def _count_ours(call: Call) -> tuple[int, int]:
-    call()
-    with sm.comm_budget() as used:
-        call()
-    return used.bytes_received, used.launches
+# -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _count_dtensor(call: Call) -> tuple[int, int]:
-    call()
-    with CountedCollectives() as used:
-        call()
-    return used.received, used.launches
+def _timed(calls: dict[str, Call], results: Results, effort: Effort) -> Results:
+    """The results with times; measured again where ours seems too slow. The ranks decide alike: they know all times."""
+    times = _times(calls, effort.rounds, effort.batch_s)
+    again = any(times[OURS].median > TOO_SLOW * times[name].median for name in THEIRS)
+    if again:
+        times = _times(calls, 10 * effort.rounds, effort.batch_s)
+    return {name: replace(results[name], times=times[name], again=again) for name in calls}
 
 
-class CountedCollectives(TorchDispatchMode):
-    """Counts the functional collectives inside, and the bytes that each brings to this rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received = self.launches = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace in ("_c10d_functional", "_dtensor", "c10d") and name not in _MOVES_NOTHING:
-            self.launches += 1
-            self.received += _received(name, args, out)
-        return out
+def _times(calls: dict[str, Call], rounds: int, batch_s: float) -> dict[str, Times]:
+    mine = interleaved(calls, rounds=rounds, batch_s=batch_s, agree=_largest, together=dist.barrier)
+    everyone = _gathered(mine)
+    return {name: slowest([times[name] for times in everyone]) for name in calls}
 
 
-def _received(name: str, args: Sequence[Any], out: Any) -> int:
-    """Bytes that a functional collective brings to this rank.
-
-    Raises:
-        NotImplementedError: one that has not been needed so far.
-    """
-    x = args[0]
-    if name == "all_gather_into_tensor":
-        return out.nbytes - x.nbytes
-    if name == "reduce_scatter_tensor":
-        return x.nbytes - out.nbytes
-    if name == "all_reduce":
-        n = _group_of(args[-1]).size()
-        return 2 * (n - 1) * x.nbytes // n
-    if name == "all_to_all_single":
-        return out.nbytes - args[1][_group_of(args[-1]).rank()] * x.element_size() * math.prod(out.shape[1:])
-    raise NotImplementedError(f"how many bytes does {name} receive?")
+# -- bytes and launches ------------------------------------------------------------------------------------------------
 
 
-def _group_of(group: Any) -> dist.ProcessGroup:
-    if isinstance(group, str):
-        from torch.distributed.distributed_c10d import _resolve_process_group
+def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
+    """One call on this rank: what it received, and whether the answer is right."""
+    if name == OURS:
+        with sm.comm_budget() as used:
+            found = call()
+        return Result(used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst))
+    with CountedCollectives() as theirs:
+        found = call()
+    return Result(theirs.received, theirs.received - theirs.saved_on_gpu, theirs.launches, _is_right(found, full, dst))
 
-        return _resolve_process_group(group)  # type: ignore[arg-type]
-    return group
+
+def _is_right(found: Tensor, full: Tensor, dst: sm.Layout) -> bool:
+    """Whether this rank has its part. What is pending may be divided among ranks in any way that has the right sum."""
+    if dst.pending:
+        found = found.clone()
+        dst.mesh.group(tuple(dst.pending)).all_reduce(found)  # type: ignore[attr-defined]
+    right = full[tuple(slice(start, stop) for start, stop in dst.box)]
+    return found.shape == right.shape and bool(torch.equal(found, right))
+
+
+def _busiest(ranks: Sequence[Result]) -> Result:
+    """Of several ranks the most bytes and launches; right if all are."""
+    received, on_gpu, launches = (max(getattr(r, n) for r in ranks) for n in ("received", "on_gpu", "launches"))
+    return Result(received, on_gpu, launches, all(r.right for r in ranks))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
-    "mesh, pair", "DTensor ms", "ours ms", "ratio", "DTensor KB", "ours KB", "bound KB",
-    "DTensor/bound", "ours/bound", "launches",
+    "mesh, pair", "greedy KB", "min-cost KB", "ours KB", "bound KB", "launches",
+    "greedy ms", "min-cost ms", "ours ms", "greedy / ours", "min-cost / ours",
 )  # fmt: skip
 
 
-def table_row(pair: Pair, results: dict[str, Result]) -> list[str]:
-    """One line of the table: medians of rounds, largest bytes over ranks."""
-    theirs, ours, bound = results[DTENSOR], results[OURS], pair.bound()
-    over = [_ratio(r.received, bound) if bound is not None else "-" for r in (theirs, ours)]
+def table_row(pair: Pair, results: Results) -> list[str]:
+    """One line of the table: largest bytes over ranks, medians of rounds."""
+    bound = pair.bound()
     return [
-        f"{pair.mesh} {pair}",
-        _milliseconds(theirs),
-        _milliseconds(ours),
-        _ratio(theirs.times.median, ours.times.median),
-        *(f"{r.received / 1000:.1f}" for r in (theirs, ours)),
+        f"{pair}{' (again)' if results[OURS].again else ''}",
+        *(f"{r.received / 1000:.1f}" for r in results.values()),
         "-" if bound is None else f"{bound / 1000:.1f}",
-        *over,
-        f"{theirs.launches} : {ours.launches}",
+        " : ".join(str(r.launches) for r in results.values()),
+        *(f"{r.median * 1e3:.3f}{'' if r.right else ' wrong'}" for r in results.values()),
+        *(f"{results[name].median / results[OURS].median:.2f}x" for name in THEIRS),
     ]
 
 
-def _milliseconds(result: Result) -> str:
-    return f"{result.times.median * 1e3:.3f}{'' if result.right else ' wrong'}"
+MESH_COLUMNS = (
+    "mesh", "pairs", "timed", "greedy / bound", "min-cost / bound", "ours / bound", "launches",
+    "greedy / ours, time", "min-cost / ours, time",
+)  # fmt: skip
 
 
-def _ratio(a: float, b: float) -> str:
-    return "-" if b == 0 else f"{a / b:.2f}x"
+def mesh_rows(found: Sequence[Found]) -> list[list[str]]:
+    """One line per mesh, and one for all: geometric means, with the worst in brackets."""
+    meshes = list(dict.fromkeys(pair.mesh for pair, _ in found))
+    rows = [_mesh_row(str(mesh), [f for f in found if f[0].mesh == mesh]) for mesh in meshes]
+    return [*rows, _mesh_row("all", found)]
 
 
-def summary(found: Sequence[tuple[Pair, dict[str, Result]]]) -> list[str]:
-    """Geometric means over the pairs, wrong results left out."""
-    fair = [(p, r) for p, r in found if r[DTENSOR].right and r[OURS].right]
-    speed = [r[DTENSOR].times.median / r[OURS].times.median for _, r in fair]
-    bounded = [(p.bound() or 0, r) for p, r in fair if p.bound()]
-    moves = [r for _, r in fair if r[OURS].received]
-    lines = [
-        f"DTensor takes {_geomean(speed):.2f} times as long as ours (geometric mean of {len(fair)} pairs, "
-        f"from {min(speed):.2f} to {max(speed):.2f}).",
-        f"Bytes received over the bound, {len(bounded)} pairs without pending values that must communicate: "
-        f"DTensor {_geomean([r[DTENSOR].received / b for b, r in bounded]):.2f} "
-        f"(worst {max(r[DTENSOR].received / b for b, r in bounded):.2f}), "
-        f"ours {_geomean([r[OURS].received / b for b, r in bounded]):.2f} "
-        f"(worst {max(r[OURS].received / b for b, r in bounded):.2f}).",
-        f"Bytes received, DTensor over ours, all {len(moves)} pairs that communicate: "
-        f"{_geomean([r[DTENSOR].received / r[OURS].received for r in moves]):.2f}.",
-        f"Collectives launched: {sum(r[DTENSOR].launches for _, r in fair)} by DTensor, "
-        f"{sum(r[OURS].launches for _, r in fair)} by ours.",
+def _mesh_row(name: str, found: Sequence[Found]) -> list[str]:
+    over = [_spread([r[who].received / b for b, r in _bounded(found)], max) for who in (GREEDY, MIN_COST, OURS)]
+    timed = _communicating(found)
+    faster = [_spread([r[who].median / r[OURS].median for _, r in timed], min) for who in THEIRS]
+    launches = [str(sum(r[who].launches for _, r in found)) for who in (GREEDY, MIN_COST, OURS)]
+    return [name, str(len(found)), str(len(timed)), *over, " : ".join(launches), *faster]
+
+
+def _bounded(found: Sequence[Found]) -> list[tuple[int, Results]]:
+    """Bound and results of the pairs that must communicate and reduce nothing."""
+    return [(bound, results) for pair, results in found if (bound := pair.bound())]
+
+
+def _communicating(found: Sequence[Found]) -> list[Found]:
+    """The pairs that were timed, have the right answer and are no local copies."""
+    return [(p, r) for p, r in found if p.timed and r[OURS].launches and all(x.right for x in r.values())]
+
+
+def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) -> str:
+    return f"{statistics.geometric_mean(values):.2f} ({worst(values):.2f})" if values else "-"
+
+
+def summary(found: Sequence[Found]) -> list[str]:
+    """What the table says about the aims: bytes, launches, time."""
+    lines = [_bytes_line(found), _launches_line(found), *(_time_line(found, name) for name in THEIRS), _slower_line(found)]
+    wrong = [f"{pair} ({name})" for pair, results in found for name, r in results.items() if not r.right]
+    return [*lines, *([f"Wrong results: {'; '.join(wrong)}."] if wrong else [])]
+
+
+def _bytes_line(found: Sequence[Found]) -> str:
+    bounded = _bounded(found)
+    parts = [f"{name} {_spread([r[name].received / b for b, r in bounded], max)}" for name in (GREEDY, MIN_COST, OURS)]
+    gpu = [f"{name} {_spread([r[name].on_gpu / b for b, r in bounded], max)}" for name in THEIRS]
+    return (
+        f"Bytes received over the bound, {len(bounded)} pairs that must communicate and reduce nothing, geometric mean "
+        f"(worst): {', '.join(parts)}. With all_to_all as on a GPU: {', '.join(gpu)}."
+    )
+
+
+def _launches_line(found: Sequence[Found]) -> str:
+    totals = ", ".join(f"{sum(r[name].launches for _, r in found)} by {name}" for name in (GREEDY, MIN_COST, OURS))
+    more = [str(p) for p, r in found if r[OURS].launches > min(r[name].launches for name in THEIRS)]
+    return f"Collectives launched: {totals}; pairs in which ours launches more than either: {_listed(more)}."
+
+
+def _time_line(found: Sequence[Found], name: str) -> str:
+    timed = _communicating(found)
+    ratios = [r[name].median / r[OURS].median for _, r in timed]
+    wasteful = [
+        r[name].median / r[OURS].median for p, r in timed if (b := p.bound()) and r[name].received > WASTEFUL * b
     ]
-    wrong = [str(p.mesh) + " " + str(p) for p, r in found if not r[DTENSOR].right]
-    return lines + ([f"DTensor's result is wrong for: {'; '.join(wrong)}."] if wrong else [])
+    return (
+        f"Time of {name} over ours, geometric mean (worst): {_spread(ratios, min)} of {len(ratios)} pairs that communicate; "
+        f"{_spread(wasteful, min)} of the {len(wasteful)} in which it moves more than {WASTEFUL} times the bound."
+    )
 
 
-def _geomean(values: Sequence[float]) -> float:
-    return statistics.geometric_mean(values) if values else float("nan")
+def _slower_line(found: Sequence[Found]) -> str:
+    slow = []
+    for pair, r in found:
+        best = min((r[name].median for name in THEIRS if r[name].right), default=math.nan)
+        if r[OURS].median > TOO_SLOW * best:
+            slow.append(f"{pair} ({r[OURS].median / best:.2f}x)")
+    return f"Pairs in which ours takes more than {TOO_SLOW} times as long as the faster of the two: {_listed(slow)}."
 
 
-def run(size: Size, only: Sequence[str] | None) -> Iterator[tuple[Pair, dict[str, Result]]]:
-    """All pairs, mesh by mesh, each mesh in processes of its own."""
-    for mesh_shape, words in PAIRS.items():
-        if only and str(mesh_shape) not in only:
-            continue
-        pairs = [Pair(mesh_shape, getattr(size, kind), src, dst, kind) for src, dst, kind in words]
-        arguments = (mesh_shape, pairs, size.rounds, size.batch_s)
-        results = sm.launch(measure_mesh, math.prod(mesh_shape), arguments, env={"OMP_NUM_THREADS": "1"})
-        yield from zip(pairs, results[0], strict=True)
+def _listed(items: Sequence[str]) -> str:
+    return f"{len(items)}: {'; '.join(items)}" if items else "none"
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+def run(pairs: Sequence[Pair], effort: Effort, calibrate: bool) -> Iterator[Found]:
+    """All pairs; the meshes of one size share their processes."""
+    for ranks in sorted({math.prod(pair.mesh) for pair in pairs}):
+        chosen = [pair for pair in pairs if math.prod(pair.mesh) == ranks]
+        results = sm.launch(measure_pairs, ranks, (chosen, effort, calibrate), env={"OMP_NUM_THREADS": "1"})
+        yield from zip(chosen, results[0], strict=True)
+
+
+def chosen_pairs(size: int, only: Sequence[str] | None, quick: bool) -> list[Pair]:
+    """Those on the meshes asked for; for a quick run, every fifth."""
+    meshes = [m for m in (QUICK_MESHES if quick else MESHES) if not only or str(m) in only]
+    return [pair for mesh in meshes for pair in pairs_on(mesh, size)][:: 5 if quick else 1]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the chosen meshes, print the table and write the files asked for."""
+    """Run the chosen meshes, print the tables and write the files asked for."""
     options = _options(arguments)
-    found = list(run(SIZES[options.size], options.only))
-    rows = [table_row(pair, results) for pair, results in found]
-    size = SIZES[options.size]
-    title = (
-        f"redistribute, f32{list(size.even)} (uneven: {list(size.uneven)}), gloo; bytes received by the busiest rank"
-    )
+    size = 64 if options.quick else options.size
+    effort = Effort(3, 0) if options.quick else Effort(9, 1e-2)
+    found = list(run(chosen_pairs(size, options.only, options.quick), effort, options.calibrate))
+    rows = [table_row(*one) for one in found if one[0].timed]
+    means = mesh_rows(found)
+    title = f"redistribute, f32[{size}, {size}] (uneven: [{size - 3}, {size - 9}]), gloo{', ours calibrated' * options.calibrate}"
     show(title, COLUMNS, rows)
+    show("by mesh", MESH_COLUMNS, means)
     env, lines = environment(), summary(found)
     print("\n".join([*lines, environment_line(env)]))
     figures = [
-        {"mesh": p.mesh, "pair": str(p), "bound": p.bound(), **{n: x.as_dict() for n, x in r.items()}} for p, r in found
+        {"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}} for p, r in found
     ]
-    write_json(options.json, {"environment": env, "size": options.size, "pairs": figures})
-    text = [f"### {title}", markdown(COLUMNS, rows), "\n".join(f"- {line}" for line in lines), environment_line(env)]
-    write_markdown(options.markdown, "\n\n".join(text))
+    write_json(options.json, {"environment": env, "size": size, "calibrated": options.calibrate, "pairs": figures})
+    text = [f"## {title}", "\n".join(f"- {line}" for line in lines), markdown(MESH_COLUMNS, means), markdown(COLUMNS, rows)]
+    write_markdown(options.markdown, "\n\n".join([*text, environment_line(env)]))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="large", help="small: latency decides; large: bytes")
-    parser.add_argument("--only", choices=[str(m) for m in PAIRS], action="append", help="a mesh to run on")
+    parser.add_argument("--size", type=int, default=1024, help="rows and columns of the tensor, a multiple of 8")
+    parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh to run on")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine first and plan ours with that")
+    parser.add_argument("--quick", action="store_true", help="few pairs, small tensors, 4 processes")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")
     return parser.parse_args(arguments)

@@ -50,7 +50,7 @@ def redistribute_across(
         This rank's box under `dst`; on a rank outside its mesh an empty tensor of shape (0,).
 
     Raises:
-        ValueError: the layouts are of different shapes or dtypes, or on different kinds of devices.
+        ValueError: as `plan_across`, on every rank, before anything is communicated.
         TypeError: a mesh is abstract.
 
     Communication: what is pending in `src` is reduced over its axes, then one all_to_all over the ranks of both meshes, in

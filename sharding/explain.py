@@ -13,7 +13,8 @@ from .layout import Layout
 from .plan import Plan, Step, plan
 from .plan.bounds import is_reduction, node_bound, rank_bound
 from .plan.cost import seconds
-from .plan.traffic import buffer_bytes, most_received, peak_bytes, traffic
+from .plan.memory import buffer_bytes, peak_bytes
+from .plan.traffic import most_received, traffic
 from .spec import Placement, SpecLike
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class StepCost:
 class Explanation:
     """A plan with its costs; prints as a table.
 
-    On meshes of more than 64 ranks, bytes sent, received and buffers are the most of a sample of ranks; the bounds are
-    exact.
+    On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the most of a sample of ranks, and what
+    enters a node that of a few nodes; the total received and its bound are exact.
 
     Attributes:
         plan: the steps.
@@ -87,7 +88,7 @@ class Explanation:
     @cached_property
     def bytes_received(self) -> int:
         """Bytes received by the busiest rank."""
-        return most_received(self.steps, self.plan.src.mesh)
+        return most_received(self.steps)
 
     @cached_property
     def bytes_into_node(self) -> int:

@@ -191,10 +191,12 @@ class Shard(Placement):
         ValueError: a negative size.
 
     Example:
-        >>> P("dp", sizes={"dp": (3, 0, 5)})  # on a mesh with axes ("dp",) this is
-        >>> [Shard(0, sizes=(3, 0, 5))]
-        >>> P(("dp", "tp"), sizes={("dp", "tp"): (1, 2, 0, 5)})  # and on ("dp", "tp") of sizes (2, 2) this
-        >>> [Shard(0, sizes=(1, 2, 0, 5)), Shard(0, sizes=(1, 2, 0, 5))]
+        >>> spec = P("dp", sizes={"dp": (3, 0, 5)})
+        >>> spec_to_placements(spec, ("dp",))
+        (Shard(0, sizes=(3, 0, 5)),)
+        >>> spec = P(("dp", "tp"), sizes={("dp", "tp"): (1, 2, 0, 5)})  # two ranks along each
+        >>> spec_to_placements(spec, ("dp", "tp"))
+        (Shard(0, sizes=(1, 2, 0, 5)), Shard(0, sizes=(1, 2, 0, 5)))
     """
 
     dim: int

@@ -13,7 +13,7 @@ import torch
 import shardmesh as sm
 
 ROOT = Path(__file__).parent.parent
-MODULES = ["spec", "layout", "plan", "explain", "show", "rules.notation"]
+MODULES = ["spec", "layout", "plan.planner", "plan.command", "explain", "picture", "show", "rules.notation"]
 
 
 def test_readme_example_runs():

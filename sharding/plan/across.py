@@ -16,6 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ...kernels.box import Box, box_size, intersect
+from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
 from ..spec import Cut, P
@@ -90,7 +91,7 @@ class AcrossPlan:
 def plan_across(src: Layout, dst: Layout, topology: Topology | None = None) -> AcrossPlan:
     """plan_across(src, dst) -> how a tensor goes from layout `src` to layout `dst` on another mesh.
 
-    Every pair of distinct boxes and ranks is looked at, which is quick for up to some 2,000 ranks.
+    Every pair of a rank and a box is looked at: milliseconds for 64 ranks, two seconds for 2,000.
 
     Args:
         src: the layout before.
@@ -99,8 +100,9 @@ def plan_across(src: Layout, dst: Layout, topology: Topology | None = None) -> A
             source mesh are near to none of its nodes.
 
     Raises:
-        ValueError: the layouts are of different shapes or dtypes, or on different kinds of devices; what is pending in
-            `src` is not one value.
+        ValueError: the layouts are of different shapes or dtypes, on different kinds of devices, or on parts of one mesh,
+            such as `mesh` and `mesh["tp"]`, which are other meshes on other ranks; what is pending in `src` is not one
+            value.
 
     Communication: none; nothing is run.
 
@@ -125,13 +127,26 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         ours, theirs = getattr(src, what), getattr(dst, what)
         if ours != theirs:
             raise ValueError(f"cannot redistribute {src} to {dst}: {what} {ours} is not {theirs}; write {remedy}")
-    devices = {layout.mesh.device_type for layout in (src, dst) if hasattr(layout.mesh, "device_type")}  # type: ignore
-    if len(devices) > 1:
-        here, there = told_apart(src.mesh, dst.mesh)
+    here, there = told_apart(src.mesh, dst.mesh)
+    if len({getattr(layout.mesh, "device_type", None) for layout in (src, dst)} - {None}) > 1:
         raise ValueError(
             f"cannot redistribute {src} from {here} to {there}: they are on different kinds of devices; redistribute to a mesh "
             "of the same kind, and move the parts themselves with x.to_local().to(device)"
         )
+    if _root(src.mesh) is _root(dst.mesh) and set(src.mesh.ranks.flat) != set(dst.mesh.ranks.flat):
+        raise ValueError(
+            f"cannot redistribute {src} from {here} to {there}: they are parts of one mesh, and ranks in other parts mean other "
+            "meshes by the same words; move between layouts on one mesh, make a mesh that is the same on all ranks with "
+            "DeviceMesh(device_type, ranks, axis_names=names of its own), or give every part a copy with "
+            "distribute_tensor(x.full_tensor(), mesh, placements)"
+        )
+
+
+def _root(mesh: AbstractMesh) -> AbstractMesh:
+    """The mesh that this one is a part of."""
+    while mesh._origin is not None:
+        mesh = mesh._origin.mesh
+    return mesh
 
 
 # -- boxes by rank -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from ...kernels.box import Box, box_size
 from ...mesh.topology import Topology
 from ..layout import Layout
 from .meeting import Coordinate
-from .route import members_along
+from .nodes import looked_at
 from .toward import without_trivial_axes
 
 
@@ -26,12 +26,18 @@ def rank_bound(src: Layout, dst: Layout) -> int:
 
     Exact on any mesh: it looks at all ranks, as arrays over the axes that the layouts name.
     """
-    after = own = np.ones((), dtype=np.int64)
+    _, after, own = numels(src, dst)
+    return int((after - own).max()) * dst.dtype.itemsize
+
+
+def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Elements of every rank's box before, after, and in both: int64, broadcastable to the mesh's shape."""
+    before = after = own = np.ones((), dtype=np.int64)
     for dim in range(len(src.shape)):
         have, want = intervals(src, dim), intervals(dst, dim)
-        after = after * (want[1] - want[0])
+        before, after = before * (have[1] - have[0]), after * (want[1] - want[0])
         own = own * np.maximum(np.minimum(have[1], want[1]) - np.maximum(have[0], want[0]), 0)
-    return int((after - own).max()) * dst.dtype.itemsize
+    return before, after, own
 
 
 def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,18 +63,18 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
 def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
     """The fewest bytes that the busiest node must receive: what its ranks come to hold and none of them holds before.
 
-    Ranks that differ along a pending axis hold different values, so each such group counts by itself.
+    Ranks that differ along a pending axis hold different values, so each such group counts by itself. On a mesh of many
+    ranks, that of a few nodes (see `nodes.looked_at`).
     """
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
-    mesh, nodes = src.mesh, topology.node_ids(src.mesh)
-    shared = [a for a in mesh.axis_names if a not in src.pending and mesh.size(a) > 1]
-    into: dict[int, int] = {}
-    for first in members_along(src, [a for a in mesh.axis_names if a not in shared], (0,) * mesh.ndim):
-        people = members_along(src, shared, first)
-        for node in sorted({int(nodes[c]) for c in people}):
-            here = [c for c in people if nodes[c] == node]
-            into[node] = into.get(node, 0) + _lacking(src, dst, here)
-    return max(into.values(), default=0) * src.dtype.itemsize
+    pending = [i for i, axis in enumerate(src.mesh.axis_names) if axis in src.pending]
+    most = 0
+    for ranks in looked_at(src.mesh, topology):
+        apart: dict[tuple[int, ...], list[Coordinate]] = {}
+        for c in ranks:
+            apart.setdefault(tuple(c[i] for i in pending), []).append(c)
+        most = max(most, sum(_lacking(src, dst, here) for here in apart.values()))
+    return most * src.dtype.itemsize
 
 
 def _lacking(src: Layout, dst: Layout, here: Sequence[Coordinate]) -> int:

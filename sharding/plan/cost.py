@@ -8,8 +8,9 @@ Bytes are those of the busiest rank, the larger of what it sends and what it rec
 from __future__ import annotations
 
 from ...mesh.topology import Topology
+from .memory import arrives_in_place
 from .steps import Plan, Step
-from .traffic import Traffic, arrives_in_place, traffic
+from .traffic import Traffic, traffic
 
 _MEASURED_AS = {"exchange": "all_to_all", "permute": "all_to_all", "two_phase": "all_to_all", "exchange_reduce": "all_to_all"}
 

@@ -21,6 +21,7 @@ from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
 from ..spec import EACH
 from .cost import seconds
+from .memory import held_bytes, peak_bytes
 from .route import MAX_CELLS, cells, members
 from .steps import Plan, Step
 from .toward import (
@@ -36,10 +37,10 @@ from .toward import (
     without_cuts,
     without_trivial_axes,
 )
-from .traffic import held_bytes, peak_bytes, traffic
+from .traffic import traffic
 
 Steps = tuple[Step, ...]
-_MAX_MEMBERS = 256  # a group larger than this is not searched rank by rank for idle replicas or nodes
+_MAX_MEMBERS = 128  # a group larger than this is not searched rank by rank for idle replicas or nodes
 
 
 def plan(src: Layout, dst: Layout, topology: Topology | None = None, *, max_bytes: int | None = None) -> Plan:

@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...kernels.box import Box, box_size, intersect
-from ..layout import Layout, chunk
+from ..layout import chunk
 from .meeting import Coordinate, meeting
 from .steps import Step
 
@@ -50,17 +50,13 @@ def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
         return (_column_route(step, coordinate),)
     people = members(step, coordinate)
     me = people.index(coordinate)
-    return tuple(_route_of(me, people, transfers) for transfers in _group_transfers(step, people[0]))
+    return tuple(_route_of(me, people, transfers) for transfers in group_transfers(step, people[0]))
 
 
 def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
     """Coordinates of the ranks of a step's group, in mesh order."""
-    return members_along(step.src, step.axes, coordinate)
-
-
-def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
-    mesh = layout.mesh
-    spans = [range(n) if a in axes else (k,) for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)]
+    mesh = step.src.mesh
+    spans = [range(n) if a in step.axes else (k,) for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)]
     return list(product(*spans))
 
 
@@ -80,7 +76,7 @@ def _route_of(me: int, people: Sequence[Coordinate], transfers: Sequence[Transfe
 
 
 @lru_cache(maxsize=64)
-def _group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]:
+def group_transfers(step: Step, first: Coordinate) -> tuple[list[Transfer], ...]:
     """The transfers of the group whose first member is at `first`, by collective."""
     people = members(step, first)
     have, want = [step.src.box_at(c) for c in people], [step.dst.box_at(c) for c in people]

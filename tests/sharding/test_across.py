@@ -319,6 +319,32 @@ def test_layouts_that_do_not_fit(change, text):
     assert text in same_error((4,), program, ValueError)
 
 
+@pytest.mark.parametrize("parts", [("whole", "x"), ("x", "whole"), ("x", "y")])
+def test_parts_of_one_mesh_are_other_meshes_on_other_ranks(parts):
+    def program(_):
+        whole = sm.DeviceMesh("cpu", [[0, 1], [2, 3]], axis_names=("x", "y"))
+        src, dst = (Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts)
+        redistribute_across(torch.ones(4), src, dst)
+
+    text = same_error((4,), program, ValueError)
+    assert "parts of one mesh" in text
+    assert "DeviceMesh(cpu, x=2" in text
+
+
+def test_other_orders_of_the_axes_of_one_mesh():
+    def program():
+        whole = sm.DeviceMesh("cpu", [[[0, 1], [2, 3]]], axis_names=("z", "x", "y"))
+        src, dst = (Layout.of(part, P("x"), (6,)) for part in (whole["x", "y"], whole["y", "x"]))
+        x = torch.arange(6.0)
+        assert torch.equal(
+            redistribute_across(x[src.box[0][0] : src.box[0][1]], src, dst), x[dst.box[0][0] : dst.box[0][1]]
+        )
+        flat = Layout.of(whole.flatten(("y", "x")), P("y_x"), (6,))
+        assert torch.equal(redistribute_across(x, src.replicated, flat), x[flat.box[0][0] : flat.box[0][1]])
+
+    sm.simulate(4)(program)()
+
+
 def test_an_abstract_mesh_holds_no_data():
     def program(_):
         src = on([0, 1], P("x"))

@@ -27,6 +27,21 @@ PROGRAMS = {
         "test_pickle_and_torch_save",
         "test_optimizer_state_in_a_file",
     ],
+    "test_ragged": [
+        "test_one_rank_may_hold_all",
+        "test_state_dicts_copies_and_files",
+        "test_gradients_arrive_in_the_layout_of_the_leaf",
+        "test_a_gradient_given_in_another_layout_is_moved",
+    ],
+    "test_reshard": [
+        "test_one_launch_for_a_bucket",
+        "test_gradients_travel_in_one_bucket",
+        "test_async",
+        "test_a_donated_tensor_is_gone",
+        "test_reductions_of_donated_memory_are_in_place",
+        "test_a_part_that_is_a_view_of_the_output_is_gathered_in_place",
+        "test_rounds",
+    ],
     "test_hooks": [
         "test_a_hook_that_is_not_linear_sees_the_whole_gradient",
         "test_post_accumulate_grad_hooks_see_reduced_gradients",

@@ -18,6 +18,11 @@ X = torch.arange(48, dtype=torch.float64).view(6, 8)
 KINDS = ("sum", "max", "product")
 
 
+def numbers(*shape, dtype=torch.float64):
+    """The same on every rank."""
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def place(mesh, spec, tensor=X):
     return sm.distribute_tensor(tensor, mesh, spec, src_data_rank=None)
 
@@ -94,8 +99,8 @@ def test_gradients_of_many(case, data):
 
 @every_rank(2, 2)
 def test_one_launch_for_a_bucket(mesh):
-    shards = [place(mesh, P("a"), torch.randn(2 * n, 3)) for n in range(1, 5)] + [place(mesh, P(None, "a"), torch.randn(3, 2))]
-    others = [place(mesh, P("b"), torch.randn(4, 3)), place(mesh, P("a"), torch.randn(4, 3).bfloat16())]
+    shards = [place(mesh, P("a"), numbers(2 * n, 3)) for n in range(1, 5)] + [place(mesh, P(None, "a"), numbers(3, 2))]
+    others = [place(mesh, P("b"), numbers(4, 3)), place(mesh, P("a"), numbers(4, 3).bfloat16())]
     with collectives() as records:
         whole = sm.redistribute_many([*shards, *others], [P()] * 7)
     assert launched(records) == ["all_gather"] * 3  # over a, over b, over a in another dtype
@@ -108,7 +113,7 @@ def test_one_launch_for_a_bucket(mesh):
 
 @every_rank(2, 2)
 def test_gradients_travel_in_one_bucket(mesh):
-    shards = [place(mesh, P("a"), torch.randn(4, n, dtype=torch.float64)).requires_grad_() for n in (1, 2, 3)]
+    shards = [place(mesh, P("a"), numbers(4, n)).requires_grad_() for n in (1, 2, 3)]
     whole = sm.redistribute_many(shards, [P()] * 3)
     loss = sum((w * w).sum() for w in whole)
     with collectives() as records:

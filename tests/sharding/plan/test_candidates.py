@@ -38,7 +38,7 @@ def nodes_and_moves(draw: st.DrawFn):
 
 
 def all_candidates(mesh, move, topology, rounds=1):
-    mesh_shape, shape, before, after = move
+    _, shape, before, after = move
     src = sm.Layout.of(mesh, before, shape, torch.float64)
     dst = sm.Layout.of(mesh, after, shape, torch.float64)
     found = list(_candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
@@ -86,7 +86,7 @@ def test_without_pending_values_every_candidate_meets_the_rank_bound(case):
     src, dst, candidates = all_candidates(sm.AbstractMesh(move[0], AXES[: len(move[0])]), move, topology)
     if not is_reduction(src, dst) and not (set(dst.pending) - set(src.pending)):
         for steps in candidates:
-            assert most_received(steps, src.mesh) == rank_bound(src, dst), steps
+            assert most_received(steps) == rank_bound(src, dst), steps
 
 
 @given(nodes_and_moves())

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
 from shardmesh.sharding.execute import compile_plan
+from shardmesh.sharding.plan.memory import held_bytes, peak_bytes
 from shardmesh.sharding.plan.steps import Plan
-from shardmesh.sharding.plan.traffic import held_bytes, peak_bytes
 from tests.sharding.plan.test_candidates import all_candidates, nodes_and_moves
 from tests.sharding.ranks import AXES
 

@@ -1,0 +1,112 @@
+"""torch's DTensor as a contestant: redistribution by either of its planners, and what that moves.
+
+Greedy is what `DTensor.redistribute` does: axis by axis. Min-cost is the cheapest sequence of such steps by its own cost
+model, found by Dijkstra's algorithm; in torch 2.13 nothing public and nothing in the environment chooses it, only the
+context manager `torch.distributed.tensor._redistribute.use_min_cost_redistribution_plan()`. Plans are cached by layouts
+without regard to the planner, so each planner gets a mesh of its own: same process groups, other names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dt
+from measure import Call
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.tensor import placement_types
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor, use_min_cost_redistribution_plan
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardmesh as sm
+
+_MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
+    """A torch mesh over the same process groups with axis names of its own."""
+    groups: Any = mesh.get_all_groups() if mesh.ndim > 1 else mesh.get_group()
+    names = tuple(f"{prefix}_{i}" for i in range(mesh.ndim))
+    return TorchMesh.from_group(groups, "cpu", mesh=mesh.mesh, mesh_dim_names=names)
+
+
+def redistribution(
+    local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int], min_cost: bool
+) -> Call:
+    """The call that redistributes, with its plan made. Call it once with `min_cost` per mesh and never without.
+
+    To pending, `DTensor.redistribute` refuses; then it is the function below it, which DTensor uses in backward.
+    """
+    x = dt.DTensor.from_local(local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    call: Call = lambda: x.redistribute(mesh, dst).to_local()
+    if any(placement.is_partial() for placement in dst):
+        after = DTensorSpec(mesh, tuple(dst), tensor_meta=x._spec.tensor_meta)
+        call = lambda: redistribute_local_tensor(local, x._spec, after)
+    with use_min_cost_redistribution_plan(min_cost):
+        call()
+    return call
+
+
+class CountedCollectives(TorchDispatchMode):
+    """Counts the functional collectives of DTensor inside, and the bytes that each brings to this rank.
+
+    Attributes:
+        saved_on_gpu: how many fewer it would be if a split moved to another dim by an all_to_all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received = self.launches = self.saved_on_gpu = 0
+        self._shard_dim_alltoall = placement_types.shard_dim_alltoall
+
+    def __enter__(self) -> CountedCollectives:
+        placement_types.shard_dim_alltoall = self._all_to_all  # type: ignore[assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        placement_types.shard_dim_alltoall = self._shard_dim_alltoall
+        super().__exit__(*error)
+
+    def _all_to_all(self, x: Tensor, gather_dim: int, shard_dim: int, mesh: TorchMesh, mesh_dim: int) -> Tensor:
+        before, n = self.received, mesh.size(mesh_dim)
+        out = self._shard_dim_alltoall(x, gather_dim, shard_dim, mesh, mesh_dim)
+        self.saved_on_gpu += self.received - before - x.nbytes * (n - 1) // n
+        return out
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace in ("_c10d_functional", "_dtensor", "c10d") and name not in _MOVES_NOTHING:
+            self.launches += 1
+            self.received += _received(name, args, out)
+        return out
+
+
+def _received(name: str, args: Sequence[Any], out: Any) -> int:
+    """Bytes that a functional collective brings to this rank.
+
+    Raises:
+        NotImplementedError: one that has not been needed so far.
+    """
+    x = args[0]
+    if name == "all_gather_into_tensor":
+        return out.nbytes - x.nbytes
+    if name == "reduce_scatter_tensor":
+        return x.nbytes - out.nbytes
+    if name == "all_reduce":
+        n = _group_of(args[-1]).size()
+        return 2 * (n - 1) * x.nbytes // n
+    raise NotImplementedError(f"how many bytes does {name} receive?")
+
+
+def _group_of(group: Any) -> dist.ProcessGroup:
+    if isinstance(group, str):
+        from torch.distributed.distributed_c10d import _resolve_process_group
+
+        return _resolve_process_group(group)  # type: ignore[arg-type]
+    return group

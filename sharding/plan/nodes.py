@@ -1,0 +1,102 @@
+"""Bytes between nodes.
+
+On a mesh of more ranks than `EXACT_RANKS` only a few nodes are looked at: the first, the last and one between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ...kernels.box import box_size, intersect
+from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.topology import Topology
+from .meeting import Coordinate
+from .route import group_transfers, members
+from .steps import RING_OPS, Step
+
+EXACT_RANKS = 64  # up to so many ranks every node is looked at
+
+
+def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
+    """Bytes out of or into the busiest rank, from or to other nodes (for rings, per rail), and into the busiest node."""
+    count = _ring if step.op in RING_OPS else _column if step.topology is None else _transfers
+    busiest, into = 0, {}
+    for node, ranks in enumerate(looked_at(step.src.mesh, topology)):
+        most, entering = count(step, topology, ranks)
+        busiest, into[node] = max(busiest, most), entering
+    itemsize = step.src.dtype.itemsize
+    return busiest * itemsize, max(into.values(), default=0) * itemsize
+
+
+@lru_cache(maxsize=64)
+def looked_at(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinate]]:
+    """The ranks of each node; of a few nodes on a large mesh."""
+    ids = topology.node_ids(mesh)
+    names = np.unique(ids)
+    if mesh.size() > EXACT_RANKS:
+        names = names[sorted({0, len(names) // 2, len(names) - 1})]
+    return [[tuple(map(int, c)) for c in np.argwhere(ids == name)] for name in names]
+
+
+def _ring(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+    """What the node does not hold comes in once, over the rails of the group's ranks in the node."""
+    groups: dict[Coordinate, int] = {}
+    for rank in ranks:
+        first = members_key(step, rank)
+        groups[first] = groups.get(first, 0) + 1
+    most = total = 0
+    for first, together in groups.items():
+        n = step.group_size
+        part = step.src if step.op == "all_gather" else step.dst
+        size = box_size(part.box_at(first))  # of equal parts
+        entering = (n - together) * (2 * size // n if step.op == "all_reduce" else size)
+        rails = together if topology.rails is None else min(together, topology.rails)
+        most, total = max(most, entering // rails), total + entering
+    return most, total
+
+
+def members_key(step: Step, rank: Coordinate) -> Coordinate:
+    """The same for all ranks of a step's group: its first member."""
+    names = step.src.mesh.axis_names
+    return tuple(0 if name in step.axes else k for name, k in zip(names, rank, strict=True))
+
+
+def _column(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+    """All that a rank receives and sends, less what stays in the node."""
+    from .traffic import bytes_received, bytes_sent  # which adds up what is counted here
+
+    itemsize, most, total = step.src.dtype.itemsize, 0, 0
+    for me in ranks:
+        here = [r for r in ranks if r != me and members_key(step, r) == members_key(step, me)]
+        have, want = step.src.box_at(me), step.dst.box_at(me)
+        near_in = sum(_common(step.src.box_at(r), want) for r in here)
+        near_out = sum(_common(have, step.dst.box_at(r)) for r in here)
+        entering = bytes_received(step, me) // itemsize - near_in
+        most = max(most, entering, bytes_sent(step, me) // itemsize - near_out)
+        total += entering
+    return most, total
+
+
+def _common(a, b) -> int:
+    both = intersect(a, b)
+    return 0 if both is None else box_size(both)
+
+
+def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+    """Box by box, of each group that has ranks in the node."""
+    nodes, mine = topology.node_ids(step.src.mesh), set(ranks)
+    out: dict[Coordinate, int] = {}
+    into: dict[Coordinate, int] = {}
+    for first in dict.fromkeys(members_key(step, rank) for rank in ranks):
+        people = members(step, first)
+        for transfers in group_transfers(step, first):
+            for sender, receiver, box in transfers:
+                a, b = people[sender], people[receiver]
+                if nodes[a] != nodes[b] and (a in mine or b in mine):
+                    out[a] = out.get(a, 0) + box_size(box)
+                    into[b] = into.get(b, 0) + box_size(box)
+    busiest = max([load.get(rank, 0) for load in (out, into) for rank in ranks], default=0)
+    return busiest, sum(into.get(rank, 0) for rank in ranks)
