@@ -23,7 +23,7 @@ demo: $(READY)
 	$(PY) examples/train_lm.py --compare $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -8,7 +8,6 @@ without regard to the planner, so each planner gets a mesh of its own: same proc
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,18 +37,20 @@ def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
 def redistribution(
     local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int], min_cost: bool
 ) -> Call:
-    """The call that redistributes, with its plan made. Call it once with `min_cost` per mesh and never without.
+    """The call that redistributes, with its plan made. A mesh must always be given with the same `min_cost`.
 
     To pending, `DTensor.redistribute` refuses; then it is the function below it, which DTensor uses in backward.
     """
     x = dt.DTensor.from_local(local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    call: Call = lambda: x.redistribute(mesh, dst).to_local()
-    if any(placement.is_partial() for placement in dst):
-        after = DTensorSpec(mesh, tuple(dst), tensor_meta=x._spec.tensor_meta)
-        call = lambda: redistribute_local_tensor(local, x._spec, after)
+    call = _to_pending(x, dst) if any(p.is_partial() for p in dst) else lambda: x.redistribute(mesh, dst).to_local()
     with use_min_cost_redistribution_plan(min_cost):
         call()
     return call
+
+
+def _to_pending(x: dt.DTensor, dst: Sequence[Any]) -> Call:
+    after = DTensorSpec(x.device_mesh, tuple(dst), tensor_meta=x._spec.tensor_meta)
+    return lambda: redistribute_local_tensor(x._local_tensor, x._spec, after)
 
 
 class CountedCollectives(TorchDispatchMode):

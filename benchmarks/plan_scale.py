@@ -6,7 +6,7 @@
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
 
 No devices and no processes: layouts on a `sm.AbstractMesh`, once with all ranks in one node ("flat") and once with
-nodes of 8. Every case runs in a fork of its own, so that nothing is remembered from another, in three parts:
+nodes of 8 (on the smallest meshes of 2 or 4, so that there are some). Every case runs in three parts, each in a fork of its own, so that nothing is remembered from another:
 
     plan      `sm.plan(src, dst, topology)`
     explain   `str(sm.explain(src, dst, topology=topology))`, which plans again
@@ -45,7 +45,6 @@ MESHES = (
     (2, 2, 2, 2, 2), (8, 8, 8, 16, 16),
 )  # fmt: skip
 QUICK = ((8,), (2, 4), (2, 2, 2))
-NODE_SIZES = (None, 8)
 _REPEATS = 5
 EVEN, UNEVEN = (1 << 18, 1 << 18), ((1 << 18) - 5, (1 << 18) - 3)
 
@@ -98,16 +97,25 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What a case takes: seconds, and bytes."""
+class Part:
+    """One part of a case: the median of its seconds, how many bytes the process grew by, and what was found out."""
 
-    ops: str
-    peers: int
-    plan: float
-    explain: float
-    rank: float
-    allocated: int = 0
-    grown: int = 0
+    seconds: float
+    grown: int
+    found: Any
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a case takes: seconds, and bytes; None for what takes longer than the limit."""
+
+    steps: str | None
+    peers: int | None
+    plan: float | None
+    explain: float | None
+    rank: float | None
+    allocated: int | None
+    grown: int
 
 
 def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -115,44 +123,52 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
     return [
         Case(mesh, node_size, pair, shape)
         for mesh in meshes
-        for node_size in NODE_SIZES
+        for node_size in (None, min(8, math.prod(mesh) // 4))
         for pair in (ON_ANY | ON_SEVERAL if len(mesh) > 1 else ON_ANY)
         for shape in ((EVEN, UNEVEN) if pair in UNEVEN_PAIRS else (EVEN,))
     ]
 
 
-# -- one case, in a process of its own ---------------------------------------------------------------------------------
+# -- one case, in processes of its own ---------------------------------------------------------------------------------
 
 
-def measure(case: Case) -> Figures:
-    """Time all parts, each on layouts and a mesh that nothing is known about yet, and how much the process grows."""
-    before, topology = _resident(), case.topology
-    plan, plan_s = _median(lambda layouts: sm.plan(*layouts, topology=topology), case.layouts)
-    _, explain_s = _median(lambda layouts: str(sm.explain(*layouts, topology=topology)), case.layouts)
-    peers, rank_s = _median(_peers, lambda: sm.plan(*case.layouts(), topology=topology))
-    ops = " + ".join(step.op for step in plan.steps)
-    return Figures(ops, peers, plan_s, explain_s, rank_s, grown=_resident() - before)
+def time_plan(case: Case) -> Part:
+    """`sm.plan`; finds out the steps."""
+    return _timed(lambda layouts: _steps(sm.plan(*layouts, topology=case.topology)), case.layouts)
+
+
+def time_explain(case: Case) -> Part:
+    """`str(sm.explain(...))`."""
+    return _timed(lambda layouts: str(sm.explain(*layouts, topology=case.topology)), case.layouts)
+
+
+def time_rank(case: Case) -> Part:
+    """What one rank sends and receives, the plan being there; finds out how many peers it has."""
+    return _timed(_peers, lambda: sm.plan(*case.layouts(), topology=case.topology))
 
 
 def allocated(case: Case) -> int:
-    """Bytes that Python holds at most while it plans, explains and looks up one rank."""
+    """Bytes that Python holds at most while it plans, looks up one rank and explains."""
     src, dst = case.layouts()
     tracemalloc.start()
-    plan = sm.plan(src, dst, case.topology)
-    _peers(plan)
+    _peers(sm.plan(src, dst, case.topology))
     str(sm.explain(src, dst, topology=case.topology))
     return tracemalloc.get_traced_memory()[1]
 
 
-def _median(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> tuple[Any, float]:
-    """What the call returns for what was prepared, and its median time."""
-    times, found = [], None
+def _timed(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> Part:
+    """The call on what was prepared: anew each time, on a mesh that nothing is known about yet."""
+    before, times, found = _resident(), [], None
     while len(times) < _REPEATS and sum(times) < 1:
         prepared = prepare()
         start = time.perf_counter()
         found = call(prepared)
         times.append(time.perf_counter() - start)
-    return found, statistics.median(times)
+    return Part(statistics.median(times), _resident() - before, found)
+
+
+def _steps(plan: Plan) -> str:
+    return " + ".join(step.op for step in plan.steps)
 
 
 def _peers(plan: Plan) -> int:
@@ -175,7 +191,7 @@ def _resident() -> int:
 def warm_up() -> None:
     """Plan and explain something, on a mesh that is none of those measured: imports and first calls."""
     for case in (Case((3, 2), None, "FSDP all_gather", UNEVEN), Case((3, 2), 2, "P -> R, all axes", EVEN)):
-        measure(case)
+        run_case(case, math.inf, lambda call, case, limit_s: call(case))
 
 
 def in_fork(call: Callable[[Case], Any], case: Case, limit_s: float) -> Any:
@@ -189,65 +205,60 @@ def in_fork(call: Callable[[Case], Any], case: Case, limit_s: float) -> Any:
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
-Found = tuple[Case, Figures | None]
+Found = tuple[Case, Figures]
 COLUMNS = ("mesh, nodes, pair", "steps", "peers", "plan ms", "explain ms", "rank ms", "Python MB", "process MB")
 
 
-def run(chosen: Sequence[Case], limit_s: float) -> Iterator[Found]:
-    """Every case; None where it takes longer than the limit."""
-    for case in chosen:
-        figures = in_fork(measure, case, limit_s)
-        peak = None if figures is None else in_fork(allocated, case, 5 * limit_s)
-        yield case, figures if figures is None or peak is None else Figures(**{**asdict(figures), "allocated": peak})
+def run_case(case: Case, limit_s: float, within: Callable[[Callable[[Case], Any], Case, float], Any]) -> Figures:
+    """All parts of a case; Python's memory only where they keep the limit."""
+    parts: list[Part | None] = [within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)]
+    plan, explain, rank = (None if part is None else part.seconds for part in parts)
+    steps, peers = (None if part is None else part.found for part in (parts[0], parts[2]))
+    peak = None if None in parts else within(allocated, case, 10 * limit_s)
+    return Figures(steps, peers, plan, explain, rank, peak, max((part.grown for part in parts if part), default=0))
 
 
-def table_row(case: Case, figures: Figures | None, limit_s: float) -> list[str]:
+def table_row(case: Case, figures: Figures, limit_s: float) -> list[str]:
     """One line of the table."""
-    if figures is None:
-        return [str(case), *["-"] * 2, f"over {limit_s * 1e3:.0f}", *["-"] * 4]
-    seconds = [f"{s * 1e3:.2f}" for s in (figures.plan, figures.explain, figures.rank)]
-    sizes = [f"{size / 1e6:.1f}" for size in (figures.allocated, figures.grown)]
-    return [str(case), figures.ops or "none", f"{figures.peers:,}", *seconds, *sizes]
+    seconds = [
+        f"over {limit_s * 1e3:.0f}" if s is None else f"{s * 1e3:.2f}"
+        for s in (figures.plan, figures.explain, figures.rank)
+    ]
+    peers = "-" if figures.peers is None else f"{figures.peers:,}"
+    memory = ["-" if size is None else f"{size / 1e6:.1f}" for size in (figures.allocated, figures.grown)]
+    return [str(case), figures.steps or "-", peers, *seconds, *memory]
 
 
 def summary(found: Sequence[Found], limit_s: float) -> list[str]:
     """The slowest of each part, what is over a second, and how times grow with the world."""
-    done = [(case, figures) for case, figures in found if figures is not None]
-    late = [str(case) for case, figures in found if figures is None]
-    lines = [_slowest(part, done) for part in ("plan", "explain", "rank")]
-    lines += [f"Largest allocation of Python: {_largest(done)}."] if done else []
-    over = [f"{case} ({f.plan:.1f} s)" for case, f in done if f.plan > 1]
-    lines.append(f"Plans that take more than a second: {'; '.join(over) or 'none'}.")
-    if late:
-        lines.append(f"Given up after {limit_s:g} s: {'; '.join(late)}.")
-    return [*lines, *_growth(done)]
+    lines = [_slowest(part, found, limit_s) for part in ("plan", "explain", "rank")]
+    case, most = max(found, key=lambda one: one[1].allocated or 0)
+    lines.append(f"Largest allocation of Python: {(most.allocated or 0) / 1e6:.1f} MB ({case}).")
+    over = [str(case) for case, f in found if f.plan is None or f.plan > 1]
+    lines.append(f"Plans that take more than a second: {len(over)}{': ' * bool(over)}{'; '.join(over)}.")
+    return [*lines, *_growth(found)]
 
 
-def _slowest(part: str, done: Sequence[tuple[Case, Figures]]) -> str:
-    seconds = [getattr(figures, part) for _, figures in done]
-    case = done[seconds.index(max(seconds))][0]
-    return f"{part}: median {statistics.median(seconds) * 1e3:.2f} ms, slowest {max(seconds) * 1e3:.1f} ms ({case})."
+def _slowest(part: str, found: Sequence[Found], limit_s: float) -> str:
+    done = [(case, seconds) for case, f in found if (seconds := getattr(f, part)) is not None]
+    case, most = max(done, key=lambda one: one[1])
+    late = f", {len(found) - len(done)} over {limit_s:g} s" if len(done) < len(found) else ""
+    middle = statistics.median(seconds for _, seconds in done)
+    return f"{part}: median {middle * 1e3:.2f} ms, slowest {most * 1e3:.1f} ms ({case}){late}."
 
 
-def _largest(done: Sequence[tuple[Case, Figures]]) -> str:
-    case, figures = max(done, key=lambda pair: pair[1].allocated)
-    return f"{figures.allocated / 1e6:.1f} MB ({case})"
-
-
-def _growth(done: Sequence[tuple[Case, Figures]]) -> list[str]:
-    """By number of axes, the time of the largest mesh over that of the smallest: pairs with few peers, and the others."""
-    lines = []
-    for ndim in sorted({len(case.mesh) for case, _ in done}):
-        meshes = sorted({case.mesh for case, _ in done if len(case.mesh) == ndim}, key=math.prod)
-        small, large = ({_what(c): f for c, f in done if c.mesh == mesh} for mesh in (meshes[0], meshes[-1]))
-        ratios = {k: large[k].plan / small[k].plan for k in small.keys() & large.keys()}
-        if len(meshes) > 1 and ratios:
-            worst = max(ratios, key=lambda key: ratios[key])
-            lines.append(
-                f"plan, {meshes[-1]} over {meshes[0]}: {statistics.geometric_mean(ratios.values()):.1f}x in geometric mean, "
-                f"worst {ratios[worst]:.1f}x ({large[worst].peers:,} peers: {worst[1]})."
+def _growth(found: Sequence[Found]) -> Iterator[str]:
+    """By number of axes, how planning on the largest mesh compares with the smallest: all ranks as peers, or a few."""
+    for ndim in sorted({len(case.mesh) for case, _ in found}):
+        meshes = sorted({case.mesh for case, _ in found if len(case.mesh) == ndim}, key=math.prod)
+        small, large = ({_what(c): f for c, f in found if c.mesh == mesh} for mesh in (meshes[0], meshes[-1]))
+        both = {k: (a, b) for k in small.keys() & large.keys() if (a := small[k].plan) and (b := large[k].plan)}
+        if len(meshes) > 1 and both:
+            worst = max(both, key=lambda key: both[key][1] / both[key][0])
+            yield (
+                f"plan, {meshes[-1]} over {meshes[0]}: {statistics.geometric_mean(b / a for a, b in both.values()):.1f}x in "
+                f"geometric mean, worst {both[worst][1] / both[worst][0]:.1f}x ({worst[1]}: {both[worst][1] * 1e3:.1f} ms)."
             )
-    return lines
 
 
 def _what(case: Case) -> tuple[int | None, str, tuple[int, int]]:
@@ -259,13 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     meshes = [m for m in (QUICK if options.quick else MESHES) if not options.only or str(m) in options.only]
     warm_up()
-    found = list(run(cases(meshes), options.limit))
+    found = [(case, run_case(case, options.limit, in_fork)) for case in cases(meshes)]
     rows = [table_row(case, figures, options.limit) for case, figures in found]
     title = "planning, f32[262144, 262144] (uneven: [262139, 262141]) on meshes without devices"
     show(title, COLUMNS, rows)
     env, lines = environment(), summary(found, options.limit)
     print("\n".join([*lines, environment_line(env)]))
-    figures = [{"case": str(case), "ranks": math.prod(case.mesh), **asdict(f)} for case, f in found if f is not None]
+    figures = [{"case": str(case), "ranks": math.prod(case.mesh), **asdict(f)} for case, f in found]
     write_json(options.json, {"environment": env, "limit_s": options.limit, "cases": figures, "summary": lines})
     text = [f"## {title}", "\n".join(f"- {line}" for line in lines), markdown(COLUMNS, rows), environment_line(env)]
     write_markdown(options.markdown, "\n\n".join(text))
@@ -275,7 +286,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only the meshes {', '.join(map(str, QUICK))}")
     parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh")
-    parser.add_argument("--limit", type=float, default=20.0, metavar="SECONDS", help="give a case up after so long")
+    parser.add_argument("--limit", type=float, default=5.0, metavar="SECONDS", help="give a part up after so long")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")
     return parser.parse_args(arguments)

@@ -4,7 +4,7 @@
     python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
     python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
     python benchmarks/redistribute.py --calibrate            ours planned with what `sm.calibrate` measures first
-    python benchmarks/redistribute.py --quick                few pairs of small tensors in 4 processes, seconds
+    python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
 All pairs of {R, S0, S1} per axis on (4), (2, 4), (4, 2) and (2, 2, 2), pairs with pending values (P) and uneven shapes.
@@ -56,9 +56,9 @@ THEIRS = (GREEDY, MIN_COST)
 PLACEMENTS = {"S0": ("Shard", 0), "S1": ("Shard", 1), "R": ("Replicate",), "P": ("Partial",)}
 
 MESHES = ((4,), (2, 4), (4, 2), (2, 2, 2))
-QUICK_MESHES = ((4,), (2, 2))
+QUICK_MESH = (2,)
 TIMED_OF_MANY = 60  # of the 702 pairs on (2, 2, 2)
-TOO_SLOW = 1.05
+TOO_SLOW, IN_DOUBT = 1.05, 5
 WASTEFUL = 1.2
 
 # Destinations by source, by number of axes.
@@ -89,7 +89,7 @@ UNEVEN = {
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds per contestant, ten times as many in doubt, and seconds per round."""
+    """How long to measure: rounds per contestant, `IN_DOUBT` times as many in doubt, and seconds per round."""
 
     rounds: int
     batch_s: float
@@ -254,7 +254,7 @@ def _timed(calls: dict[str, Call], results: Results, effort: Effort) -> Results:
     times = _times(calls, effort.rounds, effort.batch_s)
     again = any(times[OURS].median > TOO_SLOW * times[name].median for name in THEIRS)
     if again:
-        times = _times(calls, 10 * effort.rounds, effort.batch_s)
+        times = _times(calls, IN_DOUBT * effort.rounds, effort.batch_s)
     return {name: replace(results[name], times=times[name], again=again) for name in calls}
 
 
@@ -351,7 +351,12 @@ def _spread(values: Sequence[float], worst: Callable[[Sequence[float]], float]) 
 
 def summary(found: Sequence[Found]) -> list[str]:
     """What the table says about the aims: bytes, launches, time."""
-    lines = [_bytes_line(found), _launches_line(found), *(_time_line(found, name) for name in THEIRS), _slower_line(found)]
+    lines = [
+        _bytes_line(found),
+        _launches_line(found),
+        *(_time_line(found, name) for name in THEIRS),
+        _slower_line(found),
+    ]
     wrong = [f"{pair} ({name})" for pair, results in found for name, r in results.items() if not r.right]
     return [*lines, *([f"Wrong results: {'; '.join(wrong)}."] if wrong else [])]
 
@@ -409,9 +414,9 @@ def run(pairs: Sequence[Pair], effort: Effort, calibrate: bool) -> Iterator[Foun
 
 
 def chosen_pairs(size: int, only: Sequence[str] | None, quick: bool) -> list[Pair]:
-    """Those on the meshes asked for; for a quick run, every fifth."""
-    meshes = [m for m in (QUICK_MESHES if quick else MESHES) if not only or str(m) in only]
-    return [pair for mesh in meshes for pair in pairs_on(mesh, size)][:: 5 if quick else 1]
+    """Those on the meshes asked for."""
+    meshes = [QUICK_MESH] if quick else [m for m in MESHES if not only or str(m) in only]
+    return [pair for mesh in meshes for pair in pairs_on(mesh, size)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -427,11 +432,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show("by mesh", MESH_COLUMNS, means)
     env, lines = environment(), summary(found)
     print("\n".join([*lines, environment_line(env)]))
-    figures = [
-        {"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}} for p, r in found
-    ]
+    figures = [{"pair": str(p), "bound": p.bound(), **{name: x.as_dict() for name, x in r.items()}} for p, r in found]
     write_json(options.json, {"environment": env, "size": size, "calibrated": options.calibrate, "pairs": figures})
-    text = [f"## {title}", "\n".join(f"- {line}" for line in lines), markdown(MESH_COLUMNS, means), markdown(COLUMNS, rows)]
+    text = [
+        f"## {title}",
+        "\n".join(f"- {line}" for line in lines),
+        markdown(MESH_COLUMNS, means),
+        markdown(COLUMNS, rows),
+    ]
     write_markdown(options.markdown, "\n\n".join([*text, environment_line(env)]))
 
 
@@ -440,7 +448,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of the tensor, a multiple of 8")
     parser.add_argument("--only", choices=[str(m) for m in MESHES], action="append", help="a mesh to run on")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine first and plan ours with that")
-    parser.add_argument("--quick", action="store_true", help="few pairs, small tensors, 4 processes")
+    parser.add_argument("--quick", action="store_true", help="small tensors, one axis, 2 processes")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the table here")
     return parser.parse_args(arguments)

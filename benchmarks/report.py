@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 Row = Sequence[str]
+_WIDEST = 1000  # characters
 
 
 def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
@@ -30,7 +31,8 @@ def show(title: str, columns: Row, rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     console = Console()
-    console.width = max(console.width, 160)  # a narrow terminal wraps lines; it must not lose columns
+    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    console.width = max(console.width, needed)  # a narrow terminal wraps lines; it must not lose columns
     console.print(table, highlight=False)
 
 

@@ -54,7 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsNoTestPackage())  # as a plugin: a conftest's own hooks see no folder above it
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("processes"))  # one worker of `pytest -n` has the pools
     if torch.cuda.is_available():
         return
     for item in items:
