@@ -6,7 +6,8 @@
     python benchmarks/plan_scale.py --json figures.json --markdown tables.md
 
 No devices and no processes: layouts on a `sm.AbstractMesh`, once with all ranks in one node ("flat") and once with
-nodes of 8 (on the smallest meshes of 2 or 4, so that there are some). Every case runs in three parts, each in a fork of its own, so that nothing is remembered from another:
+nodes of 8 (on the smallest meshes of 2 or 4, so that there are some). Every case runs in three parts, each in a fork of
+its own, so that nothing is remembered from another:
 
     plan      `sm.plan(src, dst, topology)`
     explain   `str(sm.explain(src, dst, topology=topology))`, which plans again

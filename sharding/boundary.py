@@ -56,7 +56,7 @@ def from_local(
     _check_device(local_tensor, device_mesh)
     shape = _global_shape(local_tensor, device_mesh, placements) if shape is None else tuple(shape)
     if device_mesh.coordinate is None:
-        local_tensor = local_tensor.new_empty(0)
+        local_tensor = local_tensor.reshape(-1)[:0]  # in the graph, as the parts of other ranks are
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
     if local_tensor.shape != layout.local_shape:
         raise ValueError(

@@ -13,12 +13,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
+from . import outside
 from .decide import FOUND, Decision, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
@@ -205,6 +207,8 @@ def _decided(
         decision.run = _into_out
     else:
         decision = _settled(decide(func, args, kwargs, operands))
+        if _is_outside(operands[0]._layout):
+            decision.run = partial(outside.run, func)
     if operands:
         decisions = operands[0]._layout.decisions
         if len(decisions) >= _CACHE_LIMIT:
@@ -265,8 +269,6 @@ def _run(
     operands: list[Any],
 ) -> Any:
     """Whatever a decision may ask for, beyond calling the function and wrapping its result."""
-    if _is_outside(operands[0]._layout):
-        return _outside(decision, operands)
     if decision.moves:
         local_args, local_kwargs = _moved(decision, args, kwargs, operands)
     if decision.localize is not None:
@@ -283,7 +285,8 @@ def _run(
     if outputs is None:
         return result
     if outputs is FOUND:
-        return _each_tensor(result, lambda t: ShardedTensor._make(t, _whole_like(t, operands[0]._layout)))
+        like = operands[0]._layout
+        return outside.each_tensor(result, lambda t: ShardedTensor._make(t, outside.whole_like(t, like)))
     return decision.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
 
 
@@ -361,49 +364,6 @@ def check_base(x: Any) -> None:
             "in-place operator on a view whose base had to be redistributed: the base would not change; "
             "write to the base, or call .clone() first to say that it should not"
         )
-
-
-def _outside(decision: Decision, operands: list[Any]) -> Any:
-    """A rank outside the mesh runs nothing and holds empty results."""
-    if decision.in_place:
-        return operands[0]
-    grad = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-
-    def empty(layout: Layout) -> Any:
-        differentiable = layout.dtype.is_floating_point or layout.dtype.is_complex
-        return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, requires_grad=grad and differentiable), layout)
-
-    if decision.outputs is FOUND:
-        return _each_tensor(_example(decision), lambda t: empty(_whole_like(t, operands[0]._layout)))
-    if decision.outputs is None:
-        return None
-    if type(decision.outputs) is Layout:
-        return empty(decision.outputs)
-    return decision.container([empty(layout) for layout in decision.outputs])
-
-
-def _example(decision: Decision) -> Any:
-    if decision.example is None:
-        raise NotImplementedError(
-            f"{name_of(decision.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
-            "does not have them"
-        )
-    return decision.example
-
-
-def _whole_like(tensor: Tensor, layout: Layout) -> Layout:
-    """The layout of a tensor of which every rank holds all."""
-    return Layout.of(layout.mesh, P(), tensor.shape, tensor.dtype)
-
-
-def _each_tensor(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
-    """The same nested tuples and lists with every tensor converted."""
-    if isinstance(tree, Tensor):
-        return convert(tree)
-    if not isinstance(tree, (tuple, list)):
-        return tree
-    items = [_each_tensor(item, convert) for item in tree]
-    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
 
 
 def _into_out(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:

@@ -223,16 +223,9 @@ def backward(
     """`x.backward(...)` and `torch.autograd.backward`, on the local graph; sharded and plain tensors may be mixed."""
     tensors = [_summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
-    pairs = [(_local(y), _seed(y, g)) for y, g in zip(tensors, given, strict=True) if not _is_outside(y)]
-    if pairs:
-        locals_, seeds = zip(*pairs, strict=True)
-        leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
-        torch.autograd.backward(locals_, seeds, retain_graph, create_graph, inputs=leaves)
-
-
-def _is_outside(x: Tensor) -> bool:
-    """Whether this rank has no part in a tensor; nor is there anything to compute for it."""
-    return isinstance(x, ShardedTensor) and x.mesh.coordinate is None
+    seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
+    leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
+    torch.autograd.backward([_local(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
 
 
 def _summable(y: Tensor) -> Tensor:
@@ -277,6 +270,7 @@ def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
     """A plain gradient, the same on every rank, laid out as the tensor that it belongs to."""
     if gradient.shape != x.shape:
         raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
+    gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
     whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
     return whole.redistribute(x._layout.grad.spec)
 
@@ -301,8 +295,6 @@ def grad(
         raise NotImplementedError(
             "is_grads_batched=True has no meaning for ShardedTensors yet; call grad once per gradient"
         )
-    if any(_is_outside(y) for y in outputs):
-        return tuple(torch.zeros_like(x) for x in inputs)
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
     found = torch.autograd.grad(
         [_local(y) for y in outputs],

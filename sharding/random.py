@@ -111,7 +111,7 @@ def bernoulli(layout: Layout, p: float) -> Tensor:
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
-        return torch.empty(0, dtype=torch.bool)
+        return torch.empty(0, dtype=torch.bool, device=mesh.device)
     return philox.bernoulli_mask(layout.shape, layout.box, seed, stream, p, mesh.device)
 
 
@@ -130,7 +130,7 @@ def _draw(numbers: Any, layout: Layout, *parameters: Any, integral: bool = False
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
-        return torch.empty(0, dtype=layout.dtype)
+        return torch.empty(0, dtype=layout.dtype, device=mesh.device)
     if integral:
         return numbers(layout.shape, layout.box, seed, stream, *parameters, layout.dtype, mesh.device)
     return numbers(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
 from . import dispatch
+from .across import redistribute_across
 from .layout import Layout, told_apart
 from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
 from .spec import SpecLike
@@ -55,7 +56,9 @@ def redistribute(
         x: a sharded tensor.
         where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
         placements: the same by name.
-        device_mesh: must be the tensor's own mesh.
+        device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
+            the same ranks in another order. Then all ranks of both call this, and backward; those outside a mesh hold
+            empty parts.
         async_op: return a handle while the (last) collective is under way; its `wait()` gives the tensor.
         forward_dtype: cast to this dtype before moving; the result has it.
         backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
@@ -71,18 +74,24 @@ def redistribute(
         The tensor in its new layout; never sharing memory with `x` unless donated. With `async_op`, a `Resharding`.
 
     Raises:
-        ValueError: the placements do not fit, the mesh is another one, no plan fits into `max_bytes`, `out` has another
-            layout, or a tensor that requires grad is donated or has `out`.
+        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, a tensor that
+            requires grad is donated or has `out`, or the mesh is another one and more than the plain move is asked for.
 
-    Communication: the plan's; `explain(x.layout, placements)` prints it.
+    Communication: the plan's; `explain(x.layout, placements)` prints it. To another mesh: a reduction of what is pending,
+        and one all_to_all over the ranks of both.
 
     Example:
         >>> y = x.redistribute([Replicate(), Shard(1)])
         >>> z = x.redistribute(P(None, ("dp", "tp")))
         >>> coming = x.redistribute(P(), async_op=True)
         >>> whole = coming.wait()
+        >>> elsewhere = x.redistribute(other_mesh, [Shard(0)])
     """
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
+    if target.mesh is not layout.mesh:
+        _check_plain(layout, target, async_op=async_op, max_bytes=max_bytes, donate=donate, out=out)
+        moved = redistribute_across(local, layout, target, backward_dtype=backward_dtype)
+        return ShardedTensor._make(_unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
     if not (async_op or donate or max_bytes is not None or out is not None):  # the common way, and the shortest
@@ -171,12 +180,14 @@ def redistribute_many(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, placements: SpecLike) -> SpecLike:
-    """The placements that were asked for.
+def _wanted(
+    x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, placements: SpecLike
+) -> tuple[DeviceMesh, SpecLike]:
+    """The mesh and the placements that were asked for.
 
     Raises:
         TypeError: too many arguments.
-        ValueError: for another mesh than the tensor's.
+        ValueError: for another mesh, without placements.
     """
     rest = list(where)
     if rest and isinstance(rest[0], DeviceMesh):
@@ -187,23 +198,32 @@ def _wanted(x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, pla
         placements = rest.pop(0)
     if rest:
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
-    if mesh is not None and mesh is not x._layout.mesh:
-        here, there = told_apart(x._layout.mesh, mesh)
-        raise ValueError(
-            f"{x._layout} cannot be redistributed from {here} to {there}, only between layouts on one mesh; write "
-            "distribute_tensor(x.full_tensor(), mesh, placements)"
-        )
-    return x._layout.spec if placements is None else placements
+    mesh = x.mesh if mesh is None else mesh
+    if placements is None and mesh is not x.mesh:
+        here, there = told_apart(x.mesh, mesh)
+        raise ValueError(f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)")
+    return mesh, x._layout.spec if placements is None else placements
 
 
 def _prepared(
-    x: ShardedTensor, placements: SpecLike, forward_dtype: torch.dtype | None
+    x: ShardedTensor, wanted: tuple[DeviceMesh, SpecLike], forward_dtype: torch.dtype | None
 ) -> tuple[Tensor, Layout, Layout]:
     """This rank's part in the dtype in which it travels, its layout, and the wanted one."""
     local, layout = dispatch.known_local(x), x._layout
     if forward_dtype is not None and forward_dtype != layout.dtype:
         local, layout = local.to(forward_dtype), layout.replace(dtype=forward_dtype)
-    return local, layout, layout.replace(placements)
+    return local, layout, Layout.of(*wanted, layout.shape, layout.dtype)
+
+
+def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
+    """Raises: ValueError for any option on the way to another mesh."""
+    given = [name for name, value in options.items() if value is not None and value is not False]
+    if given:
+        here, there = told_apart(layout.mesh, target.mesh)
+        raise ValueError(
+            f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to {there}; leave it out, and "
+            "redistribute on one of the meshes with it"
+        )
 
 
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:

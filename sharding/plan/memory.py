@@ -62,8 +62,9 @@ def _exchange_buffers(step: Step) -> int:
     """What one rank sends and receives in one round, in elements of whole boxes."""
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "two_phase":
-        own = 2 * step.src.dtype.itemsize * max(map(_common, sampled_boxes(step.src), sampled_boxes(step.dst)))
-        return max(bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh)) + own
+        own = map(_common, sampled_boxes(step.src), sampled_boxes(step.dst))
+        moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
+        return max(there + 2 * here * step.src.dtype.itemsize for there, here in zip(moved, own, strict=True))
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
 
 

@@ -150,7 +150,9 @@ def test_plan_is_pure_and_counts_exactly(move):
         redistribute_local(local, src, dst)
         abstract = sm.AbstractMesh(mesh_shape, mesh.axis_names)
         predicted = sm.plan(
-            sm.Layout.of(abstract, before, shape, torch.float64), sm.Layout.of(abstract, after, shape, torch.float64)
+            sm.Layout.of(abstract, before, shape, torch.float64),
+            sm.Layout.of(abstract, after, shape, torch.float64),
+            mesh.topology,
         )
         assert sum(received) == predicted.bytes_received(mesh.coordinate)
         assert len(received) == predicted.launches
