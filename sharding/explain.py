@@ -8,6 +8,8 @@ from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..mesh.topology import Topology
 from .layout import Layout
 from .plan import Plan, Step, plan
@@ -173,6 +175,7 @@ def explain(
     *,
     topology: Topology | None = None,
     max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """explain(x.layout, dst) -> the steps, bytes and bounds of `redistribute`, without running it.
 
@@ -180,7 +183,7 @@ def explain(
         src: a `Layout`, or a `ShardedTensor`.
         dst: a `Layout`, a `P`, or placements.
         topology: links and nodes to plan for; by default the mesh's.
-        max_bytes: as for `redistribute`.
+        max_bytes, accumulate_dtype: as for `redistribute`.
 
     Raises:
         ValueError: the two do not fit together, or no plan fits into `max_bytes`.
@@ -199,7 +202,7 @@ def explain(
     """
     before = src if isinstance(src, Layout) else src.layout
     after = dst if isinstance(dst, Layout) else before.replace(dst)
-    return Explanation(plan(before, after, topology, max_bytes=max_bytes))
+    return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype))
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

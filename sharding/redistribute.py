@@ -59,6 +59,7 @@ def start_redistribute(
     *,
     backward_dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     own: bool = False,
     out: Tensor | None = None,
 ) -> Callable[[], Tensor]:
@@ -66,7 +67,7 @@ def start_redistribute(
 
     Args:
         tensors: a list of this rank's part, which is emptied.
-        max_bytes: see `plan`.
+        max_bytes, accumulate_dtype: see `plan`.
         own: the part may be overwritten, and the result may share its memory.
         out: a contiguous tensor for the result.
 
@@ -75,11 +76,11 @@ def start_redistribute(
     (local,) = tensors
     if not (local.requires_grad and torch.is_grad_enabled()):
         del local
-        return runner(src, dst, max_bytes).start(tensors, own=own, out=out)
+        return runner(src, dst, max_bytes, accumulate_dtype).start(tensors, own=own, out=out)
     if not _is_linear(src, dst):
         done = _redistribute_nonlinear(tensors.pop(), src, dst, backward_dtype)
         return lambda: done
-    ready = runner(src, dst, max_bytes).start([tensors.pop().detach()])
+    ready = runner(src, dst, max_bytes, accumulate_dtype).start([tensors.pop().detach()])
     return lambda: _apply(local, src, dst, backward_dtype, ready)
 
 
@@ -119,12 +120,15 @@ def _goes_alone(x: Tensor, pair: Pair) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
 
 
-def runner(src: Layout, dst: Layout, max_bytes: int | None = None) -> Runner:
+def runner(
+    src: Layout, dst: Layout, max_bytes: int | None = None, accumulate_dtype: torch.dtype | None = None
+) -> Runner:
     """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    key = dst if max_bytes is None else (dst, max_bytes)
+    key = dst if max_bytes is None and accumulate_dtype is None else (dst, max_bytes, accumulate_dtype)
     found = src.runners.get(key)
     if found is None:
-        found = src.runners[key] = compile_plan(plan(src, dst, max_bytes=max_bytes))
+        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype)
+        found = src.runners[key] = compile_plan(way)
     return found
 
 

@@ -47,6 +47,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
     donate: bool = False,
     out: ShardedTensor | None = None,
 ) -> Any:
@@ -64,6 +65,8 @@ def redistribute(
         backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
         max_bytes: the most that a rank may hold at a time (its part before, its part after, buffers); exchanges are
             done in rounds until they fit. Backward is not limited.
+        accumulate_dtype: torch.float32 to have sums of 16-bit floats added up in fp32 and rounded once, while they travel
+            in 16 bits: half the bytes of casting first. No effect on other dtypes.
         donate: `x` is not needed any more: its memory is reused where that saves a copy (a reduction in place, a
             reduce_scatter into its own input) and freed otherwise. `x` raises from then on.
         out: a contiguous tensor of the wanted layout that the result is put into and that is returned. An all_gather
@@ -89,12 +92,12 @@ def redistribute(
     """
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
     if target.mesh is not layout.mesh:
-        _check_plain(layout, target, async_op=async_op, max_bytes=max_bytes, donate=donate, out=out)
+        _check_plain(layout, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, donate=donate, out=out)
         moved = redistribute_across(local, layout, target, backward_dtype=backward_dtype)
         return ShardedTensor._make(_unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
-    if not (async_op or donate or max_bytes is not None or out is not None):  # the common way, and the shortest
+    if not (async_op or donate or max_bytes or accumulate_dtype or out is not None):  # the common way, and the shortest
         moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
         return ShardedTensor._make(_unshared(moved, local), target)
     _check_writable(x, target, donate, out)
@@ -104,8 +107,9 @@ def redistribute(
     if donate:
         DonatedTensor.take(x)
     wait = start_redistribute(
-        tensors, layout, target, backward_dtype=backward_dtype, max_bytes=max_bytes, own=donate, out=into
-    )
+        tensors, layout, target,
+        backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, own=donate, out=into,
+    )  # fmt: skip
 
     def finish() -> ShardedTensor:
         moved = wait()

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
 from ..spec import EACH
@@ -43,7 +45,14 @@ Steps = tuple[Step, ...]
 _MAX_MEMBERS = 128  # a group larger than this is not searched rank by rank for idle replicas or nodes
 
 
-def plan(src: Layout, dst: Layout, topology: Topology | None = None, *, max_bytes: int | None = None) -> Plan:
+def plan(
+    src: Layout,
+    dst: Layout,
+    topology: Topology | None = None,
+    *,
+    max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+) -> Plan:
     """plan(src, dst) -> the steps that take a tensor from layout `src` to layout `dst`.
 
     Args:
@@ -52,10 +61,12 @@ def plan(src: Layout, dst: Layout, topology: Topology | None = None, *, max_byte
         topology: links and nodes to plan for; by default those of the mesh.
         max_bytes: the most that a rank may hold at a time: what it has before, the result and buffers. Exchanges are
             done in rounds until they fit.
+        accumulate_dtype: torch.float32 to have 16-bit floats added up in fp32: then they are reduced by exchanges, in
+            which they travel in 16 bits. A ring adds up in the dtype that travels, rounding at every rank.
 
     Raises:
         ValueError: the layouts are of different meshes, shapes or dtypes; no plan fits into `max_bytes` (the message
-            says how much the smallest takes).
+            says how much the smallest takes); another `accumulate_dtype`.
 
     Communication: none; nothing is run.
 
@@ -68,6 +79,8 @@ def plan(src: Layout, dst: Layout, topology: Topology | None = None, *, max_byte
     topology = src.mesh.topology if topology is None else topology
     dst = Layout.of(src.mesh, dst.spec, dst.shape, dst.dtype)  # an equal mesh may be another object
     candidates = list(_candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
+    if accumulate_dtype is not None:
+        candidates = [_accumulating(steps, accumulate_dtype) for steps in candidates]
     if max_bytes is not None:
         candidates = _fitting(candidates, src, dst, max_bytes)
     return Plan(src, dst, _cheapest(candidates, topology), topology)
@@ -91,6 +104,16 @@ def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
     if len(candidates) == 1:
         return candidates[0]
     return min(candidates, key=lambda steps: sum(seconds(step, topology) for step in steps))
+
+
+def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
+    """The same with 16-bit floats reduced on arrival, which is done in fp32."""
+    if dtype is not torch.float32:
+        raise ValueError(f"accumulate_dtype={dtype}: sums of 16-bit floats can be accumulated in torch.float32; or leave it out")
+    if not steps or not (steps[0].src.dtype.is_floating_point and steps[0].src.dtype.itemsize == 2):
+        return steps
+    adding = {"reduce_scatter", "all_reduce"}
+    return tuple(replace(s, op="exchange_reduce") if s.op in adding and s.kind == "sum" else s for s in steps)
 
 
 # -- candidates, stage by stage ----------------------------------------------------------------------------------------

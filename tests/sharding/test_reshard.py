@@ -290,3 +290,28 @@ def test_an_impossible_limit_names_the_smallest():
     assert sm.explain(src, P(None, "a"), max_bytes=least).peak_bytes <= least
     with pytest.raises(ValueError, match="pass max_bytes"):
         sm.explain(src, P(None, "a"), max_bytes=least - 1)
+
+
+# -- sums of 16-bit floats ---------------------------------------------------------------------------------------------
+
+
+@every_rank(8)
+def test_sums_of_16_bit_floats_in_fp32(mesh):
+    """256 and seven ones: in bf16, 256 + 1 is 256."""
+    mine = 256.0 if mesh.get_local_rank("a") == 0 else 1.0
+    x = sm.ShardedTensor.from_local(torch.full((8, 2), mine, dtype=torch.bfloat16), mesh, P(unreduced={"a"}))
+    for spec in (P(), P("a"), P(None, "a")):
+        with collectives() as records:
+            y = x.redistribute(spec, accumulate_dtype=torch.float32)
+        assert torch.equal(y.full_tensor(), torch.full((8, 2), 264.0, dtype=torch.bfloat16))
+        assert {record.dtype for record in records} == {torch.bfloat16}
+        assert launched(records)[0] == "all_to_all"
+        explained = sm.explain(x.layout, spec, accumulate_dtype=torch.float32)
+        assert sum(r.bytes_received for r in records) == explained.plan.bytes_received(mesh.coordinate)
+
+
+def test_accumulating_in_another_dtype():
+    def program(mesh):
+        place(mesh, P(unreduced={"a"})).redistribute(P(), accumulate_dtype=torch.float64)
+
+    assert "torch.float32" in same_error((2,), program, ValueError)
