@@ -13,8 +13,9 @@ its own, so that nothing is remembered from another:
     explain   `str(sm.explain(src, dst, topology=topology))`, which plans again
     rank      what the rank in the middle of the mesh sends and receives, box by box (`routes` of every exchange)
 
-"peers" is how many others that rank exchanges data with: what the cost may grow with, beside the number of axes.
-Memory is what Python allocated at most (tracemalloc, in a run of its own) and how much larger the process became.
+Times are CPU times, as nothing waits: those of a machine that does nothing else. "peers" is how many others that rank
+exchanges data with: what the cost may grow with, beside the number of axes. Memory is what Python allocated at most
+(tracemalloc, in a run of its own) and how much larger the process became.
 """
 
 from __future__ import annotations
@@ -162,9 +163,9 @@ def _timed(call: Callable[[Any], Any], prepare: Callable[[], Any]) -> Part:
     before, times, found = _resident(), [], None
     while len(times) < _REPEATS and sum(times) < 1:
         prepared = prepare()
-        start = time.perf_counter()
+        start = time.process_time()
         found = call(prepared)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return Part(statistics.median(times), _resident() - before, found)
 
 

@@ -46,7 +46,7 @@ class Layout:
 
     def __init__(self, mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.spec, self.shape, self.dtype = mesh, spec, shape, dtype
-        self.runners: dict[Layout, Any] = {}  # destination -> compiled redistribution, filled by `redistribute`
+        self.runners: dict[Any, Any] = {}  # destination (and options) -> compiled redistribution
         self.decisions: dict[Any, Any] = {}  # operator and arguments -> how to run it, filled by `dispatch`
 
     @staticmethod

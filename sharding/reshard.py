@@ -97,7 +97,7 @@ def redistribute(
         return ShardedTensor._make(_unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
-    if not (async_op or donate or max_bytes or accumulate_dtype or out is not None):  # the common way, and the shortest
+    if not (async_op or donate or max_bytes is not None or accumulate_dtype or out is not None):  # the common way, and the shortest
         moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
         return ShardedTensor._make(_unshared(moved, local), target)
     _check_writable(x, target, donate, out)
