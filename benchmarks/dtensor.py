@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.tensor import placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._redistribute import redistribute_local_tensor, use_min_cost_redistribution_plan
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
@@ -35,17 +35,14 @@ def renamed(mesh: sm.DeviceMesh, prefix: str) -> TorchMesh:
 
 
 def redistribution(
-    local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int], min_cost: bool
+    local: Tensor, mesh: TorchMesh, src: Sequence[Any], dst: Sequence[Any], shape: tuple[int, int]
 ) -> Call:
-    """The call that redistributes, with its plan made. A mesh must always be given with the same `min_cost`.
+    """The call that redistributes. The first decides for the planner: make it inside `use_min_cost_redistribution_plan`.
 
     To pending, `DTensor.redistribute` refuses; then it is the function below it, which DTensor uses in backward.
     """
     x = dt.DTensor.from_local(local, mesh, src, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
-    call = _to_pending(x, dst) if any(p.is_partial() for p in dst) else lambda: x.redistribute(mesh, dst).to_local()
-    with use_min_cost_redistribution_plan(min_cost):
-        call()
-    return call
+    return _to_pending(x, dst) if any(p.is_partial() for p in dst) else lambda: x.redistribute(mesh, dst).to_local()
 
 
 def _to_pending(x: dt.DTensor, dst: Sequence[Any]) -> Call:

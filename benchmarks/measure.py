@@ -88,8 +88,7 @@ def slowest(times: Sequence[Times]) -> Times:
 
 def _calls_per_batch(call: Call, batch_s: float, agree: Callable[[int], int]) -> int:
     """How many calls fill a batch; warms every cache on the way. The ranks make the same number of calls here, too."""
-    for _ in range(2):
-        call()
+    call()
     if agree(int(batch_s / _batch(call, 1))) <= 1:
         return 1
     return max(1, agree(int(batch_s / min(_batch(call, 2) for _ in range(5)))))

@@ -287,13 +287,15 @@ def _transports(cur: Layout, target: Layout, axes: tuple[str, ...], topology: To
 
 def _by_replicas_and_nodes(cur: Layout, target: Layout, topology: Topology) -> Iterator[Step]:
     """Exchanges whose senders are searched rank by rank: among replicas, all of which send, and by nodes."""
-    replicas, leaving = cur.replicated_axes, leaving_axes(cur, target)
+    crossing, leaving, replicas = topology.crossing_axes(cur.mesh), leaving_axes(cur, target), cur.replicated_axes
+    if cur.mesh.size((*leaving, *replicas)) > _MAX_MEMBERS:
+        replicas = tuple(a for a in replicas if a not in crossing)  # those of the own node
     everyone = tuple(a for a in cur.mesh.axis_names if a in leaving or a in replicas)
     if cur.mesh.size(everyone) > _MAX_MEMBERS:
         return
     if replicas:
         yield Step("exchange", everyone, cur, target, topology=topology)
-    if set(everyone) & set(topology.crossing_axes(cur.mesh)):
+    if set(everyone) & set(crossing):
         step = Step("two_phase", everyone, cur, target, topology=topology)
         people = members(step, (0,) * cur.mesh.ndim)
         if cells([cur.box_at(c) for c in people], [target.box_at(c) for c in people]) <= MAX_CELLS:

@@ -107,12 +107,22 @@ def traffic(step: Step, topology: Topology) -> Traffic:
     if step.op in RING_OPS:  # the rank with the largest box is the busiest
         received = sent = _ring(step, step.src.largest_local_numel, step.dst.largest_local_numel)
     else:
-        ranks, before, after = sampled(mesh), sampled_boxes(step.src), sampled_boxes(step.dst)
+        before, after = sampled_boxes(step.src), sampled_boxes(step.dst)
         received = max(map(_received, repeat(step), before, after))
-        sent = max(map(_sent, repeat(step), ranks, before, after))
+        sent = max(_sent(step, c, b, a) for c, b, a in zip(sampled(mesh), before, after, strict=True) if _counts(step, c))
     if not set(step.axes) & set(topology.crossing_axes(mesh)):
         return Traffic(received, sent, 0, 0)
     return Traffic(received, sent, *across_nodes(step, topology))
+
+
+def _counts(step: Step, coordinate: Coordinate) -> bool:
+    """Whether a rank's sends are looked at: where senders are searched rank by rank on a large mesh, those of the first
+    group and of the last."""
+    mesh = step.src.mesh
+    if step.topology is None or mesh.size() <= EXACT_RANKS:
+        return True
+    others = [(k, n) for k, n, a in zip(coordinate, mesh.shape, mesh.axis_names, strict=True) if a not in step.axes]
+    return all(k == 0 for k, _ in others) or all(k == n - 1 for k, n in others)
 
 
 def most_received(steps: Sequence[Step]) -> int:
