@@ -12,11 +12,11 @@ import torch
 import shardmesh as sm
 from shardmesh.mesh.group import CollectiveRecord, current_world
 
-AXES = ("a", "b", "c")
+AXES = ("a", "b", "c", "d")
 
 
 def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
-    """`program(mesh)` on every rank of a simulated mesh with axes a, b, c; what each rank returned."""
+    """`program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; what each rank returned."""
 
     def rank() -> Any:
         return program(sm.init_device_mesh("cpu", mesh_shape, axis_names=AXES[: len(mesh_shape)]))

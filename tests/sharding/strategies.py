@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 
-AXES = ("a", "b", "c")
-MESH_SHAPES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (1, 3), (3, 2), (2, 4), (2, 2, 2), (2, 1, 3)]
+AXES = ("a", "b", "c", "d")
+MESH_SHAPES = [(1,), (2,), (3,), (4,), (8,), (2, 2), (1, 3), (3, 2), (2, 4), (2, 2, 2), (2, 1, 3), (2, 1, 2, 2)]
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12])
 
 mesh_shapes = st.sampled_from(MESH_SHAPES)
 
 
 @st.composite
-def shapes(draw: st.DrawFn, max_dims: int = 3) -> tuple[int, ...]:
+def shapes(draw: st.DrawFn, max_dims: int = 4) -> tuple[int, ...]:
     """Global shapes of at most 600 elements."""
     shape = tuple(draw(SIZES) for _ in range(draw(st.integers(0, max_dims))))
     return shape if math.prod(shape) <= 600 else shape[:1]

@@ -75,7 +75,7 @@ def test_spellings():
     joint = P(("b", "a"), None, sizes={("b", "a"): [1, 2, 0, 5]}, unreduced={"c"})
     assert joint.cuts == ((Cut(("b", "a"), (1, 2, 0, 5)),), ())
     assert repr(joint) == "P(('b', 'a'), None, unreduced={'c'}, sizes={('b', 'a'): (1, 2, 0, 5)})"
-    assert spec_to_placements(joint, AXES) == (
+    assert spec_to_placements(joint, AXES[:3]) == (
         Shard(0, order=1, sizes=(1, 2, 0, 5)),
         Shard(0, order=0, sizes=(1, 2, 0, 5)),
         Partial(),

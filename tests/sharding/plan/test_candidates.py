@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +77,26 @@ def test_every_candidate_gives_the_value_and_moves_what_it_says(case, rounds):
             assert moved.shape == dst.local_shape
             whole = redistribute_local(moved, dst, dst.replicated)
             torch.testing.assert_close(whole, expected, rtol=1e-11, atol=1e-11)
+
+    on_mesh(move[0], program)
+
+
+@given(nodes_and_moves(), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_ranks_of_a_mesh_in_any_order(case, random):
+    """Groups list ranks in ascending order, whatever their order in the mesh."""
+    topology, move = case
+    ranks = list(range(math.prod(move[0])))
+    random.shuffle(ranks)
+
+    def program(_):
+        mesh = sm.DeviceMesh("cpu", torch.tensor(ranks).view(move[0]), axis_names=AXES[: len(move[0])])
+        src, dst, candidates = all_candidates(mesh, move, topology)
+        parts = reference.contributions(mesh, src.spec, move[1])
+        for steps in candidates:
+            moved = compile_plan(Plan(src, dst, steps, topology))(reference.local_part(parts, src))
+            whole = redistribute_local(moved, dst, dst.replicated)
+            torch.testing.assert_close(whole, reference.value(parts, src.spec), rtol=1e-11, atol=1e-11)
 
     on_mesh(move[0], program)
 
