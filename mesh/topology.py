@@ -231,7 +231,7 @@ _NVLINK_BANDWIDTH = 450e9
 _INFINIBAND_BANDWIDTH = 400e9 / 8
 # HBM3 of the H100 SXM: 3.35 TB/s (data sheet); a copy reads and writes each byte.
 _HBM_COPY_BANDWIDTH = 3.35e12 / 2
-# NCCL's own model of a ring with its low-latency protocol (src/graph/tuning.cc, 2.20): 6.6 us, and 0.6 us per step over
+# NCCL's own model of a ring with its low-latency protocol (src/graph/tuning.cc): 6.6 us, and 0.6 us per step over
 # NVLink: an all_gather of 8 GPUs takes 6.6 + 7 * 0.6.
 _NVLINK_LATENCY = 11e-6
 # The same over two such nodes: 6.6 us, 14 steps that cost at least the 1 us of posting to the network, one of 2.7 us.

@@ -20,7 +20,8 @@ class Work(ABC):
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether `wait` would return without waiting for others. (It must be called all the same.)"""
+        """Whether `wait` would return without waiting for others. It must be called all the same: some backends (gloo's
+        point-to-point calls) say no until then."""
 
 
 class _Done(Work):
