@@ -25,6 +25,7 @@ import math
 import multiprocessing
 import resource
 import statistics
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -216,7 +217,7 @@ def run_case(case: Case, limit_s: float, within: Callable[[Callable[[Case], Any]
     parts: list[Part | None] = [within(call, case, limit_s) for call in (time_plan, time_explain, time_rank)]
     plan, explain, rank = (None if part is None else part.seconds for part in parts)
     steps, peers = (None if part is None else part.found for part in (parts[0], parts[2]))
-    peak = None if None in parts else within(allocated, case, 10 * limit_s)
+    peak = None if None in parts else within(allocated, case, 4 * limit_s)
     return Figures(steps, peers, plan, explain, rank, peak, max((part.grown for part in parts if part), default=0))
 
 
@@ -267,12 +268,22 @@ def _what(case: Case) -> tuple[int | None, str, tuple[int, int]]:
     return case.node_size, case.pair, case.shape
 
 
+def run(chosen: Sequence[Case], limit_s: float) -> Iterator[Found]:
+    """Every case, in forks; says on the way where it is."""
+    mesh = None
+    for case in chosen:
+        if case.mesh != mesh:
+            mesh = case.mesh
+            print(f"mesh {mesh}", file=sys.stderr, flush=True)
+        yield case, run_case(case, limit_s, in_fork)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the chosen meshes, print the table and write the files asked for."""
     options = _options(arguments)
     meshes = [m for m in (QUICK if options.quick else MESHES) if not options.only or str(m) in options.only]
     warm_up()
-    found = [(case, run_case(case, options.limit, in_fork)) for case in cases(meshes)]
+    found = list(run(cases(meshes), options.limit))
     rows = [table_row(case, figures, options.limit) for case, figures in found]
     title = "planning, f32[262144, 262144] (uneven: [262139, 262141]) on meshes without devices"
     show(title, COLUMNS, rows)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import torch
 
@@ -42,6 +43,8 @@ from .toward import (
 from .traffic import traffic
 
 Steps = tuple[Step, ...]
+_WORTH_A_LAUNCH = 1.25  # how many times cheaper a plan with more launches must be
+_WORTH_SHARING = 1.5  # how many times fewer bytes a reduction must be when idle replicas take a share and a gather follows
 _MAX_MEMBERS = 128  # a group larger than this is not searched rank by rank for idle replicas or nodes
 
 
@@ -101,9 +104,23 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
 
 
 def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
+    """The cheapest; on one node, the cheapest with fewer launches unless those that it saves cost much.
+
+    Estimates know nothing of what a launch costs beyond its latency (waiting for the slowest rank, above all), so bytes
+    that a further launch saves must be many.
+    """
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda steps: sum(seconds(step, topology) for step in steps))
+    priced = [(sum(seconds(step, topology) for step in steps), steps) for steps in candidates]
+    least, best = min(priced, key=itemgetter(0))
+    if topology.crossing_axes(best[0].src.mesh if best else candidates[0][0].src.mesh):
+        return best
+    near = [steps for cost, steps in sorted(priced, key=itemgetter(0)) if cost <= _WORTH_A_LAUNCH * least]
+    return min(near, key=_launches)
+
+
+def _launches(steps: Steps) -> int:
+    return sum(step.launches for step in steps)
 
 
 def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
@@ -164,14 +181,21 @@ def _beginnings(cur: Layout, goal: Layout, todo: tuple[str, ...], topology: Topo
     yield _slice(cur, sliced)
     idle = tuple(a for a in sliced.replicated_axes if a not in goal.dim_of)
     shared = split_further(sliced, idle, _dims_to_cut(sliced, goal, todo)) if idle else None
-    if shared is not None:  # idle replicas take a share of the work
-        yield _slice(cur, shared)
-    if set(todo) & set(topology.crossing_axes(cur.mesh)):  # boxes move inside the nodes, so that parts only go across
+    crosses = bool(set(todo) & set(topology.crossing_axes(cur.mesh)))
+    if shared is not None and (crosses or _is_worth_sharing(cur.mesh.size(todo), cur.mesh.size(idle))):
+        yield _slice(cur, shared)  # idle replicas take a share of the work
+    if crosses:  # boxes move inside the nodes, so that parts only go across
         ready = without_cuts(goal, todo, sliced.pending)
         axes = leaving_axes(sliced, ready)
         if axes and not set(axes) & set(topology.crossing_axes(cur.mesh)):
             for step in _transports(sliced, ready, axes, topology):
                 yield (*_slice(cur, sliced), step)
+
+
+def _is_worth_sharing(n: int, replicas: int) -> bool:
+    """A reduce_scatter over n ranks of N bytes brings (n-1)/n N into each. Where r replicas do a share each and gather, it
+    is (n-1)/(nr) N, and (r-1)/(nr) N for the gather."""
+    return replicas * (n - 1) > _WORTH_SHARING * (n + replicas - 2)
 
 
 def _slice(cur: Layout, sliced: Layout) -> Steps:

@@ -103,7 +103,7 @@ TOPOLOGIES = {
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))])
 def test_plans_are_as_cheap_as_can_be(name, mesh_shape, shape):
-    """Exactly where nothing is reduced. Reductions: within a fifth on one node; over nodes, where relays can use network
+    """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over nodes, where relays can use network
     links of ranks that want nothing, within a factor of two, and of 1.15 in geometric mean."""
     topology, mesh = TOPOLOGIES[name], sm.AbstractMesh(mesh_shape, NAMES[: len(mesh_shape)])
     if not set(topology.crossing) <= set(mesh.axis_names):
@@ -113,7 +113,7 @@ def test_plans_are_as_cheap_as_can_be(name, mesh_shape, shape):
     for (src, dst), least in shortest(layouts, topology).items():
         if 0 < least < float("inf"):
             way = sm.plan(src, dst, topology)
-            allowed = 1.001 if src.pending == dst.pending else 2 if topology.crossing else 1.2
+            allowed = 1.001 if src.pending == dst.pending else 2 if topology.crossing else 1.5
             ratios[src, dst] = sum(seconds(step, topology) for step in way.steps) / least
             assert ratios[src, dst] <= allowed, f"{ratios[src, dst]:.3f} {way}"
     assert math.prod(ratios.values()) ** (1 / len(ratios)) <= 1.15
