@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class AbstractMesh:
         self.axis_names = names
         self._index = {name: i for i, name in enumerate(names)}
         self._layouts = {}
+        self._passing_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._origin: _Origin | None = None
@@ -122,7 +124,7 @@ class AbstractMesh:
         self._topology = None
         self._node_ids.clear()
         self._crossing_axes.clear()
-        for layout in self._layouts.values():
+        for layout in (*self._layouts.values(), *self._passing_layouts.values()):
             layout.runners.clear()
         for part in self._parts.values():
             if part._origin is not None and part._origin.mesh is self and part._own_topology is None:

@@ -84,6 +84,11 @@ class Layout:
             self.dtype if dtype is None else dtype,
         )
 
+    def passing(self, spec: P) -> Layout:
+        """This layout with another spec, kept only as long as somebody holds it: for the many that a planner tries."""
+        key = (spec, self.shape, self.dtype)
+        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, keep=False)
+
     # -- what the spec says -------------------------------------------------------------------------------------------
 
     @cached_property
@@ -269,14 +274,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> Layout:
+def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, keep: bool = True) -> Layout:
     if spec.sizes:
         spec = _normal(mesh, spec, shape)
     key = (spec, shape, dtype)
-    layout = mesh._layouts.get(key)
+    layout = mesh._layouts.get(key) or mesh._passing_layouts.get(key)
     if layout is None:
         _check_average(spec, dtype)
-        layout = mesh._layouts[key] = Layout(mesh, spec, shape, dtype)
+        layout = Layout(mesh, spec, shape, dtype)
+    kept: Any = mesh._layouts if keep else mesh._passing_layouts
+    kept[key] = layout
     return layout
 
 

@@ -20,13 +20,13 @@ def without_trivial_axes(layout: Layout) -> Layout:
         return Cut(tuple(a for a in cut.axes if size(a) > 1), cut.sizes)
 
     cuts = [[kept(cut) for cut in dim if kept(cut).axes] for dim in layout.spec.cuts]
-    return layout.replace(P.of_cuts(cuts, {a: k for a, k in layout.spec.unreduced if size(a) > 1}))
+    return layout.passing(P.of_cuts(cuts, {a: k for a, k in layout.spec.unreduced if size(a) > 1}))
 
 
 def with_pending(layout: Layout, changes: Mapping[str, str | None]) -> Layout:
     """The layout with the pending kind of some axes changed, or removed where it is None."""
     pending = {**layout.pending, **changes}
-    return layout.replace(layout.spec.with_unreduced({a: k for a, k in pending.items() if k is not None}))
+    return layout.passing(layout.spec.with_unreduced({a: k for a, k in pending.items() if k is not None}))
 
 
 def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layout:
@@ -41,7 +41,7 @@ def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layou
     if cuts == list(layout.spec.cuts):
         return layout
     split = {axis for dim in cuts for cut in dim for axis in cut.axes}
-    return layout.replace(P.of_cuts(cuts, {a: k for a, k in layout.spec.unreduced if a not in split}))
+    return layout.passing(P.of_cuts(cuts, {a: k for a, k in layout.spec.unreduced if a not in split}))
 
 
 def sliced_towards(layout: Layout, target: Layout) -> Layout:
@@ -58,7 +58,7 @@ def split_further(layout: Layout, axes: Collection[str], avoid: Collection[int] 
         if dim not in avoid and size and size % (cut_now * parts) == 0 and all(cut.sizes is None for cut in cuts):
             dims = list(layout.spec.cuts)
             dims[dim] = (*cuts, *[Cut((a,)) for a in axes])
-            return layout.replace(P.of_cuts(dims, {a: k for a, k in layout.spec.unreduced if a not in axes}))
+            return layout.passing(P.of_cuts(dims, {a: k for a, k in layout.spec.unreduced if a not in axes}))
     return None
 
 
@@ -66,7 +66,7 @@ def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, st
     """The layout with every dim cut only as far as without these axes, and pending as given where that is not split."""
     cuts = [list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim)) for dim in layout.spec.cuts]
     split = {axis for dim in cuts for cut in dim for axis in cut.axes}
-    return layout.replace(P.of_cuts(cuts, {a: k for a, k in pending.items() if a not in split}))
+    return layout.passing(P.of_cuts(cuts, {a: k for a, k in pending.items() if a not in split}))
 
 
 def before_padding(cur: Layout, goal: Layout) -> Layout:
@@ -79,7 +79,7 @@ def before_padding(cur: Layout, goal: Layout) -> Layout:
             (cut,) = (cut for cut in cur.spec.cuts[dim] if axis in cut.axes)
             if cut.sizes is None or (len(cut.axes) == 1 and not cuts[dim]):
                 cuts[dim].append(cut)
-    return cur.replace(P.of_cuts(cuts, cur.pending))
+    return cur.passing(P.of_cuts(cuts, cur.pending))
 
 
 def leaving_axes(cur: Layout, target: Layout) -> tuple[str, ...]:

@@ -103,8 +103,9 @@ TOPOLOGIES = {
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (64, 4096)), ((2, 2), (4096, 4096)), ((2, 4), (64, 64)), ((3, 2), (97, 4096))])
 def test_plans_are_as_cheap_as_can_be(name, mesh_shape, shape):
-    """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over nodes, where relays can use network
-    links of ranks that want nothing, within a factor of two, and of 1.15 in geometric mean."""
+    """Exactly where nothing is reduced. Reductions: within a half on one node, where a further launch must save much; over
+    nodes, where relays can use network links of ranks that want nothing, within a factor of two, and of 1.15 in geometric
+    mean."""
     topology, mesh = TOPOLOGIES[name], sm.AbstractMesh(mesh_shape, NAMES[: len(mesh_shape)])
     if not set(topology.crossing) <= set(mesh.axis_names):
         pytest.skip("no such axis")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -163,3 +164,15 @@ def test_layouts_that_do_not_fit(change, word):
         sm.plan(src, dst)
     assert str(src) in str(caught.value)
     assert str(dst) in str(caught.value)
+
+
+def test_layouts_that_were_tried_are_not_kept():
+    mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
+    pairs = [(P(unreduced={"a", "b"}), P("a")), (P("a", unreduced={"b"}), P(None, "b")), (P("a"), P(("b", "a")))]
+    for rows in range(8, 808, 8):
+        for before, after in pairs:
+            sm.plan(Layout.of(mesh, before, (rows, 8)), Layout.of(mesh, after, (rows, 8)))
+    gc.collect()
+    given = len(pairs) * 2 * 100
+    assert len(mesh._layouts) <= 2 * given  # each as spelled and as padded
+    assert len(mesh._passing_layouts) <= given + 1000  # the last ones are held by bounded caches
