@@ -30,6 +30,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 from report import environment, environment_line, markdown, show, write_json, write_markdown
@@ -199,11 +200,19 @@ def warm_up() -> None:
 
 def in_fork(call: Callable[[Case], Any], case: Case, limit_s: float) -> Any:
     """The answer of a fork of this process; None if it takes longer than the limit."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # leaving the block ends the process
-        try:
-            return pool.apply_async(call, (case,)).get(limit_s)
-        except multiprocessing.TimeoutError:
-            return None
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(send, call, case))
+    process.start()
+    send.close()
+    found = receive.recv() if receive.poll(limit_s) else None  # EOFError where the fork failed; it has said why
+    process.kill()
+    process.join()
+    return found
+
+
+def _answer(send: Connection, call: Callable[[Case], Any], case: Case) -> None:
+    send.send(call(case))
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------

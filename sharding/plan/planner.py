@@ -322,7 +322,9 @@ def _by_replicas_and_nodes(cur: Layout, target: Layout, topology: Topology) -> I
     if set(everyone) & set(crossing):
         step = Step("two_phase", everyone, cur, target, topology=topology)
         people = members(step, (0,) * cur.mesh.ndim)
-        if cells([cur.box_at(c) for c in people], [target.box_at(c) for c in people]) <= MAX_CELLS:
+        nodes = topology.node_ids(cur.mesh)
+        together = len({int(nodes[c]) for c in people}) < len(people)  # else there is nobody to share with
+        if together and cells([cur.box_at(c) for c in people], [target.box_at(c) for c in people]) <= MAX_CELLS:
             yield step
 
 
