@@ -14,7 +14,7 @@ from ...kernels.box import box_size, intersect
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from .meeting import Coordinate
-from .route import group_transfers, members
+from .route import group_transfers, members, routes, shares_evenly
 from .steps import RING_OPS, Step
 
 EXACT_RANKS = 64  # up to so many ranks every node is looked at
@@ -23,6 +23,8 @@ EXACT_RANKS = 64  # up to so many ranks every node is looked at
 def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
     """Bytes out of or into the busiest rank, from or to other nodes (for rings, per rail), and into the busiest node."""
     count = _ring if step.op in RING_OPS else _column if step.topology is None else _transfers
+    if step.op == "two_phase" and shares_evenly(step):
+        count = _shared
     busiest, into = 0, {}
     for node, ranks in enumerate(looked_at(step.src.mesh, topology)):
         most, entering = count(step, topology, ranks)
@@ -83,6 +85,14 @@ def _column(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tupl
 def _common(a, b) -> int:
     both = intersect(a, b)
     return 0 if both is None else box_size(both)
+
+
+def _shared(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+    """What comes and goes in the first phase; in the second nothing leaves the node."""
+    first = [routes(step, me)[0] for me in ranks]
+    came = [sum(box_size(box) for _, box in route.recvs) for route in first]
+    left = [sum(box_size(box) for _, box in route.sends) for route in first]
+    return max(came + left, default=0), sum(came)
 
 
 def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:

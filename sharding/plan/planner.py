@@ -25,7 +25,7 @@ from ..layout import Layout, told_apart
 from ..spec import EACH
 from .cost import seconds
 from .memory import held_bytes, peak_bytes
-from .route import MAX_CELLS, cells, members
+from .route import MAX_CELLS, cells, members, shares_evenly
 from .steps import Plan, Step
 from .toward import (
     append_axes,
@@ -45,6 +45,7 @@ from .traffic import traffic
 Steps = tuple[Step, ...]
 _WORTH_A_LAUNCH = 1.25  # how many times cheaper a plan with more launches must be
 _WORTH_SHARING = 1.5  # how many times fewer bytes a reduction must be when idle replicas take a share and a gather follows
+_MAX_OUTSIDE = 1024  # nodes that exchange in two phases by arithmetic
 _MAX_MEMBERS = 128  # a group larger than this is not searched rank by rank for idle replicas or nodes
 
 
@@ -315,17 +316,21 @@ def _by_replicas_and_nodes(cur: Layout, target: Layout, topology: Topology) -> I
     if cur.mesh.size((*leaving, *replicas)) > _MAX_MEMBERS:
         replicas = tuple(a for a in replicas if a not in crossing)  # those of the own node
     everyone = tuple(a for a in cur.mesh.axis_names if a in leaving or a in replicas)
-    if cur.mesh.size(everyone) > _MAX_MEMBERS:
-        return
-    if replicas:
-        yield Step("exchange", everyone, cur, target, topology=topology)
-    if set(everyone) & set(crossing):
-        step = Step("two_phase", everyone, cur, target, topology=topology)
-        people = members(step, (0,) * cur.mesh.ndim)
-        nodes = topology.node_ids(cur.mesh)
-        together = len({int(nodes[c]) for c in people}) < len(people)  # else there is nobody to share with
-        if together and cells([cur.box_at(c) for c in people], [target.box_at(c) for c in people]) <= MAX_CELLS:
-            yield step
+    in_two = Step("two_phase", everyone, cur, target, topology=topology)
+    if set(leaving) & set(crossing) and cur.mesh.size(leaving) <= _MAX_OUTSIDE and shares_evenly(in_two):
+        yield in_two
+    elif cur.mesh.size(everyone) <= _MAX_MEMBERS:
+        if set(everyone) & set(crossing) and _are_few_cells(in_two):
+            yield in_two
+        if replicas:
+            yield Step("exchange", everyone, cur, target, topology=topology)
+
+
+def _are_few_cells(step: Step) -> bool:
+    """Whether two phases can be searched cell by cell, and there is anybody to share a node with."""
+    people, nodes = members(step, (0,) * step.src.mesh.ndim), (step.topology or step.src.mesh.topology).node_ids(step.src.mesh)
+    together = len({int(nodes[c]) for c in people}) < len(people)
+    return together and cells([step.src.box_at(c) for c in people], [step.dst.box_at(c) for c in people]) <= MAX_CELLS
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

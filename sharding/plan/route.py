@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...kernels.box import Box, box_size, intersect
-from ..layout import chunk
+from ..layout import Layout, chunk
 from .meeting import Coordinate, meeting
 from .steps import Step
 
@@ -48,6 +48,8 @@ def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
     """What the rank at `coordinate` sends and receives in each collective of an exchange (one; two in two phases)."""
     if step.topology is None:
         return (_column_route(step, coordinate),)
+    if step.op == "two_phase" and shares_evenly(step):
+        return _shared_routes(step, coordinate)
     people = members(step, coordinate)
     me = people.index(coordinate)
     return tuple(_route_of(me, people, transfers) for transfers in group_transfers(step, people[0]))
@@ -55,8 +57,13 @@ def routes(step: Step, coordinate: Coordinate) -> tuple[Route, ...]:
 
 def members(step: Step, coordinate: Coordinate) -> list[Coordinate]:
     """Coordinates of the ranks of a step's group, in mesh order."""
-    mesh = step.src.mesh
-    spans = [range(n) if a in step.axes else (k,) for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)]
+    return members_along(step.src, step.axes, coordinate)
+
+
+def members_along(layout: Layout, axes: Sequence[str], coordinate: Coordinate) -> list[Coordinate]:
+    """Coordinates of the ranks that differ from one only along these axes, in mesh order."""
+    mesh = layout.mesh
+    spans = [range(n) if a in axes else (k,) for a, n, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)]
     return list(product(*spans))
 
 
@@ -119,6 +126,45 @@ def _nearest(rank: int, nodes: Sequence[int], load: dict[int, int], n: int) -> C
 
 # -- two phases -------------------------------------------------------------------------------------------------------
 
+def shares_evenly(step: Step) -> bool:
+    """Whether every node of the group is a set of replicas that want the same: then each fetches one piece of everything,
+    and routes follow by arithmetic, on any mesh."""
+    if step.topology is None:
+        return False
+    mesh, inner, leaving = step.src.mesh, _inner(step), _outer(step)
+    if not inner or any(a in step.dst.dim_of for a in inner) or set(inner) & set(step.topology.crossing_axes(mesh)):
+        return False
+    nodes = step.topology.node_ids(mesh)
+    corners = [tuple(0 for _ in mesh.shape), tuple(n - 1 for n in mesh.shape)]
+    groups = [[int(nodes[c]) for c in members_along(step.src, leaving, corner)] for corner in corners]
+    return all(len(set(found)) == len(found) for found in groups)
+
+
+def _inner(step: Step) -> tuple[str, ...]:
+    return tuple(a for a in step.axes if a not in step.src.dim_of)
+
+
+def _outer(step: Step) -> tuple[str, ...]:
+    return tuple(a for a in step.axes if a in step.src.dim_of)
+
+
+def _shared_routes(step: Step, me: Coordinate) -> tuple[Route, Route]:
+    """First my piece of every box that comes from another node, from my like there; then the others' pieces."""
+    peers = members_along(step.src, _inner(step), me)
+    mine = peers.index(me)
+    wanted = [(c, box) for c, box in meeting(step.src, step.dst.box_at(me), me, _outer(step)) if c != me]
+    asked = [(c, box) for c, box in meeting(step.dst, step.src.box_at(me), me, _outer(step)) if c != me]
+
+    def pieces(boxes: Peers, index: int) -> Peers:
+        cut = [(c, _piece(box, len(peers), index)) for c, box in boxes]
+        return [(c, box) for c, box in cut if box_size(box)]
+
+    passed = [box for _, box in pieces(wanted, mine)]
+    sends = [(peer, box) for peer in peers if peer != me for box in passed]
+    recvs = [(peer, box) for i, peer in enumerate(peers) if peer != me for _, box in pieces(wanted, i)]
+    return Route(pieces(asked, mine), pieces(wanted, mine)), Route(sends, recvs)
+
+
 MAX_CELLS = 1 << 16  # beyond this, two phases are not considered: planning them would take seconds
 
 
@@ -165,11 +211,15 @@ def _take(owners: Sequence[int], load: list[int], box: Box) -> int:
 
 def _pieces(cell: Box, n: int) -> list[Box]:
     """The cell in at most n parts, along its longest dim."""
-    if n == 1 or not cell:
-        return [cell]
+    return [piece for i in range(n) if box_size(piece := _piece(cell, n, i))]
+
+
+def _piece(cell: Box, n: int, index: int) -> Box:
+    """One of n parts of the cell, along its longest dim; the last ones may be empty."""
+    if not cell:
+        return cell if index == 0 else ((0, 0),)
     dim = max(range(len(cell)), key=lambda d: cell[d][1] - cell[d][0])
-    cut = [chunk(*cell[dim], n, i) for i in range(n)]
-    return [(*cell[:dim], (lo, hi), *cell[dim + 1 :]) for lo, hi in cut if lo < hi]
+    return (*cell[:dim], chunk(*cell[dim], n, index), *cell[dim + 1 :])
 
 
 def _cut_points(have: Sequence[Box], want: Sequence[Box]) -> list[list[int]]:
