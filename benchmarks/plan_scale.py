@@ -267,13 +267,15 @@ def _slowest(part: str, found: Sequence[Found], limit_s: float) -> str:
 def _growth(found: Sequence[Found]) -> Iterator[str]:
     """By number of axes, how planning on the largest mesh compares with the smallest, flat and with nodes."""
     for ndim, nodes in product(sorted({len(case.mesh) for case, _ in found}), (False, True)):
-        plans = {(case.mesh, case.pair, case.shape): f.plan for case, f in found if f.plan and case.has_nodes == nodes}
-        meshes = sorted({mesh for mesh, *_ in plans if len(mesh) == ndim}, key=math.prod)
-        both = [
-            (seconds, large)
-            for (mesh, *what), seconds in plans.items()
-            if mesh == meshes[0] != meshes[-1] and (large := plans.get((meshes[-1], *what)))
-        ]
+        chosen = [(c, f.plan) for c, f in found if len(c.mesh) == ndim and c.has_nodes == nodes and f.plan]
+        meshes = sorted({case.mesh for case, _ in chosen}, key=math.prod)
+        if len(meshes) < 2:
+            continue
+        small, large = (
+            {(case.pair, case.shape): seconds for case, seconds in chosen if case.mesh == mesh}
+            for mesh in (meshes[0], meshes[-1])
+        )
+        both = [(small[what], large[what]) for what in small if what in large]
         if both:
             yield (
                 f"plan {'with nodes' if nodes else 'flat'}, {meshes[-1]} over {meshes[0]}: "

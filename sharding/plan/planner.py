@@ -14,7 +14,7 @@ small meshes and finds none that is cheaper.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -112,12 +112,26 @@ def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
     """
     if len(candidates) == 1:
         return candidates[0]
-    priced = [(sum(seconds(step, topology) for step in steps), steps) for steps in candidates]
+    price = _remembered(topology)
+    priced = [(sum(map(price, steps)), steps) for steps in candidates]
     least, best = min(priced, key=itemgetter(0))
     if topology.crossing_axes(best[0].src.mesh if best else candidates[0][0].src.mesh):
         return best
     near = [steps for cost, steps in sorted(priced, key=itemgetter(0)) if cost <= _WORTH_A_LAUNCH * least]
     return min(near, key=_launches)
+
+
+def _remembered(topology: Topology) -> Callable[[Step], float]:
+    """`seconds`, asked once for steps that are the same: candidates have many in common."""
+    known: dict[object, float] = {}
+
+    def price(step: Step) -> float:
+        key = step.op, step.axes, step.src, step.dst, step.rounds, step.topology is None
+        if key not in known:
+            known[key] = seconds(step, topology)
+        return known[key]
+
+    return price
 
 
 def _launches(steps: Steps) -> int:

@@ -105,7 +105,7 @@ def test_redistribute_runs_and_finds_the_bound_reached(tmp_path):
         assert ours["launches"] <= min(one["launches"] for one in theirs)
         assert pair["bound"] is None or ours["bytes_received"] == pair["bound"]
         assert all(one["median_us"] > 0 for one in (ours, *theirs))
-    assert "| (2,) S0 -> S1 |" in document
+    assert "| (2,) S0 -> S1" in document
     assert "Bytes received over the bound" in document
 
 
