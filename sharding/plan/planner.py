@@ -351,7 +351,9 @@ def _are_few_cells(step: Step) -> bool:
 
 
 def _fitting(candidates: Sequence[Steps], src: Layout, dst: Layout, max_bytes: int) -> list[Steps]:
-    """The candidates that fit, exchanges in as few rounds as that takes."""
+    """The candidates that fit, exchanges in as few rounds (doubled until they fit) as that takes."""
+    if not isinstance(max_bytes, int) or isinstance(max_bytes, bool):
+        raise TypeError(f"max_bytes={max_bytes!r}: write a number of bytes, such as 2**30, or leave it out for no limit")
     options = [*candidates, *(_as_exchanges(steps) for steps in candidates)]
     found = [fitted for steps in options if (fitted := _in_rounds(steps, src, max_bytes)) is not None]
     if not found:

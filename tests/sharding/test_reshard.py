@@ -280,6 +280,13 @@ def test_rounds(mesh):
     assert torch.equal(y.full_tensor(), X)
 
 
+def test_a_limit_is_a_number_of_bytes():
+    for limit in ("1GB", 1e9, True):
+        text = same_error((2,), lambda mesh, limit=limit: place(mesh, P("a")).redistribute(P(), max_bytes=limit), TypeError)
+        assert "number of bytes" in text
+    assert "pass max_bytes=" in same_error((2,), lambda mesh: place(mesh, P("a")).redistribute(P(), max_bytes=0), ValueError)
+
+
 def test_an_impossible_limit_names_the_smallest():
     def program(mesh):
         place(mesh, P("a")).redistribute(P(None, "a"), max_bytes=100)
