@@ -41,6 +41,12 @@ def intersect(a: Box, b: Box) -> Box | None:
     return tuple(common)
 
 
+def overlap(a: Box, b: Box) -> int:
+    """`overlap(a, b) -> int`: how many elements are in both boxes."""
+    common = intersect(a, b)
+    return 0 if common is None else box_size(common)
+
+
 def shift(box: Box, origin: Sequence[int]) -> Box:
     """`shift(box, origin) -> Box`: the box as seen by a tensor whose first element lies at `origin`.
 

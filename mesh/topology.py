@@ -38,7 +38,7 @@ class Link:
         _check_positive("Link", latency=self.latency, bandwidth=self.bandwidth)
 
     def __str__(self) -> str:
-        return f"{_seconds(self.latency)} + {_rate(self.bandwidth)}"
+        return f"{seconds_text(self.latency)} + {_rate(self.bandwidth)}"
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,8 @@ def _pairs(factors: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[
     return tuple(sorted(found.items()))
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """A time in the unit that fits: 1.25e-05 -> "12.5 us"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -271,15 +271,20 @@ def _packed(packs: Sequence[Pack | Unpack], tensors: Sequence[Tensor], size: int
     return flat
 
 
-def _through_buffers(me: int, share: Share) -> Share | None:
-    """The share with this rank's own part sent to itself, if that saves a copy."""
+def with_own(share: Share, me: int) -> Share:
+    """The share with what stays on this rank sent to itself."""
     own = [share.own] if share.own is not None else []
     sends = [own if p == me else boxes for p, boxes in enumerate(share.sends)]
     recvs = [own if p == me else boxes for p, boxes in enumerate(share.recvs)]
-    through = Share(share.have, share.want, sends, recvs, None)
+    return Share(share.have, share.want, sends, recvs, None)
+
+
+def _through_buffers(me: int, share: Share) -> Share | None:
+    """The share with this rank's own part sent to itself, if that saves a copy."""
+    through = with_own(share, me)
     pack, _ = _packings([through], lambda s: s.sends, lambda s: s.have, compile_pack)
     place, _ = _packings([through], lambda s: s.recvs, lambda s: s.want, compile_unpack)
-    covers = sum(map(_numel, recvs)) == box_size(share.want)
+    covers = sum(map(_numel, through.recvs)) == box_size(share.want)
     return through if covers and (pack[0].zero_copy or place[0].zero_copy) else None
 
 

@@ -29,6 +29,7 @@ from .collectives import (
     Share,
     keeping,
     sharing,
+    with_own,
 )
 from .layout import Layout, chunk
 from .plan import Plan, Step
@@ -205,7 +206,7 @@ def _exchange(steps: Sequence[Step]) -> Collective:
 
 def _exchange_reduce(steps: Sequence[Step]) -> Collective:
     group = _group(steps[0])
-    return ExchangeReduce(group, steps[0].kind, [_with_own(_shares(step)[0], group.rank) for step in steps])
+    return ExchangeReduce(group, steps[0].kind, [with_own(_shares(step)[0], group.rank) for step in steps])
 
 
 def _permute(steps: Sequence[Step]) -> Collective:
@@ -253,14 +254,6 @@ def _by_peer(peers: Peers, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
     return found
 
 
-def _with_own(share: Share, me: int) -> Share:
-    """The share with this rank's own contribution sent to itself."""
-    own = [share.own] if share.own is not None else []
-    sends = [own if p == me else boxes for p, boxes in enumerate(share.sends)]
-    recvs = [own if p == me else boxes for p, boxes in enumerate(share.recvs)]
-    return Share(share.have, share.want, sends, recvs, None)
-
-
 # -- several collectives for one step ----------------------------------------------------------------------------------
 
 
@@ -269,7 +262,7 @@ def _in_turn(steps: Sequence[Step]) -> Collective:
     (step,) = steps
     group, (first, *later) = _group(step), _shares(step)
     if step.op == "exchange_reduce":
-        whole = _with_own(first, group.rank)
+        whole = with_own(first, group.rank)
         reductions = [ExchangeReduce(group, step.kind, [_round(whole, i, step.rounds)]) for i in range(step.rounds)]
         return InTurn(box_shape(first.want), [_into(reduction) for reduction in reductions])
     turns: list[Into] = [keeping(first)]

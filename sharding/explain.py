@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..mesh.topology import Topology
+from ..mesh.topology import Topology, seconds_text
 from .layout import Layout
 from .plan import Plan, Step, plan
 from .plan.bounds import is_reduction, node_bound, rank_bound
@@ -162,7 +162,7 @@ class Explanation:
 
     def _totals(self, nodes: bool) -> list[str]:
         plural = "" if self.launches == 1 else "s"
-        lines = [f"{self.launches} collective{plural}, about {_time(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"]
+        lines = [f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"]
         lines.append(f"into a rank {_against(self.bytes_received, self.lower_bound)}")
         if nodes:
             lines.append(f"into a node {_against(self.bytes_into_node, self.node_lower_bound)}")
@@ -220,7 +220,7 @@ def _row(cost: StepCost, nodes: bool) -> list[str]:
     op = cost.op if cost.launches <= 2 else f"{cost.op} x{cost.launches}"
     numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes]
     shown = [f"{number:,}" for number in numbers]
-    return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, _time(cost.seconds)]
+    return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, seconds_text(cost.seconds)]
 
 
 def _against(moved: int, bound: int | None) -> str:
@@ -229,10 +229,3 @@ def _against(moved: int, bound: int | None) -> str:
     if moved == bound:
         return f"{moved:,} bytes, the lower bound"
     return f"{moved:,} bytes, lower bound {bound:,}" + (f" ({moved / bound:.2f}x)" if bound else "")
-
-
-def _time(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} us"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels.box import Box
-from ..mesh.abstract_mesh import AbstractMesh
+from ..mesh.abstract_mesh import AbstractMesh, unravel
 from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
@@ -168,7 +168,7 @@ class Layout:
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """`(coordinate, box)` of every rank, in mesh order."""
         for flat in range(math.prod(self.mesh.shape)):
-            coordinate = _unravel(flat, self.mesh.shape)
+            coordinate = unravel(flat, self.mesh.shape)
             yield coordinate, self.box_at(coordinate)
 
     @cached_property
@@ -339,14 +339,6 @@ def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> No
             f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, together {sum(sizes or ())} elements, but dim {dim} "
             f"of {list(shape)} has {shape[dim]}; write sizes that add up to {shape[dim]}"
         )
-
-
-def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    coordinate = []
-    for size in reversed(shape):
-        flat, index = divmod(flat, size)
-        coordinate.append(index)
-    return tuple(reversed(coordinate))
 
 
 def _check_average(spec: P, dtype: torch.dtype) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from ...kernels.box import Box, box_size, intersect
+from ...kernels.box import Box, box_size, overlap
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
@@ -174,8 +174,7 @@ def _missing(src: Layout, dst: Layout, rank: int) -> int:
 
 
 def _lacking(have: Box, want: Box) -> int:
-    own = intersect(have, want)
-    return box_size(want) - (0 if own is None else box_size(own))
+    return box_size(want) - overlap(have, want)
 
 
 def _nodes(src: Layout, ranks: Sequence[int], topology: Topology) -> list[int]:

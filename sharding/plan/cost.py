@@ -8,7 +8,7 @@ Bytes are those of the busiest rank, the larger of what it sends and what it rec
 from __future__ import annotations
 
 from ...mesh.topology import Topology
-from .memory import arrives_in_place
+from .memory import arrives_in_place, part_bytes
 from .steps import Plan, Step
 from .traffic import Traffic, traffic
 
@@ -40,8 +40,7 @@ def _latency(step: Step, topology: Topology, crosses: bool) -> float:
 
 def _copied(step: Step, moved: Traffic) -> int:
     """Bytes that a rank copies in its own memory around the collective: packing and unpacking."""
-    itemsize, op = step.src.dtype.itemsize, step.op
-    before, after = step.src.largest_local_numel * itemsize, step.dst.largest_local_numel * itemsize
+    op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on counts as no time)
         return 0
     if step.is_local:

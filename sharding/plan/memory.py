@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...kernels.box import Box, box_size, intersect
+from ...kernels.box import Box, box_size, intersect, overlap
 from ...mesh.abstract_mesh import AbstractMesh
 from ..layout import Layout
 from .meeting import Coordinate
@@ -19,25 +19,25 @@ from .traffic import bytes_received, bytes_sent, sampled, sampled_boxes
 def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
     """The most that a rank holds during each step: its part of the source, which its owner keeps, the input and the
     result of the step, and buffers. For contiguous parts; of the rank with the largest boxes."""
-    source = src.largest_local_numel * src.dtype.itemsize
+    source = part_bytes(src)
     held, between, sliced = [], 0, False
     for step in steps:
-        after = _bytes(step.dst)
+        after = part_bytes(step.dst)
         if step.op == "slice":  # a view
             held.append(source + between)
         else:
-            copied = _bytes(step.src) if sliced and step.op in RING_OPS else 0  # to make the view contiguous
+            copied = part_bytes(step.src) if sliced and step.op in RING_OPS else 0  # to make the view contiguous
             held.append(source + between + copied + buffer_bytes(step) + after)
             between = after
         sliced = step.op == "slice"
     if steps and not between:  # the result of a slice alone is copied, so that it does not share memory with the source
-        held[-1] += _bytes(steps[-1].dst)
+        held[-1] += part_bytes(steps[-1].dst)
     return held
 
 
 def peak_bytes(steps: Sequence[Step], src: Layout) -> int:
     """The most that a rank holds at a time, see `held_bytes`."""
-    return max(held_bytes(steps, src), default=src.largest_local_numel * src.dtype.itemsize)
+    return max(held_bytes(steps, src), default=part_bytes(src))
 
 
 def buffer_bytes(step: Step) -> int:
@@ -45,33 +45,29 @@ def buffer_bytes(step: Step) -> int:
     return _BUFFERS.get(step.op, lambda step: 0)(step)
 
 
-def _bytes(layout: Layout) -> int:
+def part_bytes(layout: Layout) -> int:
+    """Bytes of the largest part that a rank holds."""
     return layout.largest_local_numel * layout.dtype.itemsize
 
 
 def _gather_buffers(step: Step) -> int:
     """The parts as they arrive, unless they arrive in their places."""
-    return 0 if arrives_in_place(step.src, step.dst, step.axes) else _bytes(step.dst)
+    return 0 if arrives_in_place(step.src, step.dst, step.axes) else part_bytes(step.dst)
 
 
 def _scatter_buffers(step: Step) -> int:
-    return 0 if arrives_in_place(step.dst, step.src, step.axes) else _bytes(step.src)
+    return 0 if arrives_in_place(step.dst, step.src, step.axes) else part_bytes(step.src)
 
 
 def _exchange_buffers(step: Step) -> int:
     """What one rank sends and receives in one round, in elements of whole boxes."""
     mesh = step.src.mesh
     if step.rounds == 1 and step.op != "two_phase":
-        own = map(_common, sampled_boxes(step.src), sampled_boxes(step.dst))
+        own = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
         moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
+        # What stays on a rank may travel through the buffers all the same, see `collectives.Exchange`.
         return max(there + 2 * here * step.src.dtype.itemsize for there, here in zip(moved, own, strict=True))
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
-
-
-def _common(before: Box, after: Box) -> int:
-    """Elements that stay on the rank; they may travel through the buffers all the same, see `collectives.Exchange`."""
-    own = intersect(before, after)
-    return 0 if own is None else box_size(own)
 
 
 def _round_numel(step: Step, coordinate: Coordinate) -> int:

@@ -10,14 +10,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from ...kernels.box import box_size, intersect
+from ...kernels.box import box_size, overlap
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from .meeting import Coordinate
 from .route import group_transfers, members, routes, shares_evenly
 from .steps import RING_OPS, Step
 
-EXACT_RANKS = 64  # up to so many ranks every node is looked at
+EXACT_RANKS = 64  # up to so many ranks a step is measured on every rank and node; beyond, on a sample
 
 
 def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
@@ -25,12 +25,8 @@ def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
     count = _ring if step.op in RING_OPS else _column if step.topology is None else _transfers
     if step.op == "two_phase" and shares_evenly(step):
         count = _shared
-    busiest, into = 0, {}
-    for node, ranks in enumerate(looked_at(step.src.mesh, topology)):
-        most, entering = count(step, topology, ranks)
-        busiest, into[node] = max(busiest, most), entering
-    itemsize = step.src.dtype.itemsize
-    return busiest * itemsize, max(into.values(), default=0) * itemsize
+    busiest, into = zip(*[count(step, topology, ranks) for ranks in looked_at(step.src.mesh, topology)], strict=True)
+    return max(busiest) * step.src.dtype.itemsize, max(into) * step.src.dtype.itemsize
 
 
 @lru_cache(maxsize=64)
@@ -74,17 +70,12 @@ def _column(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tupl
     for me in ranks:
         here = [r for r in ranks if r != me and members_key(step, r) == members_key(step, me)]
         have, want = step.src.box_at(me), step.dst.box_at(me)
-        near_in = sum(_common(step.src.box_at(r), want) for r in here)
-        near_out = sum(_common(have, step.dst.box_at(r)) for r in here)
+        near_in = sum(overlap(step.src.box_at(r), want) for r in here)
+        near_out = sum(overlap(have, step.dst.box_at(r)) for r in here)
         entering = bytes_received(step, me) // itemsize - near_in
         most = max(most, entering, bytes_sent(step, me) // itemsize - near_out)
         total += entering
     return most, total
-
-
-def _common(a, b) -> int:
-    both = intersect(a, b)
-    return 0 if both is None else box_size(both)
 
 
 def _shared(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:

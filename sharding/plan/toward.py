@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 
 from ..layout import Layout
@@ -40,8 +40,13 @@ def append_axes(layout: Layout, goal: Layout, allowed: Collection[str]) -> Layou
             cuts[dim] += tuple(takewhile(lambda cut: all(a in allowed for a in cut.axes), wanted[done:]))
     if cuts == list(layout.spec.cuts):
         return layout
+    return _recut(layout, cuts, layout.pending)
+
+
+def _recut(layout: Layout, cuts: Sequence[Sequence[Cut]], pending: Mapping[str, str]) -> Layout:
+    """The layout with other cuts, and pending as given on the axes that these do not take."""
     split = {axis for dim in cuts for cut in dim for axis in cut.axes}
-    return layout.passing(P.of_cuts(cuts, {a: k for a, k in layout.spec.unreduced if a not in split}))
+    return layout.passing(P.of_cuts(cuts, {a: k for a, k in pending.items() if a not in split}))
 
 
 def sliced_towards(layout: Layout, target: Layout) -> Layout:
@@ -51,22 +56,17 @@ def sliced_towards(layout: Layout, target: Layout) -> Layout:
 
 def split_further(layout: Layout, axes: Collection[str], avoid: Collection[int] = ()) -> Layout | None:
     """The layout with one dim (not one to avoid) cut by these axes as well, into equal parts; None where none divides."""
-    parts = math.prod(map(layout.mesh.size, axes))
     for dim, size in enumerate(layout.shape):
-        cuts = layout.spec.cuts[dim]
-        cut_now = math.prod(layout.mesh.size(a) for cut in cuts for a in cut.axes)
-        if dim not in avoid and size and size % (cut_now * parts) == 0 and all(cut.sizes is None for cut in cuts):
-            dims = list(layout.spec.cuts)
-            dims[dim] = (*cuts, *[Cut((a,)) for a in axes])
-            return layout.passing(P.of_cuts(dims, {a: k for a, k in layout.spec.unreduced if a not in axes}))
+        cuts = (*layout.spec.cuts[dim], *[Cut((a,)) for a in axes])
+        if dim not in avoid and size and _divides(layout, cuts, size):
+            return _recut(layout, [*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim + 1 :]], layout.pending)
     return None
 
 
 def without_cuts(layout: Layout, axes: Collection[str], pending: Mapping[str, str]) -> Layout:
     """The layout with every dim cut only as far as without these axes, and pending as given where that is not split."""
     cuts = [list(takewhile(lambda cut: not any(a in axes for a in cut.axes), dim)) for dim in layout.spec.cuts]
-    split = {axis for dim in cuts for cut in dim for axis in cut.axes}
-    return layout.passing(P.of_cuts(cuts, {a: k for a, k in pending.items() if a not in split}))
+    return _recut(layout, cuts, pending)
 
 
 def before_padding(cur: Layout, goal: Layout) -> Layout:
@@ -115,22 +115,25 @@ def is_scatter(cur: Layout, target: Layout) -> bool:
 
 def is_permutation(cur: Layout, target: Layout, axes: Collection[str]) -> bool:
     """Whether both cut the tensor by the same grid of equal boxes and `axes` hold each box once before and after."""
-    size = cur.mesh.size
     if not all(axis in target.dim_of for axis in axes):
         return False
     for have, want, length in zip(cur.spec.cuts, target.spec.cuts, cur.shape, strict=True):
         if have != want and not (
             _divides(cur, have, length)
             and _divides(cur, want, length)
-            and math.prod(size(a) for cut in have for a in cut.axes)
-            == math.prod(size(a) for cut in want for a in cut.axes)
+            and _parts(cur, have) == _parts(cur, want)
         ):
             return False
-    return {a for dim in target.spec.cuts for cut in dim for a in cut.axes} == set(cur.dim_of)
+    return set(target.dim_of) == set(cur.dim_of)
 
 
 def _divides(layout: Layout, cuts: tuple[Cut, ...], length: int) -> bool:
     """Whether these cuts make equal parts."""
     if any(cut.sizes is not None for cut in cuts):
         return False
-    return length % math.prod(layout.mesh.size(a) for cut in cuts for a in cut.axes) == 0
+    return length % _parts(layout, cuts) == 0
+
+
+def _parts(layout: Layout, cuts: tuple[Cut, ...]) -> int:
+    """Into how many parts these cuts cut."""
+    return math.prod(layout.mesh.size(a) for cut in cuts for a in cut.axes)

@@ -12,21 +12,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product, repeat
+from typing import Any
 
 import numpy as np
 
-from ...kernels.box import Box, box_size, intersect
+from ...kernels.box import Box, box_size, overlap
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from ..layout import Layout
 from .bounds import numels
 from .meeting import Coordinate
-from .nodes import across_nodes
+from .nodes import EXACT_RANKS, across_nodes
 from .route import routes
 from .steps import RING_OPS, Step
 
-EXACT_RANKS = 64  # up to so many ranks a step is measured on each; beyond, on a sample
-_SAMPLE = 16  # of about so many
+_SAMPLE = 16  # ranks, about, on a mesh of more than `EXACT_RANKS`
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,7 @@ def _received(step: Step, before: Box, after: Box) -> int:
         return 0
     if step.op in RING_OPS:
         return _ring(step, box_size(before), box_size(after))
-    whole, own = box_size(after), intersect(before, after)
-    return (_contributions(step) * whole - (box_size(own) if own is not None else 0)) * step.src.dtype.itemsize
+    return (_contributions(step) * box_size(after) - overlap(before, after)) * step.src.dtype.itemsize
 
 
 def _contributions(step: Step) -> int:
@@ -78,14 +77,14 @@ def _sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
         return _ring(step, box_size(before), box_size(after))
     if step.topology is None and step.wants_all:  # each element goes to all ranks of the group that will hold it
         copies = [a for a in step.axes if a not in step.dst.dim_of]
-        own = intersect(before, after)
         sent = box_size(before) * (step.src.mesh.size(tuple(copies)) if copies else 1)
-        return (sent - (box_size(own) if own is not None else 0)) * step.src.dtype.itemsize
+        return (sent - overlap(before, after)) * step.src.dtype.itemsize
     return sum(_numel(route.sends) for route in routes(step, coordinate)) * step.src.dtype.itemsize
 
 
-def _ring(step: Step, before: int, after: int) -> int:
-    """Bytes into (and out of) a rank in an all_gather, reduce_scatter or all_reduce, from elements before and after."""
+def _ring(step: Step, before: Any, after: Any) -> Any:
+    """Bytes into (and out of) a rank in an all_gather, reduce_scatter or all_reduce, from elements before and after: of one
+    rank, or of all as arrays."""
     n, itemsize = step.group_size, step.src.dtype.itemsize
     if step.op == "all_reduce":
         return 2 * (n - 1) * after * itemsize // n
@@ -138,12 +137,9 @@ def _received_everywhere(step: Step) -> np.ndarray:
     if step.is_local:
         return np.zeros((), dtype=np.int64)
     before, after, own = numels(step.src, step.dst)
-    n, itemsize = step.group_size, step.src.dtype.itemsize
-    if step.op == "all_reduce":
-        return 2 * (n - 1) * after * itemsize // n
     if step.op in RING_OPS:
-        return (n - 1) * (before if step.op == "all_gather" else after) * itemsize
-    return (_contributions(step) * after - own) * itemsize
+        return _ring(step, before, after)
+    return (_contributions(step) * after - own) * step.src.dtype.itemsize
 
 
 @lru_cache(maxsize=64)
