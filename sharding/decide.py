@@ -21,7 +21,7 @@ from . import random
 from .layout import Layout, told_apart
 from .rules.engine import CannotKeep, assign
 from .rules.notation import Dim, NoMatch, Rule
-from .rules.registry import RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
+from .rules.registry import FORMS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
 from .spec import P
 from .tensor import ShardedTensor
 
@@ -38,17 +38,17 @@ class Decision:
         outputs: layout of the result, or of each result; None where the operator returns no tensor; or `FOUND`.
         container: how to put several results together again.
         in_place: the result is the first operand.
-        localize: rewrites static arguments for the local call.
         detached_view: the result would be a view, but of a redistributed copy.
         example: for `FOUND`, the results on meta tensors, or None where their shapes depend on values.
+        form: what to call instead, with the operator's own arguments; nothing else counts then.
         direct: all there is to do is to call `func` on the locals and wrap its one result.
         run: how to do what there is to do, where it is more.
         wrap: makes the one result a `ShardedTensor`.
     """
 
     __slots__ = (
-        "container", "detached_view", "direct", "example", "func", "in_place", "localize", "moves", "outputs", "run",
-        "targets", "wrap",
+        "container", "detached_view", "direct", "example", "form", "func", "in_place", "moves", "outputs", "run", "targets",
+        "wrap",
     )  # fmt: skip
 
     run: Callable[..., Any]
@@ -58,7 +58,7 @@ class Decision:
         self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
         self.container: Callable[[list[Any]], Any] = tuple
         self.in_place = False
-        self.localize: Callable[..., Any] | None = None
+        self.form: Callable[..., Any] | None = None
         self.detached_view = False
         self.example: Any = None
         self.direct = False
@@ -81,6 +81,9 @@ def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     named = dict(zip(kwargs, _meta_numbers(kwargs.values()), strict=True))
     meta_args, meta_kwargs = with_values(_meta_numbers(args), named, metas)
     in_place = writes_first_operand(func) or kwargs.get("inplace") is True
+    form = _form_for(func, meta_args, meta_kwargs)
+    if form is not None:
+        return _formed(func, form)
     made = _rule_for(func, meta_args, meta_kwargs, metas)
     if made is None:
         _check_operator(func)
@@ -144,6 +147,27 @@ def _check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None
             )
 
 
+# -- with a form -------------------------------------------------------------------------------------------------------
+
+
+def _form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The form for operands that lie like these; torch's own complaints about the arguments come first."""
+    maker = FORMS.get(func)
+    if maker is None:
+        return None
+    try:
+        return maker(*args, **kwargs)
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError):
+        _meta_result(func, None, args, kwargs)
+        raise
+
+
+def _formed(func: Callable[..., Any], form: Callable[..., Any]) -> Decision:
+    decision = Decision(func, (), False, None)
+    decision.form = form
+    return decision
+
+
 # -- with a rule -------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +229,11 @@ def _from_rule(
     for i, target in zip(order, chosen.targets, strict=True):
         targets[i] = target
     outputs = _output_layouts(func, made, chosen.outputs, layouts[0], result)
-    decision = Decision(made.local or func, targets, targets != layouts, outputs)
-    decision.in_place, decision.localize = in_place, made.localize
+    local = made.local or func
+    if made.bind is not None:
+        local = made.bind(chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or [])
+    decision = Decision(local, targets, targets != layouts, outputs)
+    decision.in_place = in_place
     decision.container = _container(result)
     decision.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]
     return decision

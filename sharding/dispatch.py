@@ -207,7 +207,7 @@ def _decided(
         decision.run = _into_out
     else:
         decision = _settled(decide(func, args, kwargs, operands))
-        if _is_outside(operands[0]._layout):
+        if decision.form is None and _is_outside(operands[0]._layout):
             decision.run = partial(outside.run, func)
     if operands:
         decisions = operands[0]._layout.decisions
@@ -221,10 +221,12 @@ def _decided(
 def _settled(decision: Decision) -> Decision:
     """The decision, with the shortest way to run it."""
     decision.run = _run
+    if decision.form is not None:
+        decision.run = _run_form
+        return decision
     special = decision.moves or decision.in_place or type(decision.outputs) is not Layout
     if not special and not _is_outside(decision.outputs):
-        decision.direct = decision.localize is None
-        decision.run = _run_localized
+        decision.direct = True
         decision.wrap = wrapper(decision.outputs)
     return decision
 
@@ -252,12 +254,8 @@ def _base(local: Tensor) -> Tensor:
     return local if local._base is None else local._base
 
 
-def _run_localized(
-    decision: Decision, args: Any, kwargs: Any, local_args: Sequence[Any], local_kwargs: dict[str, Any], operands: Any
-) -> Any:
-    """The function on the locals, with other static arguments."""
-    local_args, local_kwargs = decision.localize(local_args, local_kwargs, decision.outputs)  # type: ignore[misc]
-    return decision.wrap(decision.func(*local_args, **local_kwargs))
+def _run_form(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return decision.form(*args, **kwargs)  # type: ignore[misc]
 
 
 def _run(
@@ -271,8 +269,6 @@ def _run(
     """Whatever a decision may ask for, beyond calling the function and wrapping its result."""
     if decision.moves:
         local_args, local_kwargs = _moved(decision, args, kwargs, operands)
-    if decision.localize is not None:
-        local_args, local_kwargs = decision.localize(local_args, local_kwargs, decision.outputs)
     if decision.in_place:
         check_base(operands[0])
     result = decision.func(*local_args, **local_kwargs)

@@ -72,6 +72,16 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
     return lambda whole: _StandIn.apply(whole, (0,), device)
 
 
+def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
+    """A result of which this rank, outside the mesh, has an empty part, with the graph of what it is made of behind it."""
+    on = _part_on(sources[0])
+    parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
+    if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, device=sources[0].mesh.device), layout)
+    whole = sum(_StandIn.apply(part.to(layout.dtype), layout.shape, "meta") for part in parts)
+    return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
+
+
 def _check_shapes_known(decision: Decision) -> None:
     if decision.outputs is FOUND and decision.example is None:
         raise NotImplementedError(

@@ -45,8 +45,9 @@ class Rule:
             that it may be applied to pending sums.
         additive: operands that are added to the result (a bias): they become pending where the result does.
         transparent: the operator only moves values, so that values pending with any kind pass through.
-        local: function to call on the local tensors in place of the operator.
-        localize: rewrites the arguments for the local call: `(args, kwargs, result layouts) -> (args, kwargs)`.
+        local: function to call on the local tensors in place of the operator, with the operator's arguments.
+        bind: makes that function once it is known how everything lies: `(layouts of the operands, in the order of
+            `operands`; layouts of the results) -> function`. For sizes and offsets that differ from rank to rank.
         result: the operator's result on meta tensors, where it cannot simply be run on them.
     """
 
@@ -60,7 +61,7 @@ class Rule:
     additive: frozenset[int] = frozenset()
     transparent: bool = False
     local: Callable[..., Any] | None = None
-    localize: Callable[..., tuple[Sequence[Any], dict[str, Any]]] | None = None
+    bind: Callable[[Sequence[Any], Sequence[Any]], Callable[..., Any]] | None = None
     result: Any = None
 
 

@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from .notation import Rule
 
 RuleMaker = Callable[..., "Rule | None"]
+FormMaker = Callable[..., "Callable[..., Any] | None"]
 Maker = TypeVar("Maker", bound=RuleMaker)
+Form = TypeVar("Form", bound=FormMaker)
 
 RULES: dict[Callable[..., Any], RuleMaker] = {}
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+FORMS: dict[Callable[..., Any], FormMaker] = {}
 RESULT_IS_VIEW: set[Callable[..., Any]] = set()
 RANDOM: set[Callable[..., Any]] = set()  # functions without a rule that draw from torch's own generator
 
@@ -52,13 +55,31 @@ def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = Fa
     return register
 
 
+def form(*names: str, also: tuple[Callable[..., Any], ...] = ()) -> Callable[[Form], Form]:
+    """Register a maker of forms: other ways to compute an operator where its operands lie in a way that the rule cannot use.
+
+    The maker is called once for each new combination of layouts and static arguments, with the operator's own arguments,
+    tensors replaced by meta tensors (`layout_of` tells how they lie). It returns the form, a function of the operator's
+    arguments, `ShardedTensor`s included, that is called from then on; or None to leave the call to the rule. A softmax over
+    a split dim, for instance, is two small reductions instead of a gathered dim. Forms are kept, so looking at the layouts
+    costs nothing when the operator runs.
+    """
+
+    def register(maker: Form) -> Form:
+        for func in (*functions(*names), *also):
+            FORMS[func] = maker
+        return maker
+
+    return register
+
+
 def handler(
     *names: str, also: tuple[Callable[..., Any], ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that is called with the operator's own arguments, `ShardedTensor`s included.
+    """Register a function that is called with the operator's own arguments, `ShardedTensor`s included, on every call.
 
-    For operators that are made of others (mean = sum / count), or that are not operators on values at all. A handler
-    may return NotImplemented to leave the call to the operator's rule.
+    For what is not an operator on values, and where values decide what to do. Operators that are made of others are
+    forms. A handler may return NotImplemented to leave the call to the operator's form or rule.
     """
 
     def register(func: Callable[..., Any]) -> Callable[..., Any]:

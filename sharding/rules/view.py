@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layout import Layout
 from .notation import Dim, Rule, einrule
 from .registry import handler, rule
 
@@ -100,17 +102,14 @@ def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.
         whole=frozenset(whole),
         linear=((0,),),
         transparent=True,
-        local=local,
-        localize=_to_local_shape,
+        bind=partial(_to_local_shape, local),
     )
 
 
-def _to_local_shape(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[Sequence[Any], dict[str, Any]]:
-    shape = output.local_shape
-    return (args[0], *shape) if shape else (
-        args[0],
-        shape,
-    ), {}  # torch takes twice as long over a Size as over integers
+def _to_local_shape(func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]) -> Callable[..., Tensor]:
+    """The function with this rank's shape of the result in place of the global one."""
+    shape = tuple(results[0].local_shape) or ((),)  # torch takes twice as long over a Size as over integers
+    return lambda local, *_, **__: func(local, *shape)
 
 
 @rule("view", view=True)
@@ -223,8 +222,8 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     kept = [input.shape[i] == shape[new + i] for i in range(input.ndim)]
     left = " ".join(f"d{i}" if keep else f"[d{i}]" for i, keep in enumerate(kept))
     right = ["1"] * new + [f"d{i}" if keep else "1" for i, keep in enumerate(kept)]
-    options = {"local": torch.Tensor.expand, "localize": _to_local_shape}
-    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, **options)
+    bind = partial(_to_local_shape, torch.Tensor.expand)
+    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind)
 
 
 @handler("expand_as")

@@ -10,7 +10,7 @@ import torch
 
 from shardmesh.sharding import decide
 from shardmesh.sharding.rules.check import prove
-from shardmesh.sharding.rules.registry import HANDLERS, RULES
+from shardmesh.sharding.rules.registry import FORMS, HANDLERS, RULES
 from tests.sharding.rules import (
     samples_index,
     samples_matmul,
@@ -39,8 +39,13 @@ ONCE_MORE = {(2, 2): 2}
 
 
 def _family(func: Callable[..., Any]) -> str:
-    maker = RULES.get(func) or HANDLERS[func]
+    maker = _makers(func)[0]
     return getattr(maker, "__module__", "") or getattr(maker, "func", maker).__module__
+
+
+def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
+    """What is registered for a function: its rule, its form, its handler."""
+    return tuple(maker for table in (RULES, FORMS, HANDLERS) if (maker := table.get(func)) is not None)
 
 
 def _table() -> list[Any]:
@@ -49,7 +54,7 @@ def _table() -> list[Any]:
     for label, func in registered():
         if _family(func).endswith(ELSEWHERE) or label in WITHOUT_SAMPLES or label.partition(".")[0] not in OWNERS:
             continue
-        maker, name = (RULES.get(func), HANDLERS.get(func)), label.rpartition(".")[2]
+        maker, name = _makers(func), label.rpartition(".")[2]
         extent = THOROUGHLY if maker not in makers else BRIEFLY if name not in names else ONCE_MORE
         cases.append(pytest.param(label, func, extent, id=label))
         makers.add(maker)
