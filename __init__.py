@@ -11,7 +11,8 @@ Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how
 """
 
 from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, init_device_mesh, simulate
-from .mesh.counter import CommBudgetError, comm_budget
+from .mesh.counter import CommBudgetError, CommReport, comm_budget, comm_report
+from .mesh.errors import ImplicitCommError
 from .mesh.launch import launch
 from .mesh.null import null_world
 from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
@@ -22,6 +23,7 @@ from .sharding.gradients import accumulate_grads
 from .sharding.layout import Layout
 from .sharding.module import distribute_module, shard_parameter
 from .sharding.plan import plan
+from .sharding.policy import implicit
 from .sharding.random import manual_seed, replay_random
 from .sharding.reshard import Resharding, redistribute, redistribute_many, reshard
 from .sharding.rules.check import check_rule
@@ -35,7 +37,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh",
     "CommBudgetError",
+    "CommReport",
     "DeviceMesh",
+    "ImplicitCommError",
     "Layout",
     "Link",
     "P",
@@ -53,6 +57,7 @@ __all__ = [
     "calibrate",
     "check_rule",
     "comm_budget",
+    "comm_report",
     "device_put",
     "distribute_module",
     "distribute_tensor",
@@ -60,6 +65,7 @@ __all__ = [
     "explain",
     "from_local",
     "full",
+    "implicit",
     "implicit_replication",
     "init_device_mesh",
     "launch",

@@ -2,13 +2,14 @@
 
 from .abstract_mesh import AbstractMesh
 from .calibrate import calibrate
-from .counter import CommBudget, comm_budget
+from .counter import CommReport, comm_budget, comm_report
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
     CollectiveError,
     CollectiveMismatchError,
     CommBudgetError,
     DeadlockError,
+    ImplicitCommError,
     LaunchEnvironmentError,
     MeshError,
 )
@@ -23,11 +24,12 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveRecord",
-    "CommBudget",
     "CommBudgetError",
+    "CommReport",
     "DeadlockError",
     "DeviceMesh",
     "Group",
+    "ImplicitCommError",
     "LaunchEnvironmentError",
     "Link",
     "MeshError",
@@ -36,6 +38,7 @@ __all__ = [
     "World",
     "calibrate",
     "comm_budget",
+    "comm_report",
     "current_world",
     "init_device_mesh",
     "null_world",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import errors
+from . import current, errors
 from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, unravel
 from .group import Group, World, active_world, current_world
 from .process import ProcessGroup, ProcessWorld
@@ -128,17 +128,37 @@ class DeviceMesh(AbstractMesh):
             found = self._groups[key] = self._find_group(key)
         return found
 
+    def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
+        """The axes of which `group` has given out the group of these ranks; None where there are none."""
+        found = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
+        return None if found is None else self._checked_axes(found)
+
     def _find_group(self, axes: Axes) -> Group:
         names = self._checked_axes(axes)
         self._member(f"group({axes!r})")
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()))
 
-    def get_group(self, axis: str | int | None = None) -> dist.ProcessGroup:
+    def __enter__(self) -> DeviceMesh:
+        """Inside `with mesh:` this mesh is meant where none is given: in factories, `distribute_tensor`, `from_local`."""
+        current.enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current.leave()
+
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        """All axes as one: `flatten` as torch spells it."""
+        return self.flatten(name=mesh_dim_name)
+
+    def get_group(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
         """torch's process group over one axis (which may be left out on a 1-D mesh), to call torch.distributed with.
+
+        Torch calls the axis `mesh_dim`.
 
         Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null world.
         Communication: the first time, the members wait for each other.
         """
+        axis = mesh_dim if axis is None else axis
         group = self.group(self._one_axis(axis, "get_group"))
         if not isinstance(group, ProcessGroup):
             raise errors.MeshError(
@@ -158,12 +178,12 @@ class DeviceMesh(AbstractMesh):
         """This rank's index along each axis as a list, or None outside the mesh, as in torch."""
         return None if self.coordinate is None else list(self.coordinate)
 
-    def get_local_rank(self, axis: str | int | None = None) -> int:
-        """This rank's index along an axis (which may be left out on a 1-D mesh).
+    def get_local_rank(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> int:
+        """This rank's index along an axis (which may be left out on a 1-D mesh), which torch calls `mesh_dim`.
 
         Raises: MeshError for an unknown axis or on a rank outside the mesh.
         """
-        name = self._one_axis(axis, "get_local_rank")
+        name = self._one_axis(mesh_dim if axis is None else axis, "get_local_rank")
         return self._member("get_local_rank")[self.axis_index(name)]
 
     def _one_axis(self, axis: str | int | None, what: str) -> str:

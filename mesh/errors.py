@@ -29,6 +29,10 @@ class CommBudgetError(RuntimeError):
     """A collective would exceed the limit of the enclosing `comm_budget`."""
 
 
+class ImplicitCommError(RuntimeError):
+    """An operator would communicate where `implicit("forbid")` is in force."""
+
+
 def unknown_axis(name: object, known: Sequence[str]) -> MeshError:
     return MeshError(f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names.")
 

@@ -6,12 +6,12 @@ counts (`null.py`). What every collective has in common is here: the checks, the
 
 from __future__ import annotations
 
-import functools
 import pickle
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class CollectiveRecord:
     dtype: torch.dtype
 
 
-Observer = Callable[[CollectiveRecord], None]
+Observer = Callable[[CollectiveRecord], "Callable[[], None] | None"]
 
 
 class Group(ABC):
@@ -89,10 +89,9 @@ class Group(ABC):
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
-        if self._observers:
-            moved = (self.size - 1) * x.nbytes
-            self._notify("all_gather", moved, moved, x.dtype)
-        return self._all_gather(out, x, async_op)
+        moved = (self.size - 1) * x.nbytes
+        over = self._notify("all_gather", moved, moved, x.dtype) if self._observers else None
+        return _observed(self._all_gather(out, x, async_op), over)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
@@ -111,12 +110,10 @@ class Group(ABC):
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
-        if self._observers:
-            moved = (self.size - 1) * out.nbytes
-            self._notify("reduce_scatter", moved, moved, x.dtype)
-        if x.dtype in wire.NATIVE:
-            return self._reduce_scatter(out, x, op, async_op)
-        return self._reduce_scatter_encoded(out, x, op, async_op)
+        moved = (self.size - 1) * out.nbytes
+        over = self._notify("reduce_scatter", moved, moved, x.dtype) if self._observers else None
+        reduce_scatter = self._reduce_scatter if x.dtype in wire.NATIVE else self._reduce_scatter_encoded
+        return _observed(reduce_scatter(out, x, op, async_op), over)
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
@@ -131,12 +128,10 @@ class Group(ABC):
         _check_reduction(op, x.dtype)
         if self.size == 1:
             return DONE if async_op else None
-        if self._observers:
-            moved = 2 * (self.size - 1) * x.nbytes // self.size
-            self._notify("all_reduce", moved, moved, x.dtype)
-        if x.dtype in wire.NATIVE:
-            return self._all_reduce(x, op, async_op)
-        return self._all_reduce_encoded(x, op, async_op)
+        moved = 2 * (self.size - 1) * x.nbytes // self.size
+        over = self._notify("all_reduce", moved, moved, x.dtype) if self._observers else None
+        all_reduce = self._all_reduce if x.dtype in wire.NATIVE else self._all_reduce_encoded
+        return _observed(all_reduce(x, op, async_op), over)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool = False
@@ -161,11 +156,12 @@ class Group(ABC):
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
+        over = None
         if self._observers:
             sent = (x.numel() - in_splits[self.rank]) * x.element_size()
             received = (out.numel() - out_splits[self.rank]) * out.element_size()
-            self._notify("all_to_all", sent, received, x.dtype)
-        return self._all_to_all(out, x, out_splits, in_splits, async_op)
+            over = self._notify("all_to_all", sent, received, x.dtype)
+        return _observed(self._all_to_all(out, x, out_splits, in_splits, async_op), over)
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
@@ -183,10 +179,11 @@ class Group(ABC):
             )
         if self.size == 1:
             return DONE if async_op else None
+        over = None
         if self._observers:
             mine = self.rank == src
-            self._notify("broadcast", (self.size - 1) * x.nbytes if mine else 0, 0 if mine else x.nbytes, x.dtype)
-        return self._broadcast(x, src, async_op)
+            over = self._notify("broadcast", (self.size - 1) * x.nbytes if mine else 0, 0 if mine else x.nbytes, x.dtype)
+        return _observed(self._broadcast(x, src, async_op), over)
 
     def permute(
         self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False
@@ -218,18 +215,19 @@ class Group(ABC):
             raise _wrong_places(self, dst, src)
         if self.size == 1:
             return DONE if async_op else None
+        over = None
         if self._observers:
             sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
-            self._notify("permute", sent, received, x.dtype)
-        return self._permute(out, x, dst, src, async_op)
+            over = self._notify("permute", sent, received, x.dtype)
+        return _observed(self._permute(out, x, dst, src, async_op), over)
 
     def barrier(self) -> None:
         """Returns when every rank of the group has called it. Communication: one launch, counted as no bytes."""
         if self.size == 1:
             return
-        if self._observers:
-            self._notify("barrier", 0, 0, torch.uint8)
+        over = self._notify("barrier", 0, 0, torch.uint8) if self._observers else None
         self._barrier()
+        _observed(None, over)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in group order, each a copy made by pickle. For small things.
@@ -237,16 +235,17 @@ class Group(ABC):
         Communication: counted as an all_gather of the pickled bytes of this rank's object.
         """
         data = pickle.dumps(obj)
-        if self._observers and self.size > 1:
-            moved = (self.size - 1) * len(data)
-            self._notify("all_gather_object", moved, moved, torch.uint8)
+        moved = (self.size - 1) * len(data)
+        over = self._notify("all_gather_object", moved, moved, torch.uint8) if self._observers and moved else None
         gathered = [data] if self.size == 1 else self._all_gather_bytes(data)
+        _observed(None, over)
         return [pickle.loads(d) for d in gathered]
 
-    def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> None:
+    def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> Callable[[], None] | None:
+        """Tells the observers; what they want to be told when it is over."""
         record = CollectiveRecord(op, self.ranks, sent, received, dtype)
-        for observer in tuple(self._observers):
-            observer(record)
+        over = [called for observer in tuple(self._observers) if (called := observer(record)) is not None]
+        return partial(_call_each, over) if over else None
 
     def _all_reduce_encoded(self, x: Tensor, op: str, async_op: bool) -> Work | None:
         if x.is_complex() and op == "product":
@@ -266,7 +265,7 @@ class Group(ABC):
         """Uses the flat product of every rank's x, gathered first: no backend multiplies complex numbers."""
         everyone = x.detach().new_empty(self.size, x.numel())
         work = self._all_gather(everyone, x, async_op)
-        return and_then(work, lambda: use(functools.reduce(torch.mul, everyone)))
+        return and_then(work, lambda: use(reduce(torch.mul, everyone)))
 
     # What a world provides. Buffers are checked; size > 1; the dtypes of reductions are native. A Work comes back exactly
     # when async_op is true.
@@ -305,7 +304,8 @@ class World(ABC):
     Attributes:
         rank: global rank of the caller.
         size: number of ranks.
-        observers: called with a `CollectiveRecord` before each collective of this rank; may raise to prevent it.
+        observers: called with a `CollectiveRecord` before each collective of this rank; may raise to prevent it, or return
+            a function to call when it is over.
         meshes: the meshes of this world, so that the same mesh is the same object.
     """
 
@@ -373,6 +373,15 @@ def current_world() -> World:
     from .process import process_world  # here because process.py builds on this file
 
     return process_world()
+
+
+def _observed(work: Work | None, over: Callable[[], None] | None) -> Work | None:
+    return work if over is None else and_then(work, over)
+
+
+def _call_each(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _copy(out: Tensor, x: Tensor) -> None:

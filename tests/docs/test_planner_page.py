@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib.util
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 
 import shardmesh as sm
 from shardmesh.__main__ import main
+from tests.docs.pages import DOCS, blocks, check_python_examples, unknown_names
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "planner.md").read_text()
-
-
-def blocks(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def commands():
     """(command, what it prints) of every console block."""
-    return [part.split("\n", 1) for block in blocks("console") for part in block.split("$ ")[1:]]
+    return [part.split("\n", 1) for block in blocks(PAGE, "console") for part in block.split("$ ")[1:]]
 
 
 def test_python_examples():
-    """All on one set of names, as a reader would type them one after the other."""
-    names = {"sm": sm, "P": sm.P, "torch": torch}
-    for number, block in enumerate(blocks("python")):
-        test = doctest.DocTestParser().get_doctest(block, names, f"block {number}", "docs/planner.md", 0)
-        runner, shown = doctest.DocTestRunner(), []
-        assert test.examples
-        runner.run(test, out=shown.append, clear_globs=False)
-        assert runner.summarize(verbose=False).failed == 0, "".join(shown)
-        names = test.globs
+    check_python_examples(PAGE)
 
 
 @pytest.mark.parametrize(("command", "expected"), commands())
@@ -52,12 +38,12 @@ def test_commands(command, expected, capsys):
 
 
 def test_the_page_has_examples():
-    assert len(blocks("python")) > 4
+    assert len(blocks(PAGE, "python")) > 4
     assert len(commands()) > 4
 
 
 def test_names_on_the_page_exist():
-    assert [name for name in set(re.findall(r"\bsm\.(\w+)", PAGE)) if not hasattr(sm, name)] == []
+    assert unknown_names(PAGE) == []
 
 
 @pytest.fixture(scope="module")

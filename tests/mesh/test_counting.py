@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardmesh.mesh import (
-    CommBudget,
     CommBudgetError,
+    CommReport,
     MeshError,
     comm_budget,
     current_world,
@@ -26,7 +26,7 @@ def work() -> None:
 
 
 def test_the_same_program_counts_the_same_in_both_worlds() -> None:
-    def fn() -> CommBudget:
+    def fn() -> CommReport:
         with comm_budget() as used:
             work()
         return used
@@ -54,8 +54,8 @@ def test_the_report_names_lines() -> None:
     with null_world(4), comm_budget() as used:
         work()
     lines = used.report().splitlines()
-    assert lines[0].split() == ["collective", "launches", "received", "sent", "line"]
-    assert lines[1].split()[:4] == ["all_gather", "1", "40", "40"]
+    assert lines[0].split() == ["operator", "collective", "axis", "launches", "received", "sent", "line"]
+    assert lines[1].split()[:6] == ["all_gather", "all_gather", "tp", "1", "40", "40"]
     assert "test_counting.py:" in lines[1]
     assert len(lines) == 5
     assert lines[-1].split() == ["total", "3", "140", "140"]
@@ -64,7 +64,7 @@ def test_the_report_names_lines() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"bytes": 70}, r"test_counting.py:\d+: all_reduce over 2 ranks .*40 bytes of float32.*bytes=70.*40 are used"),
+        ({"bytes": 70}, r"test_counting.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used"),
         ({"launches": 1}, r"launches=1\), of which 1 are used"),
     ],
 )
