@@ -2,7 +2,7 @@
 
     python benchmarks/dispatch.py                          tables on the terminal, about two minutes
     python benchmarks/dispatch.py --size large             the same with tensors whose arithmetic costs something
-    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp
+    python benchmarks/dispatch.py --only operators         one of: operators, handling, moves, shapes, mlp, stack
     python benchmarks/dispatch.py --json figures.json --markdown tables.md
 
 One process that takes itself for rank 0 of 8, on torch's `fake` backend: collectives return at once, so what is
@@ -368,6 +368,63 @@ def _module_step(mesh: Any, x: Tensor, size: Size) -> Call:
     return step
 
 
+# -- a stack of transformer blocks -------------------------------------------------------------------------------------
+
+LAYERS, HEADS = 12, 4
+
+
+def time_stack(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
+    """Forward, backward and AdamW step of 12 tensor-parallel transformer blocks; "plain" has the same local shapes, and no
+    communication."""
+    tokens, width = min(4 * size.rows, 256), min(8 * size.width, 512)
+    calls = {name: _stack_step(side, tokens, width) for name, side in all_sides.items()}
+    yield Found("12 blocks, forward + backward + AdamW", interleaved(calls, rounds=size.rounds, batch_s=1e-3))
+
+
+class _Block:
+    """Pre-norm block on one side's tensors: heads and hidden features are split, the stream is replicated."""
+
+    def __init__(self, side: Side, width: int) -> None:
+        def weight(rows: int, columns: int, dim: int | None) -> Tensor:
+            return side.leaf(torch.randn(rows, columns) / columns**0.5, dim, True)
+
+        self.ranks, self.inner = side.ranks, width // WORLD
+        self.norms = [side.leaf(torch.ones(width), None, True) for _ in range(2)]
+        self.query, self.key, self.value = (weight(self.inner, width, 0) for _ in range(3))
+        self.out, self.up, self.down = weight(width, self.inner, 1), weight(4 * self.inner, width, 0), weight(width, 4 * self.inner, 1)
+        self.whole = {PLAIN: lambda y: y, DTENSOR: lambda y: y.redistribute(placements=[dt.Replicate()])}.get(
+            side.name, lambda y: y.redistribute([sm.Replicate()])
+        )
+
+    def parameters(self) -> list[Tensor]:
+        return [*self.norms, self.query, self.key, self.value, self.out, self.up, self.down]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        shape, heads = x.shape[-1:], HEADS * self.ranks
+        h = F.rms_norm(x, shape, self.norms[0])
+        q, k, v = (F.linear(h, w).unflatten(-1, (heads, -1)).transpose(1, 2) for w in (self.query, self.key, self.value))
+        mixed = (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).flatten(2)  # DTensor has no fused form on CPU
+        x = x + self.whole(F.linear(mixed, self.out))
+        h = F.rms_norm(x, shape, self.norms[1])
+        return x + self.whole(F.linear(F.silu(F.linear(h, self.up)), self.down))
+
+
+def _stack_step(side: Side, tokens: int, width: int) -> Call:
+    blocks = [_Block(side, width) for _ in range(LAYERS)]
+    x = side.leaf(torch.randn(1, tokens, width), None, False)
+    optimizer = torch.optim.AdamW([p for block in blocks for p in block.parameters()], lr=1e-3, foreach=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = x
+        for block in blocks:
+            y = block(y)
+        y.sum().backward()
+        optimizer.step()
+
+    return step
+
+
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +508,7 @@ SECTIONS: dict[str, tuple[str, Callable[[dict[str, Side], Size], Iterator[Found]
     "moves": ("redistribute; plain is the raw collective on ready buffers", time_moves),
     "shapes": ("The first call on a shape", time_new_shapes),
     "mlp": ("Two-layer tensor-parallel MLP, forward and backward", time_mlp),
+    "stack": ("12 tensor-parallel transformer blocks, forward, backward and AdamW", time_stack),
 }
 
 

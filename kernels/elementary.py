@@ -1,8 +1,8 @@
-"""log and cos/sin that give the same bits on every device: float64 additions, multiplications, one division, bit moves.
+"""log, exp and cos/sin that give the same bits on every device: float64 additions, multiplications, one division, bit moves.
 
 A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the vector loop and its
-tail, so it would make a number depend on where it is computed. These are fdlibm's polynomials (`e_log.c`, `k_sin.c`,
-`k_cos.c`: Sun Microsystems 1993, error below 1 ulp) evaluated by Horner's rule, each operation rounded on its own.
+tail, so it would make a number depend on where it is computed. These are fdlibm's polynomials (`e_log.c`, `e_exp.c`,
+`k_sin.c`, `k_cos.c`: Sun Microsystems 1993, error below 1 ulp) evaluated by Horner's rule, each operation rounded on its own.
 A fused multiply-add anywhere would change the bits: a compiled form must switch contraction off.
 """
 
@@ -36,7 +36,15 @@ COS = (
     2.08757232129817482790e-09,
     -1.13596475577881948265e-11,
 )
+EXP = (
+    1.66666666666666019037e-01,
+    -2.77777777770155933842e-03,
+    6.61375632143793436117e-05,
+    -1.65339022054652515390e-06,
+    4.13813679705723846039e-08,
+)
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+LOG2_E = 1.44269504088896338700
 HALF_PI = 1.57079632679489661923
 
 _ONE_BITS = 0x3FF0000000000000
@@ -62,6 +70,23 @@ def log(x: Tensor) -> Tensor:
     half_square = f * f * 0.5
     series = _horner(z, LOG) * z + half_square
     return s * series + exponent * LN2_LOW - half_square + f + exponent * LN2_HIGH
+
+
+def exp(x: Tensor) -> Tensor:
+    """`exp(x: float64) -> float64`: 0 below about -745, infinite above about 709."""
+    x = x.clamp(-800, 800)
+    power = (x * LOG2_E + 0.5).floor_()
+    high, low = x - power * LN2_HIGH, power * LN2_LOW
+    r = high - low
+    z = r * r
+    c = r - z * _horner(z, EXP)
+    near_one = 1 - ((low - r * c / (2 - c)) - high)  # e**r, r at most log(2) / 2 from zero
+    half = power.to(torch.int64) >> 1
+    return near_one * _power_of_two(half) * _power_of_two(power.to(torch.int64) - half)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def cos_sin_turns(x: Tensor) -> tuple[Tensor, Tensor]:

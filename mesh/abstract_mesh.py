@@ -52,7 +52,7 @@ class AbstractMesh:
         self.axis_names = names
         self._index = {name: i for i, name in enumerate(names)}
         self._layouts = {}
-        self._passing_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        self._held_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._origin: _Origin | None = None
@@ -124,7 +124,7 @@ class AbstractMesh:
         self._topology = None
         self._node_ids.clear()
         self._crossing_axes.clear()
-        for layout in (*self._layouts.values(), *self._passing_layouts.values()):
+        for layout in (*self._layouts.values(), *self._held_layouts.values()):
             layout.runners.clear()
         for part in self._parts.values():
             if part._origin is not None and part._origin.mesh is self and part._own_topology is None:
@@ -137,13 +137,14 @@ class AbstractMesh:
         except (KeyError, TypeError):
             raise errors.unknown_axis(name, self.axis_names) from None
 
-    def size(self, axis: str | int | tuple[str, ...] | None = None) -> int:
-        """Number of ranks along an axis (a name or a position), along several together, or in the whole mesh.
+    def size(self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None) -> int:
+        """Number of ranks along an axis (a name or a position; torch calls it `mesh_dim`), along several together, or in the
+        whole mesh.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
         if axis is None:
-            return self.ranks.size
+            return self.ranks.size if mesh_dim is None else self.size(mesh_dim)
         if isinstance(axis, int):
             return self.shape[self._position(axis)]
         return prod(self.shape[self._index[name]] for name in self._checked_axes(axis))

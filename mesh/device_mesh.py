@@ -78,8 +78,8 @@ class DeviceMesh(AbstractMesh):
 
     @property
     def mesh(self) -> Tensor:
-        """The ranks as a CPU tensor of the mesh's shape, as in torch."""
-        return torch.from_numpy(self.ranks.copy())
+        """The ranks as an int32 CPU tensor of the mesh's shape, as in torch."""
+        return torch.from_numpy(self.ranks.astype(np.int32))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """The index of a rank along each axis; None when the rank is not in the mesh."""

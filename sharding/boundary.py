@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.box import box_shape, box_size, slices
+from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from . import dispatch
 from .layout import Layout, dtype_name
@@ -23,10 +24,12 @@ from .tensor import ShardedTensor
 
 def from_local(
     local_tensor: Tensor,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
     *,
+    run_check: bool = False,
     shape: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
     grad_placements: SpecLike = None,
 ) -> ShardedTensor:
     """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global tensor.
@@ -35,29 +38,38 @@ def from_local(
     the same on every rank.
 
     Args:
-        local_tensor: this rank's part.
-        device_mesh: the mesh.
+        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another.
+        device_mesh: the mesh; by default that of `with mesh:`.
         placements: a `P` or one placement per axis; `None` for replicated.
+        run_check: compare dtypes and shapes with what the placements say on all ranks, also along replicated axes and where
+            `shape` is given, and take the values of replicas from the first one, whatever the others hold.
         shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
             so that uneven parts are right; parts that are not cut as `torch.chunk` cuts need placements with `sizes`. (A
             rank outside the mesh is told no shape; it goes by its own tensor's, and by sizes.)
+        stride: the global strides, as torch asks for them beside `shape`. Each part has its own, so they say nothing here.
         grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
 
     Raises:
         ValueError: the parts do not make up the tensor that the placements describe: on every rank that exchanged shapes,
-            or where `shape` is given, on the ranks whose part does not fit it.
+            or where `shape` is given, on the ranks whose part does not fit it. Strides without a shape, or not one per dim.
 
-    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes.
+    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes. With `run_check`
+        another one, and a broadcast over the replicated axes.
     """
     if isinstance(local_tensor, ShardedTensor):
         raise TypeError(
             f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor.layout}"
         )
-    _check_device(local_tensor, device_mesh)
+    if stride is not None and (shape is None or len(stride) != len(shape)):
+        raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
+    device_mesh = given_or_current(device_mesh)
+    local_tensor = _on_device(local_tensor, device_mesh)
     shape = _global_shape(local_tensor, device_mesh, placements) if shape is None else tuple(shape)
     if device_mesh.coordinate is None:
         local_tensor = local_tensor.reshape(-1)[:0]  # in the graph, as the parts of other ranks are
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
+    if run_check and device_mesh.coordinate is not None:
+        local_tensor = _checked(local_tensor, layout)
     if local_tensor.shape != layout.local_shape:
         raise ValueError(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
@@ -86,6 +98,39 @@ class _Enter(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _checked(local: Tensor, layout: Layout) -> Tensor:
+    """The part, known to be one of this layout as they are on all ranks, with the values that the first replica holds.
+
+    Raises:
+        ValueError: on every rank, if a part has another dtype or shape.
+    """
+    mesh: Any = layout.mesh
+    group = mesh.group(mesh.axis_names)
+    parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
+    shapes = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
+    if len({dtype for dtype, *_ in parts}) > 1 or not _describes(layout, shapes):
+        held = {r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))] for r in group.ranks}
+        given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
+        raise ValueError(f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} asks for {held}")
+    return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
+
+
+class _FirstReplica(torch.autograd.Function):
+    """The values that the first of the replicas holds; the gradient is that of every replica, as it comes."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout) -> Tensor:
+        mesh: Any = layout.mesh
+        group = mesh.group(layout.replicated_axes)
+        out = local.clone(memory_format=torch.contiguous_format)
+        group.broadcast(out, group.ranks.index(min(group.ranks, key=mesh.coordinate_of)))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None
 
 
 def _global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike) -> tuple[int, ...]:
@@ -155,12 +200,20 @@ def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: 
     return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))
 
 
-def _check_device(tensor: Tensor, mesh: DeviceMesh) -> None:
-    if tensor.device.type != mesh.device_type:
+def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does.
+
+    Raises:
+        ValueError: it is on the meta device, and so has no values to move.
+    """
+    if tensor.device.type == mesh.device_type:
+        return tensor
+    if tensor.is_meta:
         raise ValueError(
             f"the tensor is on {tensor.device} but the mesh is of device type {mesh.device_type!r}; "
             f"move it with .to({mesh.device_type!r}), or make the mesh with device type {tensor.device.type!r}"
         )
+    return tensor.to(mesh.device)
 
 
 # -- local tensors out ------------------------------------------------------------------------------------------------
@@ -239,13 +292,14 @@ def _check_replicas_agree(grad: Tensor, layout: Layout) -> None:
 
 
 def distribute_tensor(
-    tensor: Tensor, device_mesh: DeviceMesh, placements: SpecLike = None, *, src_data_rank: int | None = 0
+    tensor: Tensor, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
     """distribute_tensor(t, mesh, placements) -> ShardedTensor: lay a whole tensor out on a mesh.
 
     Args:
-        tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype.
-        device_mesh: the mesh.
+        tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype. A
+            leaf, or without gradient; moved to the mesh's kind of device where it is on another.
+        device_mesh: the mesh; by default that of `with mesh:`.
         placements: a `P` or one placement per axis; `None` for replicated.
         src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
             already, and then nothing is communicated.
@@ -254,27 +308,39 @@ def distribute_tensor(
         A leaf that requires grad if `tensor` does.
 
     Raises:
-        ValueError: placements that do not fit the mesh or the tensor, a tensor on another device type, a bad `src_data_rank`.
+        ValueError: placements that do not fit the mesh or the tensor, a tensor without values (on "meta"), a bad
+            `src_data_rank`.
+        RuntimeError: a tensor with a gradient history, which would be lost.
 
     Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     """
+    device_mesh = given_or_current(device_mesh)
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)
     layout = Layout.of(device_mesh, placements, tensor.shape, tensor.dtype)
-    _check_device(tensor, device_mesh)
+    _check_leaf(tensor)
+    values = _on_device(tensor.detach(), device_mesh)
     if src_data_rank is not None and not 0 <= src_data_rank < device_mesh.size():
         raise ValueError(
             f"src_data_rank {src_data_rank} is not a rank of {device_mesh}, which has {device_mesh.size()} ranks"
         )
     with torch.no_grad():
-        out = ShardedTensor._make_guarded(_scatter(tensor.detach(), layout, src_data_rank), layout)
+        out = ShardedTensor._make_guarded(_scatter(values, layout, src_data_rank), layout)
     return out.requires_grad_() if tensor.requires_grad else out
 
 
-def device_put(x: Tensor, mesh: DeviceMesh, spec: SpecLike = None, *, src_data_rank: int | None = 0) -> ShardedTensor:
+def _check_leaf(tensor: Tensor) -> None:
+    if tensor.grad_fn is not None and torch.is_grad_enabled():
+        raise RuntimeError(
+            "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost: use "
+            "ShardedTensor.from_local(t, mesh, [Replicate(), ...]).redistribute(placements) to stay in the graph, or t.detach()"
+        )
+
+
+def device_put(x: Tensor, mesh: DeviceMesh | None = None, spec: SpecLike = None, *, src_data_rank: int | None = 0) -> ShardedTensor:
     """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
 
     Communication: as `distribute_tensor` or `redistribute`.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
+from .cache import keep
 from .collectives import Collective, Pending
 from .execute import Run, bucket_key, compile_collective, compile_local
 from .layout import Layout
@@ -109,5 +110,5 @@ def many_runner(pairs: tuple[Pair, ...]) -> ManyRunner:
     cache = pairs[0][0].runners
     found = cache.get(pairs)
     if found is None:
-        found = cache[pairs] = ManyRunner([plan(src, dst) for src, dst in pairs])
+        found = keep(cache, pairs, ManyRunner([plan(src, dst) for src, dst in pairs]))
     return found

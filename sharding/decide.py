@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..mesh.source import user_line
 from . import random
+from .cache import keep
 from .layout import Layout, told_apart
 from .rules.engine import CannotKeep, assign
 from .rules.notation import Dim, NoMatch, Rule
@@ -64,8 +65,10 @@ class Decision:
         self.direct = False
 
 
-def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any]) -> Decision:
-    """Work out how to run an operator on these operands.
+def decide(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
+) -> Decision:
+    """Work out how to run an operator on these operands; `key` holds all that the decision depends on.
 
     Raises:
         ValueError: operands on different meshes.
@@ -83,11 +86,14 @@ def decide(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     in_place = writes_first_operand(func) or kwargs.get("inplace") is True
     form = _form_for(func, meta_args, meta_kwargs)
     if form is not None:
-        return _formed(func, form)
+        return form if isinstance(form, Decision) else _formed(func, form)
     made = _rule_for(func, meta_args, meta_kwargs, metas)
     if made is None:
         _check_operator(func)
-    result = _meta_result(func, made, meta_args, meta_kwargs)
+    if made is not None and made.pointwise:
+        result = _pointwise_result(func, made, meta_args, meta_kwargs, key)
+    else:
+        result = _meta_result(func, made, meta_args, meta_kwargs)
     if made is None:
         return _gathered(func, layouts, result, in_place)
     return _from_rule(func, made, layouts, metas, result, in_place)
@@ -213,6 +219,40 @@ def _meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any
         return None
 
 
+_dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype of its result
+
+
+def _pointwise_result(
+    func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
+) -> Any:
+    """`_meta_result` of a pointwise operator: run once for each combination of dtypes, since torch needs up to half a
+    millisecond for it; after that only shapes are broadcast."""
+    shape = _broadcast_shape([x.shape for x in made.operands])
+    if shape is None:
+        return _meta_result(func, made, args, kwargs)
+    kind = tuple((k.dtype, k.shape == ()) if type(k) is Layout else k for k in key)
+    try:
+        dtype = _dtypes.get(kind)
+    except TypeError:  # an argument that cannot be hashed
+        return _meta_result(func, made, args, kwargs)
+    if dtype is not None and (shape == made.operands[0].shape or not writes_first_operand(func)):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    result = _meta_result(func, made, args, kwargs)
+    if isinstance(result, Tensor) and result.shape == shape:
+        keep(_dtypes, kind, result.dtype)
+    return result
+
+
+def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
+    """None where they do not broadcast, of which torch complains best."""
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return None
+
+
 def _from_rule(
     func: Callable[..., Any], made: Rule, layouts: list[Layout], metas: list[Tensor], result: Any, in_place: bool
 ) -> Decision:
@@ -232,7 +272,27 @@ def _from_rule(
     local = made.local or func
     if made.bind is not None:
         local = made.bind(chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or [])
-    decision = Decision(local, targets, targets != layouts, outputs)
+    return decided(func, local, layouts, targets, outputs, result, in_place)
+
+
+def decided(
+    func: Callable[..., Any],
+    local: Callable[..., Any],
+    layouts: Sequence[Layout],
+    targets: Sequence[Layout],
+    outputs: Any,
+    result: Any,
+    in_place: bool,
+) -> Decision:
+    """The decision to run `local` on operands brought from `layouts` to `targets`.
+
+    Args:
+        func: the operator.
+        outputs: layout of the result, or of each.
+        result: what the operator returns on meta tensors.
+        in_place: the result is the first operand.
+    """
+    decision = Decision(local, targets, list(targets) != list(layouts), outputs)
     decision.in_place = in_place
     decision.container = _container(result)
     decision.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
 from . import outside
+from .cache import keep
 from .decide import FOUND, Decision, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
 from .redistribute import redistribute_local
-from .rules.registry import HANDLERS, RULES
+from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .spec import P
 from .tensor import ShardedTensor
 
-_CACHE_LIMIT = 4096  # decisions kept per layout of the first operand
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
@@ -42,7 +42,12 @@ class _Thread(threading.local):
     implicit_replication = False
 
 
+class _MovedCopies:
+    exist = False  # whether a view was ever made of a moved copy
+
+
 _thread = _Thread()
+_moved_copies = _MovedCopies()
 
 
 def torch_function(
@@ -78,8 +83,15 @@ def torch_function(
             local_args.append(_local_of(item, key, operands, func))
     local_kwargs = kwargs
     if kwargs:
-        key.extend(kwargs)
-        local_kwargs = {name: _local_of(item, key, operands, func) for name, item in kwargs.items()}
+        local_kwargs = {}
+        for name, item in kwargs.items():
+            key.append(name)
+            kind = type(item)
+            if kind in _VALUES:
+                key += kind, item
+                local_kwargs[name] = item
+            else:
+                local_kwargs[name] = _local_of(item, key, operands, func)
     try:
         decision = operands[0]._layout.decisions.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
@@ -107,10 +119,9 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
         operands.append(item)
         return item._local
     elif kind is float or kind is complex:
-        key.append(kind if item else 0.0)  # rules look at no float but zero
+        key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others look at no float but zero
     elif kind is list or kind is tuple:
-        key.append((kind, len(item)))
-        return kind([_local_of(part, key, operands, func) for part in item])
+        return _locals_of(item, key, operands, func)
     elif kind is slice:
         key.append((kind, item.start, item.stop, item.step))
     elif isinstance(item, Tensor):
@@ -119,6 +130,23 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
         key.append(kind)
         key.append(item)
     return item
+
+
+def _locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
+    """`_local_of` for a list or tuple; one of numbers and slices, as shapes and indices are, without calls in between."""
+    key += type(items), len(items)
+    before = len(operands)
+    parts = []
+    for item in items:
+        kind = type(item)
+        if kind in _VALUES:
+            key += kind, item
+        elif kind is slice:
+            key.append((kind, item.start, item.stop, item.step))
+        else:
+            item = _local_of(item, key, operands, func)
+        parts.append(item)
+    return items if len(operands) == before else type(items)(parts)
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
@@ -206,15 +234,12 @@ def _decided(
         decision = Decision(func, (), False, None)
         decision.run = _into_out
     else:
-        decision = _settled(decide(func, args, kwargs, operands))
+        decision = _settled(decide(func, args, kwargs, operands, key))
         if decision.form is None and _is_outside(operands[0]._layout):
             decision.run = partial(outside.run, func)
     if operands:
-        decisions = operands[0]._layout.decisions
-        if len(decisions) >= _CACHE_LIMIT:
-            decisions.clear()
         with suppress(TypeError):  # an argument that cannot be hashed: decide anew each time
-            decisions[tuple(key)] = decision
+            keep(operands[0]._layout.decisions, tuple(key), decision)
     return decision
 
 
@@ -238,15 +263,16 @@ def _moved(
     pairs = zip(operands, decision.targets, strict=True)
     moved = [redistribute_local(x._local, x._layout, target) for x, target in pairs]
     if decision.detached_view:
-        moved[0] = _marked_as_copy(moved[0], operands[0]._local)
+        moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
 
 
-def _marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
+def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
     """The moved operand of a view, marked so that writing to any view of it is refused."""
     if moved.untyped_storage().data_ptr() == original.untyped_storage().data_ptr():
         moved = moved.clone()
     _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
+    _moved_copies.exist = True
     return moved
 
 
@@ -296,9 +322,11 @@ def check_gradient_known(x: Any) -> None:
     That is what a custom `autograd.Function` applied to a ShardedTensor leaves behind: it saw only the wrapper, and the
     gradient would be lost without a word.
     """
+    if not _is_grad_enabled():
+        return
     with _no_torch_function():
         lost = _wrapper_grad_fn(x) is not None
-    if lost and _is_grad_enabled():
+    if lost:
         raise RuntimeError(
             "this ShardedTensor came out of a custom autograd.Function (a module's full backward hook is one, too), which worked on "
             "the wrapper, so its gradient would be lost; use x.register_hook for a hook, and apply the function to local tensors instead: "
@@ -325,7 +353,16 @@ def wrap(local: Tensor, layout: Layout) -> Any:
         raise RuntimeError(
             f"an operator gave a local tensor of shape {list(local.shape)} for {layout}: its rule is wrong"
         )
-    return ShardedTensor._make(local if _is_grad_enabled() else local.detach(), layout)
+    return ShardedTensor._make(local if _is_grad_enabled() else _detached(local), layout)
+
+
+def _detached(local: Tensor) -> Tensor:
+    """Outside the graph, but still known for a view of a moved copy, if it is one: torch does not know the base of what is
+    detached."""
+    out = local.detach()
+    if getattr(_base(local), "_is_moved_copy", False):
+        out._is_moved_copy = True  # type: ignore[attr-defined]
+    return out
 
 
 def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
@@ -340,7 +377,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
             if _is_grad_enabled():
                 out.requires_grad = True
             else:  # a view of a leaf; a custom autograd.Function that returns it must not pass for a leaf itself
-                local = local.detach()
+                local = _detached(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]
         out._layout = layout  # type: ignore[attr-defined]
@@ -355,7 +392,12 @@ def check_base(x: Any) -> None:
     Raises:
         RuntimeError: the base would not change.
     """
-    if getattr(_base(x._local), "_is_moved_copy", False):
+    check_bases((x,))
+
+
+def check_bases(tensors: Iterable[Any]) -> None:
+    """`check_base` for several; nothing to look at while no view was ever made of a moved copy."""
+    if _moved_copies.exist and any(getattr(_base(x._local), "_is_moved_copy", False) for x in tensors):
         raise RuntimeError(
             "in-place operator on a view whose base had to be redistributed: the base would not change; "
             "write to the base, or call .clone() first to say that it should not"

@@ -37,3 +37,9 @@ def _no_transform(x: torch.Tensor) -> bool:
 is_transformed: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
 )
+
+
+def with_memory(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient, with zeros in memory where torch has a tensor without memory stand for them (as the second derivative of
+    `abs`)."""
+    return grad.clone() if grad._is_zerotensor() else grad

@@ -1,4 +1,4 @@
-"""New sharded tensors: zeros, ones, full, empty, rand, randn, arange."""
+"""New sharded tensors: zeros, ones, full, empty, rand, randn, randint, randperm, arange."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from . import random
 from .layout import Layout
@@ -18,9 +19,10 @@ from .tensor import ShardedTensor
 _WHERE = """
     Args:
         size: the global shape, as numbers or one sequence.
-        device_mesh: the mesh.
+        device_mesh: the mesh; by default that of `with mesh:`.
         placements: a `P` or one placement per axis; `None` for replicated.
         dtype: element type; torch's default dtype if left out.
+        layout: `torch.strided`, the only memory layout there is here.
         requires_grad: whether the result asks for a gradient.
 
     Raises:
@@ -52,7 +54,7 @@ def full(
     **options: Any,
 ) -> ShardedTensor:
     """A sharded tensor filled with one value, whose type decides the dtype as in `torch.full`."""
-    options.setdefault("dtype", torch.full((), fill_value).dtype)
+    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
     return _constant(fill_value, (tuple(size),), device_mesh, placements, options)
 
 
@@ -83,12 +85,44 @@ def randn(
     return _new(random.normal, size, device_mesh, placements, options)
 
 
+def randint(
+    low: int,
+    high: Any,
+    size: Any = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: torch.dtype = torch.int64,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor of integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
+
+    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` for those from 0 on.
+    """
+    if not isinstance(high, int):
+        if isinstance(size, DeviceMesh):
+            device_mesh, placements = size, placements if device_mesh is None else device_mesh
+        low, high, size = 0, low, high
+    options = {"dtype": dtype, "requires_grad": requires_grad}
+    return _new(lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, options)
+
+
+def randperm(
+    n: int, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, *, dtype: torch.dtype = torch.int64
+) -> ShardedTensor:
+    """The numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
+
+    Every rank sorts all n numbers, whatever it holds of them.
+    """
+    return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype})
+
+
 def arange(
     start: float,
     end: float | None = None,
     step: float = 1,
     *,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     placements: SpecLike = None,
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
@@ -108,7 +142,7 @@ def arange(
     return _new(values, (count,), device_mesh, placements, {"dtype": dtype, "requires_grad": requires_grad})
 
 
-for _function in (zeros, ones, full, empty, rand, randn):
+for _function in (zeros, ones, full, empty, rand, randn, randint, randperm):
     _function.__doc__ = f"{_function.__doc__}\n{_WHERE}"
 
 
@@ -129,11 +163,13 @@ def _new(
     values: Callable[[Layout], Tensor], size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
 ) -> ShardedTensor:
     size, mesh, placements = _positional(size, mesh, placements)
-    unknown = set(options) - {"dtype", "requires_grad"}
+    unknown = set(options) - {"dtype", "layout", "requires_grad"}
     if unknown:
         raise TypeError(
             f"unexpected argument {sorted(unknown)[0]!r}; a factory takes dtype=, requires_grad=, device_mesh=, placements="
         )
+    if options.get("layout", torch.strided) is not torch.strided:
+        raise ValueError(f"layout={options['layout']}: the parts of a sharded tensor are strided; leave layout out")
     layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
     if layout.pending:
         raise ValueError(f"a new tensor cannot be pending, as {layout.spec} says; leave those axes replicated")
@@ -148,7 +184,7 @@ def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[t
     if at is not None:
         mesh, placements = rest[at], rest[at + 1] if len(rest) > at + 1 else placements
         rest = rest[:at]
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError("give the mesh that the new tensor lies on: device_mesh=mesh, or the mesh after the shape")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"a new tensor lies on a mesh: device_mesh=mesh, or the mesh after the shape; got {mesh!r}")
     shape = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
-    return tuple(shape), mesh, placements
+    return tuple(shape), given_or_current(mesh), placements

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernels.box import Box, box_shape, box_size, slices
 from ..kernels.copy import compile_pack, compile_unpack
+from .engine_hooks import with_memory
 from .layout import Layout
 
 Interval = tuple[int, int]
@@ -53,6 +54,9 @@ class Fetch:
         dst_dim: the dim of `dst` that the intervals are made for; by default `dim`. None where the result has no such dim:
             `wanted` is then asked for (0, 0).
 
+    Raises:
+        ValueError: an axis that splits the dim in `dst` splits another dim in `src`.
+
     Communication: one all_to_all over the axes that split the dim before or after, where any of their ranks wants what
     another one holds; the same backward.
     """
@@ -63,6 +67,11 @@ class Fetch:
         mesh: Any = src.mesh
         axes = dict.fromkeys((*src.spec.dims[dim], *(() if self.dst_dim is None else dst.spec.dims[self.dst_dim])))
         self.axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+        if elsewhere := [axis for axis in self.axes if src.dim_of.get(axis, dim) != dim]:
+            raise ValueError(
+                f"{elsewhere[0]!r} splits dim {src.dim_of[elsewhere[0]]} of {src}, whose ranks hold other parts of that dim, so that "
+                f"dim {dim} cannot be fetched as {dst} has it; redistribute first"
+            )
 
     def __call__(self, local: Tensor) -> Tensor:
         if not self.moves:
@@ -159,10 +168,10 @@ class Fetch:
         """The transpose of `bring`: everything goes back to where it came from, and is added up there."""
         sends, in_splits, _, out_splits, _ = self._ways
         flat = self._exchange(self._copies[2](grad), in_splits, out_splits)
-        total = grad.new_zeros(self.src.local_shape)
+        total = grad.new_zeros(self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         for box, start in zip(sends, accumulate(map(box_size, sends), initial=0), strict=False):
             total[slices(box)] += flat[start : start + box_size(box)].view(box_shape(box))
-        return total
+        return total.to(grad.dtype)
 
     def _exchange(self, packed: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
         mesh: Any = self.src.mesh
@@ -179,7 +188,7 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _GivenBack.apply(grads[0], ctx.fetch), None
+        return _GivenBack.apply(with_memory(grads[0]), ctx.fetch), None
 
 
 class _GivenBack(torch.autograd.Function):
@@ -190,4 +199,4 @@ class _GivenBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _Fetched.apply(grads[0], ctx.fetch), None
+        return _Fetched.apply(with_memory(grads[0]), ctx.fetch), None

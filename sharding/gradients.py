@@ -316,7 +316,7 @@ def _wrapped_grad(x: Tensor, found: Tensor | None) -> Tensor | None:
     if found is None or not isinstance(x, ShardedTensor):
         return found
     layout = x._layout.replace(dtype=found.dtype)
-    return ShardedTensor._make(redistribute_local(found, layout.dual, layout.grad), layout.grad)
+    return ShardedTensor._make(redistribute_local(engine_hooks.with_memory(found), layout.dual, layout.grad), layout.grad)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

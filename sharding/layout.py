@@ -12,6 +12,7 @@ import torch
 
 from ..kernels.box import Box
 from ..mesh.abstract_mesh import AbstractMesh, unravel
+from .cache import keep
 from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
@@ -21,11 +22,15 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
+_LIMIT = 8192  # layouts kept on a mesh, counting each spelling
+
+
 class Layout:
     """All that is needed to say which box of a global tensor each rank holds.
 
     Immutable and interned on its mesh: equal layouts are the same object, so comparing and hashing them costs nothing.
-    Make one with `Layout.of`.
+    Make one with `Layout.of`. The mesh keeps the last few thousand with all that was decided for them, and the others only as
+    long as a tensor has them.
 
     Attributes:
         mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
@@ -60,16 +65,23 @@ class Layout:
         Communication: none.
         """
         where = tuple(where) if type(where) is list else where
-        shape = shape if type(shape) is torch.Size else torch.Size(shape)
-        key = (where, shape, dtype)
-        layouts = mesh._layouts
+        key = (where, tuple(shape), dtype)
         try:
-            layout = layouts.get(key)  # under whatever spelling it was asked for before
+            layout = mesh._layouts.get(key)  # under whatever spelling it was asked for before
         except TypeError:  # one that cannot be hashed
-            return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), shape, dtype)
+            return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
         if layout is None:
-            layout = layouts[key] = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), shape, dtype)
+            layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
+            keep(mesh._layouts, key, layout, _LIMIT)
         return layout
+
+    def is_spelled(self, where: Any) -> bool:
+        """Whether a `P` or placements are known to say how this layout lies; False where that is not known yet."""
+        try:
+            key = (tuple(where) if type(where) is list else where, self.shape, self.dtype)
+            return self.mesh._layouts.get(key) is self
+        except TypeError:
+            return False
 
     def replace(
         self, spec: Any = None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
@@ -87,7 +99,7 @@ class Layout:
     def passing(self, spec: P) -> Layout:
         """This layout with another spec, kept only as long as somebody holds it: for the many that a planner tries."""
         key = (spec, self.shape, self.dtype)
-        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, keep=False)
+        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, passing=True)
 
     # -- what the spec says -------------------------------------------------------------------------------------------
 
@@ -274,17 +286,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, keep: bool = True) -> Layout:
+def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, passing: bool = False) -> Layout:
     if spec.sizes:
         spec = _normal(mesh, spec, shape)
     key = (spec, shape, dtype)
-    layout = mesh._layouts.get(key) or mesh._passing_layouts.get(key)
+    layout = mesh._layouts.get(key) or mesh._held_layouts.get(key)
     if layout is None:
         _check_average(spec, dtype)
-        layout = Layout(mesh, spec, shape, dtype)
-    kept: Any = mesh._layouts if keep else mesh._passing_layouts
-    kept[key] = layout
-    return layout
+        layout = mesh._held_layouts[key] = Layout(mesh, spec, shape, dtype)
+    return layout if passing else keep(mesh._layouts, key, layout, _LIMIT)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

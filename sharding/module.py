@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
 from .tensor import ShardedTensor
@@ -16,7 +17,7 @@ PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 
 def distribute_module(
     module: nn.Module,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | None = None,
     partition_fn: PartitionFn | None = None,
     input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
@@ -27,7 +28,7 @@ def distribute_module(
 
     Args:
         module: any module.
-        device_mesh: the mesh.
+        device_mesh: the mesh; by default that of `with mesh:`.
         partition_fn: `(name, submodule, mesh)`, called for every submodule; it replaces parameters by sharded ones, for
             instance with `shard_parameter`. What it leaves plain becomes replicated; tied parameters stay tied.
         input_fn: `(module, inputs, mesh) -> inputs`, run before the module's forward.
@@ -45,18 +46,19 @@ def distribute_module(
         ...         shard_parameter(module, "weight", mesh, P("tp"))
         >>> model = distribute_module(nn.Linear(4, 8), mesh, shard_rows)
     """
+    mesh = given_or_current(device_mesh)
     tied = _tied_places(module)
     for name, submodule in module.named_modules():
         if partition_fn is not None:
-            partition_fn(name, submodule, device_mesh)
+            partition_fn(name, submodule, mesh)
     _tie(tied)
     for submodule in module.modules():
-        _replicate_rest(submodule, device_mesh, src_data_rank)
+        _replicate_rest(submodule, mesh, src_data_rank)
     _tie(tied)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, device_mesh))
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda m, inputs, outputs: output_fn(m, outputs, device_mesh))
+        module.register_forward_hook(lambda m, inputs, outputs: output_fn(m, outputs, mesh))
     return module
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from .bucket import Pair, many_runner
+from .cache import keep
+from .engine_hooks import with_memory
 from .execute import Runner, compile_plan
 from .layout import Layout
 from .plan import plan
@@ -128,7 +130,7 @@ def runner(
     found = src.runners.get(key)
     if found is None:
         way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype)
-        found = src.runners[key] = compile_plan(way)
+        found = keep(src.runners, key, compile_plan(way))
     return found
 
 
@@ -164,7 +166,7 @@ class _Redistribute(torch.autograd.Function):
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
         src, dst = ctx.dst.dual.replace(dtype=travel), ctx.src.dual.replace(dtype=travel)
-        back = redistribute_local(_cast(grad, travel), src, dst)
+        back = redistribute_local(_cast(with_memory(grad), travel), src, dst)
         return _cast(back, ctx.src.dtype), None, None, None, None
 
 
@@ -193,7 +195,7 @@ class _RedistributeMany(torch.autograd.Function):
             pairs = [
                 (dst.dual.replace(dtype=t), src.dual.replace(dtype=t)) for (_, _, src, dst), t in zip(there, travel, strict=True)
             ]
-            back = redistribute_locals([_cast(g, t) for (_, g, _, _), t in zip(there, travel, strict=True)], pairs)
+            back = redistribute_locals([_cast(with_memory(g), t) for (_, g, _, _), t in zip(there, travel, strict=True)], pairs)
             for (i, _, src, _), grad in zip(there, back, strict=True):
                 found[i] = _cast(grad, src.dtype)
         return None, None, None, *found

@@ -9,6 +9,7 @@ Code that goes round the dispatch (a raw pointer, a C++ extension, a transform) 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,14 +160,18 @@ class ShardedTensor(Tensor):
     @staticmethod
     def from_local(
         local_tensor: Tensor,
-        device_mesh: DeviceMesh,
+        device_mesh: DeviceMesh | None = None,
         placements: P | Sequence[Placement] | None = None,
         *,
+        run_check: bool = False,
         shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
         grad_placements: P | Sequence[Placement] | None = None,
     ) -> ShardedTensor:
         """See `shardmesh.from_local`."""
-        return boundary.from_local(local_tensor, device_mesh, placements, shape=shape, grad_placements=grad_placements)
+        return boundary.from_local(
+            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride, grad_placements=grad_placements
+        )
 
     def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
         """See `shardmesh.to_local`."""
@@ -181,6 +186,8 @@ class ShardedTensor(Tensor):
 
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """`x.redistribute(placements)` or `x.redistribute(mesh, placements)`: see `shardmesh.redistribute`."""
+        if args and not kwargs and (len(args) == 1 or args[0] is self._layout.mesh) and self._layout.is_spelled(args[-1]):
+            return self
         return reshard.redistribute(self, *args, **kwargs)
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -246,9 +253,14 @@ class ShardedTensor(Tensor):
     def data_ptr(self) -> int:
         """Refused: there is no one piece of memory.
 
+        Only `nn.LSTM` and its like, which ask on a GPU whether weights share memory before they lay them out in one piece for
+        cuDNN, are told that they do: then they leave them where they are.
+
         Raises:
-            RuntimeError: always.
+            RuntimeError: always, but for these.
         """
+        if _called_by(torch.nn.RNNBase.flatten_parameters):
+            return 0
         raise RuntimeError("a ShardedTensor has no single piece of memory; this rank's part has: x.to_local()")
 
     untyped_storage = storage = data_ptr  # type: ignore[assignment]
@@ -418,6 +430,12 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 
 # What a file of tensors refers to, so that `torch.load` reads it without weights_only=False.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
+
+def _called_by(func: Any) -> bool:
+    """Whether the caller of this function's caller is `func`, or a comprehension in it."""
+    frame = sys._getframe(2)
+    return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))
+
 
 # These make ShardedTensors, and its methods call them.
 from . import boundary, dispatch, gradients, reshard, show  # noqa: E402

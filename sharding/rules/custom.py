@@ -49,15 +49,16 @@ def register_rule(
         raise ValueError(f"unknown way to combine {combine!r}; one of {', '.join(map(repr, KINDS))}")
 
     def maker(*args: Any, **kwargs: Any) -> Rule:
-        operands = _operands((*args, *kwargs.values()))
+        operands = operands_in((*args, *kwargs.values()))
         return einrule(pattern, *operands, linear=linear, additive=additive, combine=combine)
 
     RULES[func] = maker
 
 
-def _operands(items: Iterable[Any]) -> Iterator[Tensor]:
+def operands_in(items: Iterable[Any]) -> Iterator[Tensor]:
+    """The operands among the arguments of a rule maker, in order."""
     for item in items:
         if isinstance(item, (list, tuple)):
-            yield from _operands(item)
+            yield from operands_in(item)
         elif is_operand(item):
             yield item

@@ -103,7 +103,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
     states = {axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)] for axis in mesh.axis_names}
     choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
     by_weight = _by_weight(layouts, fixed)
-    order = _axis_order([layouts[i] for i in by_weight])
+    order = axis_order([layouts[i] for i in by_weight])
     while (excess := _unrepresentable(rule, mesh.size, choices, order)) is not None:
         choices[excess] = Choice(WHOLE)
     axes = _axes_by_factor(choices, order)
@@ -159,7 +159,7 @@ def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
     return sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
 
 
-def _axis_order(by_weight: Sequence[Layout]) -> list[str]:
+def axis_order(by_weight: Sequence[Layout]) -> list[str]:
     """Axes in the order in which they split dims: the weightiest operand's first, then mesh order."""
     order: dict[str, None] = {}
     for layout in by_weight:
@@ -236,9 +236,9 @@ def _price(
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
         target = _target(rule, i, choice)
-        if state != target:
+        if state != target and not (i in rule.additive and state.what == WHOLE):  # a whole bias becomes pending for nothing
             nbytes = layout.largest_local_numel * layout.dtype.itemsize
-            price += _move_price(state, target, n) * nbytes
+            price += move_price(state, target, n) * nbytes
             moved += max(nbytes, 1)
     becomes_pending = choice.what == SPLIT and _reduces(rule, choice)
     if moved and becomes_pending:
@@ -246,7 +246,7 @@ def _price(
     return price, moved
 
 
-def _move_price(state: State, target: State, n: int) -> float:
+def move_price(state: State, target: State, n: int) -> float:
     """Bytes received per local byte, when an axis of `n` ranks goes from one state to another."""
     if state.what == WHOLE or n == 1:
         return 0

@@ -1,4 +1,4 @@
-"""New tensors like an old one, and random fills: values that depend on nothing but shape, layout and seed."""
+"""New tensors like an old one, values copied in, and what the class of sharded tensors defines itself."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import random
 from ..dispatch import check_base
 from ..layout import Layout, told_apart
 from ..tensor import ShardedTensor
-from .registry import RANDOM, functions, handler
+from .registry import functions, handler
 
 
 def settled(layout: Layout) -> Layout:
@@ -36,7 +35,7 @@ def _check_device(x: ShardedTensor, device: Any) -> None:
         )
 
 
-def _register_like(name: str, make: Callable[..., Callable[[Layout], Tensor]]) -> None:
+def register_like(name: str, make: Callable[..., Callable[[Layout], Tensor]]) -> None:
     @handler(name)
     def like(
         input: Any, *args: Any, dtype: Any = None, layout: Any = None, device: Any = None, requires_grad: bool = False,
@@ -50,22 +49,10 @@ def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout], Tensor]:
     return lambda layout: torch.full_like(x._local, fill_value, dtype=layout.dtype)
 
 
-_register_like("zeros_like", lambda x: _filled(x, 0))
-_register_like("ones_like", lambda x: _filled(x, 1))
-_register_like("full_like", _filled)
-_register_like("empty_like", lambda x: lambda layout: torch.empty_like(x._local, dtype=layout.dtype))
-_register_like("rand_like", lambda x: random.uniform)
-_register_like("randn_like", lambda x: random.normal)
-_register_like(
-    "randint_like", lambda x, *bounds, **named: lambda layout: random.integers(layout, *_bounds(*bounds, **named))
-)
-
-
-def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, int]:
-    """`randint_like(x, high)` or `randint_like(x, low, high)`."""
-    if high is not None:
-        return (bounds[0] if bounds else low), high
-    return (0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+register_like("zeros_like", lambda x: _filled(x, 0))
+register_like("ones_like", lambda x: _filled(x, 1))
+register_like("full_like", _filled)
+register_like("empty_like", lambda x: lambda layout: torch.empty_like(x._local, dtype=layout.dtype))
 
 
 def _register_new(name: str, fill: Callable[..., Any]) -> None:
@@ -98,74 +85,6 @@ def _replicated(local: Tensor, mesh: Any, requires_grad: bool) -> Any:
 
 for _name in ("new_zeros", "new_ones", "new_empty", "new_full"):
     _register_new(_name, getattr(torch.Tensor, _name))
-
-
-# -- random fills -----------------------------------------------------------------------------------------------------
-
-
-def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: Any) -> Any:
-    """Overwrite x, in place, with random numbers; a pending tensor has no elements to write."""
-    if generator is not None:
-        raise NotImplementedError(
-            "a torch.Generator does not drive the random numbers of ShardedTensors; sm.manual_seed does"
-        )
-    if x.layout.pending:
-        raise ValueError(
-            f"cannot fill {x.layout} with random numbers while a reduction is pending; redistribute it first"
-        )
-    check_base(x)
-    with torch.no_grad():
-        x._local.copy_(values(x.layout, *parameters))
-    return x
-
-
-@handler("normal_")
-def _normal_(x: Any, mean: float = 0, std: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, random.normal, mean, std)
-
-
-@handler("uniform_")
-def _uniform_(x: Any, a: float = 0, b: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, random.uniform, a, b)
-
-
-@handler("bernoulli_")
-def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-    if isinstance(p, Tensor):
-        raise NotImplementedError("bernoulli_: a tensor of probabilities has no rule; compare rand_like(p) < p instead")
-    return _fill(x, generator, random.bernoulli, p)
-
-
-# Functions that draw from torch's own generator: they run on gathered operands, with that generator in the same state
-# on every rank, so that replicas agree and the mesh does not matter.
-_DRAWING = """
-    bernoulli multinomial normal poisson binomial rrelu rrelu_ dropout1d dropout2d dropout3d native_dropout
-    alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_
-    fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-    gumbel_softmax multi_head_attention_forward lstm gru rnn_tanh rnn_relu exponential_ cauchy_ log_normal_ geometric_
-    random_
-"""
-RANDOM.update(functions(*_DRAWING.split()))
-
-
-# -- dropout ----------------------------------------------------------------------------------------------------------
-
-
-@handler("dropout", also=(torch.dropout,))
-def _dropout(
-    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> Any:
-    """The mask is drawn by global position: equal on replicas, and the same for every mesh."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    if not (training if train is None else train) or p == 0:
-        return input
-    layout = settled(input.layout).replace(dtype=torch.bool)
-    dropped = ShardedTensor._make(random.bernoulli(layout, p), layout)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-    if inplace:
-        return input.masked_fill_(dropped, 0).mul_(scale)
-    return input.masked_fill(dropped, 0) * scale
 
 
 # -- values in ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import init
 
+from ..dispatch import check_base
 from .registry import handler
 
 
@@ -34,6 +35,7 @@ def _kaiming_uniform(
     tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
 ) -> Any:
     """Bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 / fan)."""
+    mode = mode.lower()
     if mode not in ("fan_in", "fan_out"):
         raise ValueError(f"kaiming_uniform_: mode {mode!r} is neither 'fan_in' nor 'fan_out'")
     if tensor.ndim < 2:
@@ -44,3 +46,16 @@ def _kaiming_uniform(
     fan = (inputs if mode == "fan_in" else outputs) * math.prod(field)
     bound = init.calculate_gain(nonlinearity, a) * math.sqrt(3 / max(fan, 1))  # type: ignore[arg-type]
     return _uniform(tensor, -bound, bound, generator)
+
+
+@handler(also=(torch.eye,))
+def _eye(n: int, m: int | None = None, *, out: Any, **_: Any) -> Any:
+    """`torch.eye(n, m, out=x)`, as `nn.init.eye_` calls it: every rank writes its part."""
+    shape = (n, n if m is None else m)
+    if tuple(out.shape) != shape or out.layout.pending:
+        raise ValueError(f"eye: out= is {out.layout}, and the result {list(shape)}; give a tensor of that shape that is not pending")
+    check_base(out)
+    if out.mesh.coordinate is not None:
+        rows, columns = [torch.arange(*interval, device=out.device) for interval in out.layout.box]
+        out._local.copy_(rows.unsqueeze(1) == columns)
+    return out

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .notation import Rule, einrule
@@ -104,23 +106,83 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, 
     return einrule(f"{added}, b m k, b k n -> b m n", input, batch1, batch2, linear=((1, 0), (2, 0)), additive=(0,))
 
 
+@rule("addbmm", "addbmm_")
+def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+    added = ["", "n", "m n"][input.ndim]
+    return einrule(f"{added}, b m k, b k n -> m n", input, batch1, batch2, linear=((1, 0), (2, 0)), additive=(0,))
+
+
+@rule("addr", "addr_")
+def _addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
+    added = ["", "n", "m n"][input.ndim]
+    return einrule(f"{added}, m, n -> m n", input, vec1, vec2, linear=((1, 0), (2, 0)), additive=(0,))
+
+
+@rule("multi_dot")
+def _multi_dot(tensors: Sequence[Tensor], *, out: None = None) -> Rule:
+    """A chain of matrices; the first may be a row and the last a column."""
+    names = [f"k{i} k{i + 1}" for i in range(len(tensors))]
+    if tensors[0].ndim == 1:
+        names[0] = "k1"
+    if tensors[-1].ndim == 1:
+        names[-1] = f"k{len(tensors) - 1}"
+    outer = ["k0"] * (tensors[0].ndim == 2) + [f"k{len(tensors)}"] * (tensors[-1].ndim == 2)
+    linear = [(i,) for i in range(len(tensors))]
+    return einrule(f"{', '.join(names)} -> {' '.join(outer)}", *tensors, linear=linear)
+
+
+@rule("chain_matmul")
+def _chain_matmul(*matrices: Any, out: None = None) -> Rule:
+    return _multi_dot(matrices)
+
+
+@rule("vecdot")
+def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Rule:
+    names = [f"d{i}" for i in range(max(x.ndim, y.ndim))]
+    left = [" ".join(names[len(names) - t.ndim :]) for t in (x, y)]
+    del names[dim]
+    return einrule(f"{', '.join(left)} -> {' '.join(names)}", x, y, linear=_BILINEAR)
+
+
+@rule("cross")
+def _cross(input: Tensor, other: Tensor, dim: int | None = -1) -> Rule:
+    return _cross_along(input, other, dim)
+
+
+@rule(also=(torch.cross, torch.Tensor.cross))
+def _cross_of_threes(input: Tensor, other: Tensor, dim: int | None = None) -> Rule:
+    """Without a dim: along the first one of size 3, of the whole tensors."""
+    shape = torch.broadcast_shapes(input.shape, other.shape)
+    return _cross_along(input, other, shape.index(3) - len(shape) if dim is None else dim)
+
+
+def _cross_along(input: Tensor, other: Tensor, dim: int) -> Rule:
+    names = [f"d{i}" for i in range(max(input.ndim, other.ndim))]
+    names[dim] = f"[{names[dim]}]"
+    left = [" ".join(names[len(names) - t.ndim :]) for t in (input, other)]
+    local = lambda x, y, *_, **__: torch.linalg.cross(x, y, dim=dim)  # noqa: E731
+    return einrule(f"{', '.join(left)} -> {' '.join(names)}", input, other, linear=_BILINEAR, local=local)
+
+
 @rule("einsum")
-def _einsum(equation: str, *operands: Any) -> Rule | None:
+def _einsum(equation: str, *operands: Any) -> Rule:
     """The equation is a rule already; a letter that an operand repeats (a diagonal) must be whole."""
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
-    equation = equation.replace(" ", "")
-    left, arrow, right = equation.partition("->")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    parts = left.split(",")
     if not arrow:
         letters = left.replace(",", "").replace("...", "")
         right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    if right.count("...") != ("..." in left):
-        return None  # dims of the ellipsis are summed: rare enough to gather
-    repeated = {c for part in left.split(",") for c in part if c.isalpha() and part.count(c) > 1}
-    pattern = ", ".join(_spelled(part, repeated) for part in left.split(",")) + " -> " + _spelled(right, repeated)
+    repeated = {c for part in parts for c in part if c.isalpha() and part.count(c) > 1}
+    extra = [t.ndim - len(part.replace("...", "")) for part, t in zip(parts, tensors, strict=True)]
+    longest = max((n for n, part in zip(extra, parts, strict=True) if "..." in part), default=0)
+    spelled = [_spelled(part, n, repeated) for part, n in zip(parts, extra, strict=True)]
+    pattern = f"{', '.join(spelled)} -> {_spelled(right, longest, repeated)}"
     return einrule(pattern, *tensors, linear=tuple((i,) for i in range(len(tensors))))
 
 
-def _spelled(part: str, whole: set[str]) -> str:
-    """`bij` as `b i j`, with the letters that must be whole in brackets."""
-    letters = part.replace("...", "*")
-    return " ".join("..." if c == "*" else f"[{c}]" if c in whole else c for c in letters)
+def _spelled(part: str, extra: int, whole: set[str]) -> str:
+    """`...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis stands for `extra` dims."""
+    dims = [f"e{i}" for i in reversed(range(extra))]
+    letters = [*part.partition("...")[0], *(dims if "..." in part else ()), *part.partition("...")[2]]
+    return " ".join(f"[{c}]" if c in whole else c for c in letters)

@@ -45,6 +45,8 @@ class Rule:
             that it may be applied to pending sums.
         additive: operands that are added to the result (a bias): they become pending where the result does.
         transparent: the operator only moves values, so that values pending with any kind pass through.
+        pointwise: the result has the broadcast shape of the operands, and a dtype that depends on nothing but their dtypes
+            and the static arguments.
         local: function to call on the local tensors in place of the operator, with the operator's arguments.
         bind: makes that function once it is known how everything lies: `(layouts of the operands, in the order of
             `operands`; layouts of the results) -> function`. For sizes and offsets that differ from rank to rank.
@@ -60,6 +62,7 @@ class Rule:
     linear: tuple[tuple[int, ...], ...] = ()
     additive: frozenset[int] = frozenset()
     transparent: bool = False
+    pointwise: bool = False
     local: Callable[..., Any] | None = None
     bind: Callable[[Sequence[Any], Sequence[Any]], Callable[..., Any]] | None = None
     result: Any = None

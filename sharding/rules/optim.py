@@ -7,15 +7,19 @@ local tensors. Else each place goes through the rule of the single operator.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..dispatch import check_base, known_local
+from ..cache import keep
+from ..dispatch import check_bases, known_local
+from ..layout import Layout
 from ..spec import P
 from ..tensor import ShardedTensor
-from .reduction import accumulator_dtype, safe_root, settled
+from .blocks import settled
+from .reduction import accumulator_dtype, safe_root
 from .registry import HANDLERS, handler
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
@@ -26,22 +30,35 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
     return [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
 
 
+_KEPT = 256
+_alike: dict[Any, bool] = {}  # layouts of all places of all lists -> whether they are aligned
+
+
 def _aligned(lists: list[Sequence[Any]]) -> bool:
     """Whether the tensors of every place share shape and layout, nothing pending: locals can be used as they are."""
-    for row in zip(*lists, strict=True):
-        sharded = [x for x in row if isinstance(x, ShardedTensor)]
-        places = {(x._layout.mesh, x._layout.spec, x._layout.shape) for x in sharded}
-        if len(places) > 1 or any(x._layout.pending for x in sharded):
-            return False
-        if any(x.ndim > 0 for x in row if not isinstance(x, ShardedTensor)):
-            return False
-    return True
+    key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
+    found = _alike.get(key)
+    if found is None:
+        found = keep(_alike, key, all(map(_is_alike, zip(*key, strict=True))), _KEPT)
+    return found
+
+
+def _is_alike(row: Sequence[Layout | int]) -> bool:
+    """One place: layouts of the sharded tensors, numbers of dims of the plain ones."""
+    layouts = [item for item in row if isinstance(item, Layout)]
+    places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
+    numbers = all(item == 0 for item in row if not isinstance(item, Layout))
+    return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)
+
+
+_part = attrgetter("_local")
 
 
 def _local(argument: Any) -> Any:
     """The locals of a list; a single number that stands beside lists is wanted whole."""
     if isinstance(argument, (list, tuple)):
-        return [known_local(x) if isinstance(x, ShardedTensor) else x for x in argument]
+        part = known_local if torch.is_grad_enabled() else _part  # in an optimizer's step gradients are off
+        return [part(x) if type(x) is ShardedTensor else x for x in argument]
     return argument.redistribute(P())._local if isinstance(argument, ShardedTensor) else argument
 
 
@@ -64,9 +81,7 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_writable(tensors: Sequence[Any]) -> None:
-    for x in tensors:
-        if isinstance(x, ShardedTensor):
-            check_base(x)
+    check_bases(x for x in tensors if isinstance(x, ShardedTensor))
 
 
 def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:

@@ -22,7 +22,13 @@ _NONLINEAR = """
     nan_to_num nextafter polygamma pow float_power reciprocal remainder round rsqrt sgn sigmoid sign signbit sin sinc
     sinh sqrt square tan tanh trunc xlogy eq ne lt le gt ge not_equal less less_equal greater greater_equal
     relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardtanh hardsigmoid hardswish hardshrink softshrink
-    tanhshrink softsign logsigmoid threshold addcmul addcdiv entr ndtr ndtri expit xlog1py erfcx i0e i1 i1e zeta
+    tanhshrink softsign logsigmoid threshold addcmul addcdiv entr ndtr ndtri expit xlog1py erfcx i0e i1 i1e zeta log_ndtr
+    psi gammaln gammainc gammaincc multigammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+    spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w polar
     __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
     __rtruediv__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ __rand__ __ror__ __rxor__
     __rlshift__ __rrshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __imod__ __ifloordiv__
@@ -45,7 +51,7 @@ def with_in_place(names: str) -> Iterator[str]:
 def broadcast(*operands: Tensor, **options: Any) -> Rule:
     """The rule of an operator whose operands broadcast against each other."""
     pattern = ", ".join(["..."] * len(operands)) + " -> ..."
-    return einrule(pattern, *operands, **options)
+    return einrule(pattern, *operands, pointwise=True, **options)
 
 
 def tensors_of(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -102,12 +108,35 @@ def _linear(input: Tensor, *, memory_format: Any = None) -> Rule:
     return broadcast(input, linear=((0,),))
 
 
+@rule("to_dense")
+def _to_dense(input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Rule:
+    """It is dense."""
+    return cast(input, dtype or input.dtype)
+
+
 @rule("prelu")
 def _prelu(input: Tensor, weight: Tensor) -> Rule:
     """One slope for each channel, which is dim 1."""
     channels = "c" if weight.ndim == 1 and input.ndim > 1 else "1" if weight.ndim == 1 else ""
     names = " ".join("c" if d == 1 else f"d{d}" for d in range(input.ndim))
     return einrule(f"{names}, {channels} -> {names}", input, weight)
+
+
+@rule("frexp")
+def _frexp(input: Tensor) -> Rule:
+    return einrule("... -> ..., ...", input)
+
+
+@rule("complex")
+def _complex(real: Tensor, imag: Tensor) -> Rule:
+    return broadcast(real, imag, linear=((0, 1),))
+
+
+@rule("renorm", "renorm_")
+def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
+    """Each slice along `dim` is scaled down by itself, by its norm over all other dims, which are whole."""
+    names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
+    return einrule(f"{names} -> {names}", input)
 
 
 @rule("view_as_real", view=True)
@@ -120,7 +149,7 @@ def _view_as_complex(input: Tensor) -> Rule:
     return einrule("... [c] -> ...", input, linear=((0,),))
 
 
-@rule("fill_")
+@rule("fill", "fill_")
 def _fill_(input: Tensor, value: Any) -> Rule:
     return broadcast(*tensors_of(input, value))
 
@@ -159,6 +188,21 @@ _register_casts(
 @handler("type_as")
 def _type_as(input: Any, other: Any) -> Any:
     return input.to(other.dtype)
+
+
+@handler("type")
+def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """torch's old name of a tensor's kind, or a tensor of the kind of this name, as `"torch.DoubleTensor"`."""
+    here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
+    if dtype is None:
+        return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
+    if isinstance(dtype, torch.dtype):
+        return NotImplemented
+    name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+    where, _, kind = name.rpartition(".")
+    if where != here:
+        raise ValueError(f"type({name!r}): {input.layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64")
+    return input.to(torch.empty(0).type(f"torch.{kind}").dtype)
 
 
 @handler("to")

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .blocks import settled, splits, whole
 from .notation import Rule, einrule
 from .pointwise import casts_linearly
-from .registry import handler, rule
+from .registry import form, handler, rule
 
 Dims = int | Sequence[int] | None
 
@@ -45,6 +46,22 @@ def _sum(
 @rule("nansum")
 def _nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
     return reduction(input, dim, keepdim)
+
+
+@rule("sum_to_size")
+def _sum_to_size(input: Tensor, *size: Any) -> Rule:
+    """The sum over all dims that broadcasting from `size` would have made."""
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    extra = input.ndim - len(shape)
+    made = [d for d, n in enumerate(shape, extra) if n == 1 != input.shape[d]]
+    left = [f"d{i}" for i in range(input.ndim)]
+    right = ["1" if i in made else name for i, name in enumerate(left)][max(extra, 0) :]
+
+    def local(part: Tensor, *_: Any) -> Tensor:
+        part = part.sum(made, keepdim=True) if made else part
+        return part.sum(tuple(range(extra))) if extra else part
+
+    return einrule(f"{' '.join(left)} -> {' '.join(right)}", input, linear=((0,),), local=local)
 
 
 @rule("count_nonzero")
@@ -96,42 +113,6 @@ def _amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Rule:
     return reduction(input, dim, keepdim, combine="min", local=_amin_local)
 
 
-@handler("max")
-def _max(input: Any, *args: Any, **kwargs: Any) -> Any:
-    return input.amax() if not args and not kwargs else _checked_max(torch.maximum, input, *args, **kwargs)
-
-
-@handler("min")
-def _min(input: Any, *args: Any, **kwargs: Any) -> Any:
-    return input.amin() if not args and not kwargs else _checked_max(torch.minimum, input, *args, **kwargs)
-
-
-def _checked_max(pairwise: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """`max(x, other)` is pointwise; `max(x, dim)` is left to its rule."""
-    other = kwargs.get("other", args[0] if args else None)
-    return pairwise(input, other) if isinstance(other, Tensor) else NotImplemented
-
-
-@rule("max", "min")
-def _max_dim(input: Tensor, dim: int, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
-
-
-@rule("median", "nanmedian")
-def _median(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=1 if dim is None else 2)
-
-
-@rule("mode")
-def _mode(input: Tensor, dim: int = -1, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
-
-
-@rule("argmax", "argmin")
-def _argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True)
-
-
 @rule("all")
 def _all(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
     return _truth(input, dim, keepdim, "min")
@@ -161,44 +142,51 @@ def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, eq
 # -- sums in disguise -------------------------------------------------------------------------------------------------
 
 
-def is_split(x: Any, dims: Sequence[int]) -> bool:
-    """Whether an axis of more than one rank splits any of these dims of a `ShardedTensor`, or leaves it pending."""
-    size = x.mesh.size
-    return any(size(a) > 1 for d in dims for a in x.spec.dims[d]) or any(size(a) > 1 for a, _ in x.spec.unreduced)
-
-
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch itself accumulates a sum of this dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-@handler("mean")
-def _mean(
-    input: Any, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
+@form("mean")
+def _mean_form(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
 ) -> Any:
     """The sum over all ranks by the global count: right for uneven parts."""
     dims = normal_dims(dim if axis is None else axis, input.ndim)
-    result = dtype or input.dtype
-    if not (result.is_floating_point or result.is_complex):
-        raise RuntimeError(
-            f"mean(): the result of an integer mean is not an integer; cast {input.layout} to a floating dtype"
-        )
-    if not is_split(input, dims):
-        return NotImplemented
-    count = math.prod(input.shape[d] for d in dims)
-    return (input.sum(dims, keepdim=keepdim, dtype=accumulator_dtype(result)) / count).to(result)
+    if not splits(input, dims):
+        return None
+    result = input.mean(dims, keepdim, dtype=dtype).dtype
+    wide, count = accumulator_dtype(result), math.prod(input.shape[d] for d in dims)
+    return lambda input, *_, **__: (input.sum(dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
 
 @rule("mean")
-def _mean_whole(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None, axis: Dims = None
-) -> Rule:
+def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None, axis: Dims = None) -> Rule:
     return reduction(input, dim if axis is None else axis, keepdim, whole=True, linear=((0,),))
 
 
-def settled(x: Any) -> Any:
-    """The tensor with everything pending reduced, so that using it several times communicates once."""
-    return x.redistribute(x.spec.with_unreduced({})) if x.layout.pending else x
+@form("nanmean")
+def _nanmean_form(
+    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """The sum of the numbers by how many they are, both over all ranks."""
+    dims = normal_dims(dim, input.ndim)
+    if not splits(input, dims):
+        return None
+    result = input.nanmean(dims, keepdim, dtype=dtype).dtype
+    wide = accumulator_dtype(result)
+
+    def run(input: Any, *_: Any, **__: Any) -> Any:
+        x = settled(input)
+        count = x.isnan().logical_not().sum(dims, keepdim=keepdim)
+        return (x.nansum(dims, keepdim=keepdim, dtype=wide) / count).to(result)
+
+    return run
+
+
+@rule("nanmean")
+def _nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
+    return reduction(input, dim, keepdim, whole=True)
 
 
 def safe_root(x: Any) -> Any:
@@ -207,64 +195,25 @@ def safe_root(x: Any) -> Any:
     return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
-def _moments(input: Any, dim: Dims, keepdim: bool, unbiased: bool, correction: float | None) -> tuple[Any, Any]:
-    """Variance in two passes (the mean, then squared distances from it), and the mean."""
-    dims = normal_dims(dim, input.ndim)
-    wide = settled(input).to(accumulator_dtype(input.dtype))
-    mean = settled(wide.mean(dims, keepdim=True))
-    count = math.prod(input.shape[d] for d in dims) - (float(unbiased) if correction is None else correction)
-    distance = wide - mean
-    squares = (distance * distance.conj()).real if input.is_complex() else distance * distance
-    return settled(squares.sum(dims, keepdim=keepdim)) / max(count, 0), mean if keepdim else mean.squeeze(dims)
+# -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _variance(finish: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    bound = _variance_arguments(*args, **kwargs)
-    empty = input._local.numel() == 0  # torch warns of too few elements where there is no variance to compute
-    if not is_split(input, normal_dims(bound[0], input.ndim)) and not empty:
-        return NotImplemented
-    real = input.dtype.to_real() if input.is_complex() else input.dtype
-    var, mean = _moments(input, *bound)
-    return finish(var, real, mean.to(input.dtype))
-
-
-def _variance_arguments(
-    dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
-) -> tuple[Dims, bool, bool, float | None]:
-    if isinstance(dim, bool):  # var(unbiased)
-        return None, keepdim, dim, correction
-    return dim, keepdim, unbiased, correction
-
-
-handler("var")(partial(_variance, lambda var, dtype, mean: var.to(dtype)))
-handler("std")(partial(_variance, lambda var, dtype, mean: safe_root(var).to(dtype)))
-handler("var_mean")(partial(_variance, lambda var, dtype, mean: (var.to(dtype), mean)))
-handler("std_mean")(partial(_variance, lambda var, dtype, mean: (safe_root(var).to(dtype), mean)))
-
-
-@rule("var", "std")
-def _var(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    dim, keepdim, _, _ = _variance_arguments(*args, **kwargs)
-    return reduction(input, dim, keepdim, whole=True)
-
-
-@rule("var_mean", "std_mean")
-def _var_mean(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    dim, keepdim, _, _ = _variance_arguments(*args, **kwargs)
-    return reduction(input, dim, keepdim, whole=True, results=2)
-
-
-@handler("vector_norm")
-def _vector_norm(
-    x: Any, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+@form("vector_norm")
+def _vector_norm_form(
+    x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
     """Over split dims: powers summed, or absolute values compared, then the root."""
     dims = normal_dims(dim, x.ndim)
-    if not is_split(x, dims):
-        return NotImplemented
-    result = dtype or (x.dtype.to_real() if x.is_complex() else x.dtype)
-    size = (settled(x) if dtype is None else settled(x).to(dtype)).abs().to(accumulator_dtype(result))
-    return _norm_of_sizes(size, ord, dims, keepdim).to(result)
+    if not splits(x, dims):
+        return None
+    result = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype).dtype
+    wide = accumulator_dtype(result)
+
+    def run(x: Any, ord: float = 2, *_: Any, **__: Any) -> Any:
+        size = (settled(x) if dtype is None else settled(x).to(dtype)).abs().to(wide)
+        return _norm_of_sizes(size, ord, dims, keepdim).to(result)
+
+    return run
 
 
 def _norm_of_sizes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) -> Any:
@@ -280,32 +229,104 @@ def _norm_of_sizes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) ->
 
 
 @rule("vector_norm")
-def _vector_norm_whole(
-    x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
-) -> Rule:
+def _vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
     return reduction(x, dim, keepdim, whole=True)
 
 
-@handler("norm")
+@form("matrix_norm")
+def _matrix_norm_form(
+    A: Tensor, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Over split dims: Frobenius' norm is that of a vector, and the largest sum of a row or column that of sums. Others take
+    singular values, of the whole matrix."""
+    dims = row, column = normal_dims(dim, A.ndim)
+    if not splits(A, dims):
+        return None
+    torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)  # torch's own complaints
+
+    def run(A: Any, ord: Any = "fro", *_: Any, **__: Any) -> Any:
+        if ord == "fro":
+            return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
+        if ord == "nuc" or abs(ord) == 2:
+            return torch.linalg.matrix_norm(whole(A, *dims), ord, dims, keepdim, dtype=dtype)
+        summed = row if abs(ord) == 1 else column
+        sums = settled(torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype))
+        return (torch.amax if ord > 0 else torch.amin)(sums, dims, keepdim)
+
+    return run
+
+
+@rule("matrix_norm")
+def _matrix_norm(
+    A: Tensor, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Rule:
+    return reduction(A, dim, keepdim, whole=True)
+
+
+@form("norm")
+def _norm_form(
+    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
+) -> Any:
+    """A vector norm, of all elements where no dim is given, or the sum of singular values."""
+    dims = normal_dims(dim, input.ndim)
+    if not splits(input, dims):
+        return None
+    torch.norm(input, p, dim, keepdim, dtype=dtype)  # torch's own complaints
+
+    def run(input: Any, p: Any = "fro", *_: Any, **__: Any) -> Any:
+        if p == "nuc":
+            return torch.linalg.matrix_norm(input, "nuc", dims, keepdim, dtype=dtype)
+        return torch.linalg.vector_norm(input, 2 if p in ("fro", None) else p, dims, keepdim, dtype=dtype)
+
+    return run
+
+
+@rule("norm")
 def _norm(
-    input: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
-) -> Any:
-    """A vector norm, of all elements where no dim is given; other matrix norms than Frobenius' are gathered."""
-    if p == "nuc" or out is not None:
-        return NotImplemented
-    return torch.linalg.vector_norm(input, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)
+    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
+) -> Rule:
+    return reduction(input, dim, keepdim, whole=True)
 
 
-@handler(also=(torch.linalg.norm,))
-def _linalg_norm(
-    A: Any, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
+@form(also=(torch.linalg.norm,))
+def _linalg_norm_form(
+    A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
 ) -> Any:
-    """A vector norm, or that of Frobenius; other matrix norms are gathered."""
     dims = normal_dims(dim, A.ndim)
-    is_vector = len(dims) == 1 or (ord is None and dim is None) or (ord in (None, "fro") and len(dims) == 2)
-    if not is_vector or out is not None:
-        return NotImplemented
-    return torch.linalg.vector_norm(A, 2 if ord in (None, "fro") else ord, dim, keepdim, dtype=dtype)
+    if not splits(A, dims):
+        return None
+    torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # torch's own complaints
+
+    def run(A: Any, ord: Any = None, *_: Any, **__: Any) -> Any:
+        if len(dims) == 1 or ord is None:
+            return torch.linalg.vector_norm(A, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
+        return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
+
+    return run
+
+
+@rule(also=(torch.linalg.norm,))
+def _linalg_norm(
+    A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
+) -> Rule:
+    return reduction(A, dim, keepdim, whole=True)
+
+
+@form("frobenius_norm")
+def _frobenius_norm(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Any:
+    return lambda input, *_, **__: torch.linalg.vector_norm(input, 2, dim, keepdim)
+
+
+@form("nuclear_norm")
+def _nuclear_norm(input: Tensor, dim: Sequence[int] | bool = (-2, -1), keepdim: bool = False) -> Any:
+    keepdim = dim if isinstance(dim, bool) else keepdim
+    dims = (-2, -1) if isinstance(dim, bool) else tuple(dim)
+    return lambda input, *_, **__: torch.linalg.matrix_norm(input, "nuc", dims, keepdim)
+
+
+@form("dist")
+def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
+    return lambda input, other, p=2: torch.linalg.vector_norm(input - other, p)
 
 
 # -- operators along a whole dim --------------------------------------------------------------------------------------
@@ -317,16 +338,6 @@ def along(input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True,
     left = " ".join(f"[d{i}]" if i in dims else f"d{i}" for i in range(input.ndim))
     right = left if keeps_size else " ".join("1" if i in dims else f"d{i}" for i in range(input.ndim))
     return einrule(f"{left} -> {', '.join([right] * results)}", input, **options)
-
-
-@rule("softmax", "log_softmax", "softmin", also=(torch.softmax, torch.log_softmax, torch.special.softmax))
-def _softmax(input: Tensor, dim: int, *args: Any, **kwargs: Any) -> Rule:
-    return along(input, dim)
-
-
-@rule("logsumexp")
-def _logsumexp(input: Tensor, dim: Dims, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True)
 
 
 @rule("cumsum", "cumsum_")
@@ -342,26 +353,6 @@ def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Ru
 @rule("cummax", "cummin")
 def _cummax(input: Tensor, dim: int) -> Rule:
     return along(input, dim, results=2)
-
-
-@rule("sort")
-def _sort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Rule:
-    return along(input, dim, results=2)
-
-
-@rule("argsort")
-def _argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> Rule:
-    return along(input, dim)
-
-
-@rule("topk")
-def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Rule:
-    return along(input, dim, results=2, keeps_size=False)
-
-
-@rule("kthvalue")
-def _kthvalue(input: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
 
 
 @rule("glu")

@@ -33,6 +33,17 @@ def functions(*names: str) -> Iterator[Callable[..., Any]]:
                 yield func
 
 
+# Decisions are kept for calls that differ only in numbers with a fraction (a slope, a probability, the order of a norm), so
+# that no maker of rules or forms may look at one, nor a form keep one. These are the exceptions: what they make has a shape
+# that depends on such a number.
+LOOKS_AT_FLOATS = frozenset(
+    functions(
+        "interpolate", "upsample", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d_with_indices",
+    )
+)  # fmt: skip
+
+
 def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = False) -> Callable[[Maker], Maker]:
     """Register a maker of rules for every torch function of these names.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from .notation import Dim, Rule, einrule
-from .registry import handler, rule
+from .registry import form, rule
 
 # -- reshape ----------------------------------------------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ def _reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Rule:
     return reshape_rule(input, torch.Tensor.reshape(input, *shape, **kwargs).shape)
 
 
-@handler("view_as", "reshape_as")
-def _reshape_as(input: Any, other: Any) -> Any:
-    return input.reshape(other.shape)
+@form("view_as", "reshape_as")
+def _reshape_as(input: Tensor, other: Tensor) -> Callable[..., Any]:
+    return lambda input, other: input.reshape(other.shape)
 
 
 @rule("flatten", "ravel", view=True)
@@ -149,6 +149,21 @@ def _squeeze(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
 @rule("unsqueeze", view=True)
 def _unsqueeze(input: Tensor, dim: int) -> Rule:
     return reshape_rule(input, torch.unsqueeze(input, dim).shape)
+
+
+@rule("resolve_conj", "resolve_neg", view=True)
+def _resolve(input: Tensor) -> Rule:
+    return einrule("... -> ...", input, linear=((0,),), transparent=True)
+
+
+@rule("view_as_real", view=True)
+def _view_as_real(input: Tensor) -> Rule:
+    return einrule("... -> ... 1", input, linear=((0,),))
+
+
+@rule("view_as_complex", view=True)
+def _view_as_complex(input: Tensor) -> Rule:
+    return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
 # -- transpose --------------------------------------------------------------------------------------------------------
@@ -226,15 +241,17 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind)
 
 
-@handler("expand_as")
-def _expand_as(input: Any, other: Any) -> Any:
-    return input.expand(other.shape)
+@form("expand_as")
+def _expand_as(input: Tensor, other: Tensor) -> Callable[..., Any]:
+    return lambda input, other: input.expand(other.shape)
 
 
-@handler(also=(torch.broadcast_tensors,))
-def _broadcast_tensors(*tensors: Any) -> list[Any]:
-    shape = torch.broadcast_shapes(*[x.shape for x in tensors])
-    return [x.expand(shape) for x in tensors]
+@form(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
+def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
+    """One after the other, or in a list."""
+    shapes = [x.shape for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])]
+    made, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
+    return lambda *tensors: made(x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0]))
 
 
 @rule("repeat", "tile")
@@ -320,8 +337,8 @@ def _repeat_interleave(
 
 
 @rule(also=(torch.Tensor.flip,))
-def _flip_method(input: Tensor, *dims: Any) -> Rule:
-    return with_whole_dims(input, listed(dims))
+def _flip_method(input: Tensor, *args: Any, dims: Sequence[int] = ()) -> Rule:
+    return with_whole_dims(input, listed(args) if args else dims)
 
 
 @rule(also=(torch.flip,))
@@ -333,32 +350,6 @@ def _flip(input: Tensor, dims: Sequence[int]) -> Rule:
 def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Rule:
     chosen = [dims] if isinstance(dims, int) else list(dims)
     return with_whole_dims(input, chosen or range(input.ndim))
-
-
-@rule("tril", "triu", "tril_", "triu_")
-def _triangle(input: Tensor, diagonal: int = 0) -> Rule:
-    return with_whole_dims(input, [-2, -1])
-
-
-@rule(also=(torch.diagonal, torch.Tensor.diagonal), view=True)
-def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
-    chosen = {dim1 % input.ndim, dim2 % input.ndim}
-    left = " ".join(f"[d{i}]" if i in chosen else f"d{i}" for i in range(input.ndim))
-    right = " ".join([f"d{i}" for i in range(input.ndim) if i not in chosen] + ["1"])
-    return einrule(f"{left} -> {right}", input, linear=((0,),), transparent=True)
-
-
-@rule(also=(torch.linalg.diagonal,), view=True)
-def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
-    return _diagonal(A, offset, dim1, dim2)
-
-
-@rule("diag_embed")
-def _diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule | None:
-    if (dim1, dim2) != (-2, -1):
-        return None
-    rest = " ".join(f"d{i}" for i in range(input.ndim - 1))
-    return einrule(f"{rest} [n] -> {rest} 1 1", input, linear=((0,),), transparent=True)
 
 
 @rule("pad")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import shardmesh as sm
+from shardmesh.sharding import cache
 
 
 def _pending(mesh):
@@ -51,9 +52,7 @@ def test_one_decision_serves_all_scalars():
 
 
 def test_the_cache_is_bounded(monkeypatch):
-    from shardmesh.sharding import dispatch
-
-    monkeypatch.setattr(dispatch, "_CACHE_LIMIT", 10)
+    monkeypatch.setattr(cache, "LIMIT", 10)
 
     def rank():
         x = sm.ones((4,), sm.init_device_mesh("cpu", (2,)), [sm.Shard(0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import Layout, P
+from shardmesh.sharding import layout as layout_module
 from shardmesh.sharding.spec import KINDS
 from tests.sharding.ranks import on_mesh
 from tests.sharding.strategies import AXES, mesh_shapes, shapes, specs
@@ -182,3 +184,28 @@ def test_bad_layouts(spec, shape, dtype, words):
         Layout.of(sm.AbstractMesh((2, 3), ("a", "b")), spec, shape, dtype)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_mesh_keeps_so_many_layouts(monkeypatch):
+    """Of older ones, only those that somebody holds; these stay the same object."""
+    monkeypatch.setattr(layout_module, "_LIMIT", 64)
+    mesh = sm.AbstractMesh((2,), ("a",))
+    held = Layout.of(mesh, P("a"), (1000,))
+    for n in range(500):
+        Layout.of(mesh, P("a"), (n,))
+    gc.collect()
+    assert len(mesh._layouts) <= 64
+    assert len(mesh._held_layouts) <= 65
+    assert Layout.of(mesh, P("a"), (1000,)) is held
+    assert Layout.of(mesh, [sm.Shard(0)], [1000]) is held
+
+
+def test_a_known_spelling():
+    mesh = sm.AbstractMesh((2,), ("a",))
+    layout = Layout.of(mesh, P("a"), (4,))
+    assert layout.is_spelled(P("a"))
+    assert not layout.is_spelled([sm.Shard(0)])
+    assert Layout.of(mesh, [sm.Shard(0)], (4,)) is layout
+    assert layout.is_spelled([sm.Shard(0)])
+    assert not layout.is_spelled([sm.Replicate()])
+    assert not layout.is_spelled([{}])

@@ -16,18 +16,48 @@ from tests.sharding.strategies import AXES, mesh_shapes, shapes, specs
 
 F = nn.functional
 
+FILLS = {
+    "uniform_": lambda x: x.uniform_(-2, 3),
+    "normal_": lambda x: x.normal_(1, 2),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "bernoulli_ of a tensor": lambda x: x.bernoulli_(x * 0.3),
+    "exponential_": lambda x: x.exponential_(2),
+    "cauchy_": lambda x: x.cauchy_(1, 2),
+    "log_normal_": lambda x: x.log_normal_(0.5, 0.25),
+    "geometric_": lambda x: x.geometric_(0.2),
+    "random_": lambda x: x.random_(),
+    "random_ from to": lambda x: x.random_(-3, 10**12),
+    "dropout": lambda x: F.dropout(x, 0.4, inplace=True),
+    "torch.dropout_": lambda x: torch.dropout_(x, 0.4, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True, inplace=True),
+    "rrelu": lambda x: F.rrelu(x.neg_(), training=True, inplace=True),
+    "torch.rrelu_": lambda x: torch.rrelu_(x.neg_(), 0.1, 0.9, True),
+}
 DRAWS = {
+    **{f"{name} in place": lambda x, fill=fill: fill(x.clone()) for name, fill in FILLS.items()},
     "rand_like": torch.rand_like,
     "randn_like": torch.randn_like,
-    "uniform_": lambda x: x.clone().uniform_(-2, 3),
-    "normal_": lambda x: x.clone().normal_(1, 2),
-    "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
+    "randint_like": lambda x: torch.randint_like(x, -5, 2**40),
     "dropout": lambda x: F.dropout(x, 0.4),
-    "dropout in place": lambda x: F.dropout(x.clone(), 0.4, inplace=True),
+    "torch.dropout": lambda x: torch.dropout(x, 0.4, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, True),
+    "rrelu": lambda x: F.rrelu(-x, training=True),
+    "bernoulli": lambda x: torch.bernoulli(x * 0.3),
+    "bernoulli with p": lambda x: x.bernoulli(0.3),
+    "poisson": lambda x: torch.poisson(x * 3),
+    "poisson of large rates": lambda x: torch.poisson(x * 300),
+    "binomial": lambda x: torch.binomial(x * 9, x * 0.3),
+    "binomial of many": lambda x: torch.binomial(x * 1000, x * 0.3),
+    "normal of tensors": lambda x: torch.normal(x * 3, x * 2),
+    "normal of a mean": lambda x: torch.normal(x * 3, 2.0),
+    "normal of a spread": lambda x: torch.normal(3.0, x * 2),
     "rand": lambda x: sm.rand(x.shape, x.mesh, x.spec, dtype=x.dtype),
     "randn": lambda x: sm.randn(x.shape, x.mesh, x.spec, dtype=x.dtype),
-    "init": lambda x: nn.init.trunc_normal_(x.clone()),
+    "randint": lambda x: sm.randint(-5, 2**40, x.shape, x.mesh, x.spec),
+    "trunc_normal_": lambda x: nn.init.trunc_normal_(x.clone()),
 }
+ASK = ("trunc_normal_",)  # torch looks whether any number is out of bounds
 
 
 def drawn(name, mesh, spec, shape, seed=3):
@@ -36,8 +66,8 @@ def drawn(name, mesh, spec, shape, seed=3):
     x = sm.ones(shape, mesh, spec, dtype=torch.float64)
     with collectives() as records:
         _, y, _ = DRAWS[name](x), DRAWS[name](x), DRAWS[name](x)
-    assert records == [] or name == "init"  # torch's initializers ask whether any number is out of bounds
-    assert y.layout is x.layout
+    assert records == [] or name in ASK
+    assert y.layout is x.layout.replace(dtype=y.dtype)
     return y.full_tensor()
 
 
@@ -53,7 +83,7 @@ def places(draw):
 
 @pytest.mark.parametrize("name", DRAWS)
 @given(places())
-@settings(max_examples=15)
+@settings(max_examples=6)
 def test_the_same_tensor_on_any_mesh(name, place):
     mesh_shape, shape, spec = place
     expected = on_one_rank(name, shape)
@@ -76,6 +106,40 @@ def test_replicas_are_equal_and_draws_differ(name):
     assert not torch.equal(results[0][0], results[1][0])
 
 
+def after(n, seed=1):
+    """As after n draws."""
+    sm.manual_seed(seed)
+    first = sm.get_rng_state().view(torch.uint64)
+    sm.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))
+
+
+def test_a_thousand_draws_one_by_one():
+    def program(mesh):
+        sm.manual_seed(1)
+        for _ in range(999):
+            sm.rand(1, device_mesh=mesh)
+        late = sm.rand(4, device_mesh=mesh)
+        after(999)
+        assert torch.equal(sm.rand(4, device_mesh=mesh).full_tensor(), late.full_tensor())
+
+    on_mesh((1,), program)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_thousandth_draw(name):
+    def program(mesh, spec):
+        x = sm.ones((5, 6), mesh, spec, dtype=torch.float64)
+        after(999)
+        late = DRAWS[name](x).full_tensor()
+        after(0)
+        assert not torch.equal(DRAWS[name](x).full_tensor(), late)
+        return late
+
+    (expected,) = on_mesh((1,), lambda mesh: program(mesh, P()))
+    for mesh_shape, spec in [((3,), P(None, "a")), ((2, 2), P("b", "a"))]:
+        assert all(torch.equal(x, expected) for x in on_mesh(mesh_shape, lambda mesh, spec=spec: program(mesh, spec)))
+
+
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_seed_decides(name):
     first, again, other = (on_one_rank(name, (7, 8), seed) for seed in (1, 1, 2))
@@ -83,33 +147,21 @@ def test_the_seed_decides(name):
     assert not torch.equal(first, other)
 
 
-WITHOUT_RULE = {
-    "bernoulli": torch.bernoulli,
-    "multinomial": lambda x: torch.multinomial(x, 2),
-    "normal": lambda x: torch.normal(x, 1.0),
-    "poisson": torch.poisson,
-    "gumbel_softmax": F.gumbel_softmax,
-    "rrelu": lambda x: F.rrelu(x - 1, training=True),
-}
-
-
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
-@pytest.mark.parametrize("name", WITHOUT_RULE)
-def test_operators_without_a_rule_draw_alike_too(name):
+def test_operators_without_a_rule_draw_alike_too():
     """They run on gathered copies, with torch's generator in the same state on every rank, whatever it was before."""
-    whole = torch.linspace(0.1, 0.9, 15, dtype=torch.float64).view(5, 3)
+    whole = torch.linspace(0.1, 0.9, 288, dtype=torch.float64).view(2, 1, 12, 12)
 
     def program(mesh):
         torch.manual_seed(mesh.world.rank)
         sm.manual_seed(8)
         x = place(mesh, whole, Shard(0))
-        return [WITHOUT_RULE[name](x).full_tensor() for _ in range(2)]
+        return [F.fractional_max_pool2d(x, 2, output_size=5).full_tensor() for _ in range(4)]
 
     results = [*on_mesh((1,), program), *on_mesh((3,), program)]
-    for first, second in results:
-        assert torch.equal(first, results[0][0])
-        assert torch.equal(second, results[0][1])
-        assert not torch.equal(first, second)
+    for pooled in results:
+        assert all(torch.equal(x, y) for x, y in zip(pooled, results[0], strict=True))
+        assert not all(torch.equal(x, pooled[0]) for x in pooled)
 
 
 @every_rank(2)
@@ -138,6 +190,72 @@ def test_ranks_outside_the_mesh_keep_step():
 
     results = sm.simulate(4)(program)()
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+@every_rank(2)
+def test_the_state_is_saved_and_restored(mesh):
+    sm.manual_seed(2**64 - 1)
+    x = sm.ones(5, device_mesh=mesh, placements=[Shard(0)])
+    torch.rand_like(x)
+    state = sm.get_rng_state()
+    first = torch.rand_like(x).full_tensor()
+    with sm.fork_rng():
+        sm.manual_seed(7)
+        torch.rand_like(x)
+    second = torch.rand_like(x).full_tensor()
+    sm.set_rng_state(state)
+    assert torch.equal(torch.rand_like(x).full_tensor(), first)
+    assert torch.equal(torch.rand_like(x).full_tensor(), second)
+    with pytest.raises(ValueError, match="16 bytes"):
+        sm.set_rng_state(torch.get_rng_state())
+
+
+def test_a_fork_ends_with_an_error_too():
+    def program(mesh):
+        sm.manual_seed(0)
+        state = sm.get_rng_state()
+        with pytest.raises(KeyError), sm.fork_rng():
+            sm.rand(3, device_mesh=mesh)
+            raise KeyError
+        assert torch.equal(sm.get_rng_state(), state)
+
+    on_mesh((1,), program)
+
+
+@pytest.mark.parametrize("apart", [lambda r, mesh: sm.manual_seed(r), lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)]])
+def test_ranks_apart_are_found(apart):
+    def program(mesh):
+        sm.manual_seed(0)
+        with collectives() as records:
+            sm.check_rng_state(mesh)
+        assert len(records) <= 1
+        apart(mesh.world.rank, mesh)
+        sm.check_rng_state(mesh)
+
+    text = same_error((2,), program, RuntimeError, silent=False)
+    assert "rank 1: seed" in text
+    assert "sm.manual_seed" in text
+
+
+def test_parameters_of_random_integers():
+    def program(mesh):
+        def ends(x):
+            return int(x.min()), int(x.max())
+
+        assert ends(sm.randint(3, (900,), mesh, P("a"))) == (0, 2)
+        assert ends(sm.randint(-2, 3, (900,), mesh, P("a"), dtype=torch.int8)) == (-2, 2)
+        assert ends(sm.randint(3, (900,), device_mesh=mesh, placements=P("a"))) == (0, 2)
+        assert ends(sm.randint(low=1, high=3, size=(900,), device_mesh=mesh)) == (1, 2)
+        wide = sm.randint(-(2**63), 2**63 - 1, (900,), mesh, P("a"))
+        assert wide.full_tensor().unique().numel() == 900
+        assert sm.randint(5, (0,), mesh).shape == (0,)
+        order = sm.randperm(7, mesh, P("a"), dtype=torch.int32)
+        assert order.dtype == torch.int32
+        assert sorted(order.tolist()) == list(range(7))
+        assert sm.randperm(0, mesh).shape == (0,)
+        return order.full_tensor()
+
+    assert all(torch.equal(x, order) for order, *rest in [on_mesh((3,), program)] for x in rest)
 
 
 def test_moments():

@@ -175,4 +175,4 @@ def test_layouts_that_were_tried_are_not_kept():
     gc.collect()
     given = len(pairs) * 2 * 100
     assert len(mesh._layouts) <= 2 * given  # each as spelled and as padded
-    assert len(mesh._passing_layouts) <= given + 1000  # the last ones are held by bounded caches
+    assert len(mesh._held_layouts) <= given + 1000  # the last ones are held by bounded caches

@@ -1,6 +1,6 @@
 """Sample calls of products of matrices."""
 
-from tests.sharding.rules.table import call, f, samples
+from tests.sharding.rules.table import c, call, f, samples
 
 samples("linear", call(f(4, 3), f(5, 3), f(5)), call(f(2, 3, 4), f(5, 4)), call(f(3), f(2, 3), bias=f(2)))
 samples("linear", call(f(4, 3), f(3)), call(input=f(4, 3), weight=f(5, 3)))
@@ -42,3 +42,14 @@ samples(
     call("iIj,Ij->ij", f(2, 3, 4), f(3, 4)),
 )
 samples("tensordot", call(f(4, 3, 2), f(3, 2, 5)), call(f(4, 3), f(5, 3), ([1], [1])))
+samples("einsum", call("ab...->b", f(4, 3, 2)), call("a...,a...->a", f(4, 3), f(4, 1)), call("...i,...i", f(3, 4), f(2, 3, 4)))
+samples("einsum", call(f(4, 3), [0, 1], f(3, 5), [1, 2], [2, 0]), call(f(2, 3, 4), [..., 0], f(4, 2), [0, 1], [..., 1]))
+samples("addbmm", call(f(4, 3), f(2, 4, 2), f(2, 2, 3)), call(f(4, 3), f(2, 4, 2), f(2, 2, 3), beta=0.5, alpha=2))
+samples("addr", call(f(4, 3), f(4), f(3)), call(f(4, 3), f(4), f(3), beta=0.5, alpha=2))
+samples("multi_dot", call([f(4, 3), f(3, 2), f(2, 5)]), call([f(3), f(3, 2), f(2)]), call([f(4, 3), f(3, 2), f(2)]))
+samples("multi_dot", call([f(4, 3), f(3, 2)]))
+samples("chain_matmul", call(f(4, 3), f(3, 2), f(2, 5)))
+samples("vecdot", call(f(4, 3), f(4, 3, seed=1)), call(f(4, 3), f(3)), call(c(4, 3), c(4, 1, seed=2), dim=0))
+samples("cross", call(f(4, 3), f(4, 3, seed=1)), call(f(2, 3, 2), f(1, 3, 1), dim=1))
+samples("linalg.cross", call(f(4, 3), f(1, 3)), call(f(3, 4), f(3, 1), dim=0))
+samples("vdot", call(c(5), c(5, seed=3)))

@@ -71,7 +71,8 @@ samples(
     call(i(4, 3), torch.float64),
     call(X, f(2, dtype=torch.float32)),
 )
-samples("type", call(X, torch.float32), call(X, torch.int32))
+samples("type", call(X, torch.float32), call(X, torch.int32), call(X), call(X, "torch.FloatTensor"), call(X, torch.DoubleTensor))
+samples("to_dense", call(X), call(X, torch.float32))
 samples("cpu", call(X))
 
 # -- two operands ------------------------------------------------------------------------------------------------------
@@ -150,3 +151,23 @@ samples(
     "masked_fill", call(X, b(4, 3), 0.0), call(X, b(3), -1.5), call(X, b(4, 1), NUMBER), call(X, mask=b(4, 3), value=0)
 )
 samples("prelu", call(X, pos(3)), call(X, pos(1)), call(f(2, 3, 4), pos(3)), call(f(5), pos(1)))
+
+# -- special functions -------------------------------------------------------------------------------------------------
+
+samples(
+    """log_ndtr psi gammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+    modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0""",
+    call(pos(4, 3)),
+)
+samples("multigammaln", call(2 + pos(4, 3), 2))
+for kind in "t u v w".split():
+    samples(f"chebyshev_polynomial_{kind} shifted_chebyshev_polynomial_{kind}", call(unit(4, 3), i(3)), call(unit(4, 3), 3))
+samples(
+    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p",
+    call(unit(4, 3), i(3)),
+    call(unit(4, 3), 3),
+)
+samples("frexp", call(X))
+samples("polar", call(pos(4, 3), X), call(pos(4, 3), ROW))
+samples("complex", call(X, f(4, 3, seed=7)), call(X, ROW), call(f(), f()))
+samples("renorm", call(X, 2, 0, 0.5), call(X, 1, -1, 2.0), call(f(2, 3, 2), 3, 1, 1.0))

@@ -109,6 +109,16 @@ samples(
     call(f(2, 3, 2)),
 )
 
+samples("linalg.norm", call(X, 1), call(X, -math.inf, (0, 1), True), call(X, "nuc"), call(f(2, 3, 2), 2, (-2, -1)))
+samples("matrix_norm", call(X), call(f(2, 3, 2)), call(f(2, 4, 3), 1), call(f(2, 4, 3), math.inf, keepdim=True))
+samples("matrix_norm", call(f(2, 4, 3), -1, (0, 2)), call(f(2, 4, 3), "nuc"), call(f(2, 4, 3), 2), call(c(4, 3), -math.inf))
+samples("torch.norm Tensor.norm", call(X, "nuc"), call(f(4, 3, dtype=torch.float32), 2, dtype=torch.float64))
+samples("frobenius_norm", call(f(2, 4, 3), (1, 2)), call(X, 0, True), call(X, ()))
+samples("nuclear_norm", call(X), call(f(2, 4, 3), (1, 2), True))
+samples("dist", call(X, f(4, 3, seed=1)), call(X, f(3), 1), call(X, f(4, 1), math.inf), call(X, X.clone()))
+NANS = torch.where(torch.tensor([[0, 1, 0]] * 3 + [[1, 1, 0]]) > 0, math.nan, X)
+samples("nanmean", *REDUCED, call(NANS), call(NANS, 0), call(NANS, 1, True), call(NANS, dtype=torch.float32))
+
 samples(
     "softmax log_softmax",
     call(X, 0),
@@ -133,8 +143,14 @@ samples("topk", call(X, 2), call(X, 2, 0), call(X, k=1, dim=-1, largest=False), 
 samples("kthvalue", call(X, 2), call(X, 2, 0, True))
 samples("glu", call(f(4, 6)), call(f(4, 6), 0))
 samples("normalize", call(X), call(X, dim=0), call(X, p=1.0, dim=-1), call(f(2, 3, 4)))
-samples("renorm", call(pos(4, 3), 2, 0, 0.5))
 ZEROS = torch.tensor([[0.0, 1.0, 2.0], [0.0, 1.0, 3.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
 samples("var std var_mean std_mean vector_norm", call(ZEROS, dim=0))
 samples("var std", call(f(4, 3, dtype=torch.bfloat16), 0))
-samples("vector_norm", call(f(4, 3, dtype=torch.bfloat16), 2, 0))
+samples("vector_norm", call(f(4, 3, dtype=torch.bfloat16), 2, 0), call(f(4, 3), 2, ()), call(c(4, 3), 1))
+samples("cov corrcoef", call(X), call(f(5)), call(f(3, 4)), call(c(3, 4)))
+samples("cov", call(X, correction=0), call(f(1, 5)), call(X, fweights=i(3, low=1)), call(f(3, 4), aweights=pos(4)))
+samples("cov", call(f(2, 3), correction=2, fweights=i(3, low=1), aweights=pos(3)))
+QS = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
+samples("quantile nanquantile", call(X, 0.3), call(X, 0.5, 0), call(X, QS, 1, True), call(X, QS), call(X, f().abs() / 9, dim=-1))
+samples("quantile nanquantile", call(X, 0.4, 0, interpolation="nearest"), call(NANS, 0.4, 1))
+samples("sum_to_size", call(X, 1, 3), call(X, (4, 1)), call(X, 3), call(f(2, 4, 3), 4, 1), call(X, 4, 3), call(X, 1))

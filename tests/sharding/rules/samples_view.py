@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.sharding.rules.table import b, call, f, i, samples
+from tests.sharding.rules.table import b, c, call, f, i, samples
 
 X, Y = f(4, 3), f(4, 6)
 COMPOSITE = [
@@ -117,3 +117,42 @@ samples("broadcast_tensors", call(X, f(3)), call(f(4, 1), f(1, 3)))
 
 samples("T H", call(X))
 samples("mT mH", call(f(2, 3, 4)))
+
+samples("hsplit", call(X, [1, 2]), call(f(6), 2))
+samples("vsplit", call(X, 2), call(X, (3, 1)))
+samples("dsplit", call(f(2, 3, 4), 2))
+samples("narrow_copy", call(X, 0, 1, 2), call(X, -1, -2, 2))
+samples("trace", call(X), call(i(3, 4)))
+samples("fliplr flipud", call(X))
+samples("rot90", call(X), call(f(2, 3, 4), -1, (0, 2)), call(X, 2), call(X, k=4))
+samples("Tensor.flip", call(X, dims=(0,)))
+samples("roll", call(f(7), -3), call(X, (1, 2), (0, 0)))
+samples("Tensor.repeat", call(f(2), 7))
+samples("repeat_interleave", call(f(3), 0), call(f(3), 3))
+samples("Tensor.unfold", call(f(7), 0, 3, 2), call(X, -1, 2, 1), call(X, 0, 4, 1))
+samples("diff", call(X), call(f(5), 2), call(X, dim=0, prepend=f(2, 3)), call(b(5)), call(X, 4, 1))
+samples("pad", call(f(2, 4), (-1, 2)), call(f(1, 2, 5), (2, 3), "circular"), call(f(1, 2, 5), (1, 3), "replicate"))
+samples("hstack", call([X, f(4, 2)]), call((f(3), f(2))))
+samples("vstack row_stack", call([f(3), X]))
+samples("dstack", call([f(4), f(1, 4, 2)]))
+samples("column_stack", call([f(4), X]))
+samples("atleast_1d", call(f()), call(f(3), f()), call([X, f()]))
+samples("atleast_2d atleast_3d", call(f(3)), call(f(), X))
+samples("block_diag", call(f(3, 2), f(4), f(2, 3)))
+samples("slice_scatter", call(X, f(2, 3), 0, 0, 4, 2), call(X, f(4, 2), dim=1, start=1))
+samples("select_scatter", call(X, f(3), 0, -2))
+samples("diagonal_scatter", call(X, f(3), -1), call(f(2, 3, 4), f(3, 2), 0, 2, 0))
+samples("meshgrid", call(f(3), f(4), indexing="xy"))
+samples("cartesian_prod", call(f(3), f(4)), call(f(3)))
+samples("kron", call(f(3), f(2, 3)))
+samples("torch.vander", call(i(4)), call(i(4), 2, True))
+samples("linalg.vander", call(i(2, 3)), call(i(4), N=2))
+samples("torch.diagonal Tensor.diagonal", call(X, -2), call(f(2, 5, 3), 1, 2, 1))
+samples("diag_embed", call(X, 1), call(f(4), -2), call(X, -1, 0, 2))
+samples("diag", call(f(4), 1), call(X, -1), call(X))
+samples("diagflat", call(f(4)), call(X, -1))
+samples("gradient", call(X), call(f(7), spacing=2.0, edge_order=2), call(X, spacing=[1.0, 0.5]), call(f(5, 4), dim=0))
+samples("trapezoid trapz cumulative_trapezoid", call(X), call(X, dx=0.5, dim=0), call(X, f(3)), call(X, X, dim=0))
+samples("trapezoid cumulative_trapezoid", call(f(5, 3), f(5), dim=0), call(f(2, 4, 3), f(4, 3), dim=1))
+samples("view_as_real resolve_conj resolve_neg", call(c(4, 3)))
+samples("view_as_complex", call(f(4, 3, 2)))

@@ -15,10 +15,22 @@ FILLS = [
     (init.ones_, ()),
     (init.zeros_, ()),
     (init.trunc_normal_, ()),
+    (init.trunc_normal_, (0.5, 2.0, 1.0, 1.5)),
     (init.kaiming_uniform_, ()),
     (init.kaiming_normal_, ()),
     (init.xavier_uniform_, ()),
     (init.xavier_normal_, ()),
+    (init.eye_, ()),
+    (init.orthogonal_, ()),
+    (init.orthogonal_, (0.5,)),
+    (init.kaiming_normal_, (0.1, "fan_out", "relu")),
+]
+CONVOLUTIONS = [
+    (init.dirac_, (), (12, 8, 3, 3)),
+    (init.dirac_, (2,), (12, 8, 3)),
+    (init.kaiming_uniform_, (0.2, "fan_out"), (12, 8, 3, 3)),
+    (init.xavier_normal_, (2.0,), (12, 8, 3, 3)),
+    (init.orthogonal_, (), (80, 8, 3, 3)),
 ]
 
 
@@ -48,6 +60,44 @@ def test_same_values_on_any_mesh_and_torchs_distribution(fill, arguments):
     assert abs(float(tensors[0].mean() - expected.mean())) < 0.1 * spread
     assert abs(float(tensors[0].std() - expected.std())) < 0.05 * spread
     assert float(tensors[0].abs().max()) <= 1.5 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize(("fill", "arguments", "shape"), CONVOLUTIONS)
+def test_convolution_weights_have_the_fan_of_the_whole(fill, arguments, shape):
+    tensors = _filled(fill, arguments, shape, (1,), sm.P())
+    tensors += _filled(fill, arguments, shape, (4,), sm.P("a"))
+    tensors += _filled(fill, arguments, shape, (2, 2), sm.P("b", "a"))
+    assert all(torch.equal(t, tensors[0]) for t in tensors)
+    torch.manual_seed(0)
+    expected = fill(torch.empty(shape), *arguments)
+    assert float(tensors[0].std()) == pytest.approx(float(expected.std()), rel=0.1)
+    if fill is init.dirac_:
+        assert torch.equal(tensors[0], expected)
+
+
+@pytest.mark.parametrize("spec", [sm.P(), sm.P("a"), sm.P(None, "a")], ids=str)
+def test_exact_fills(spec):
+    for fill in (init.eye_, init.ones_, init.zeros_):
+        assert all(torch.equal(t, fill(torch.empty(5, 7))) for t in _filled(fill, (), (5, 7), (3,), spec))
+    for q in _filled(init.orthogonal_, (), (7, 5), (3,), spec):
+        torch.testing.assert_close(q.T @ q, torch.eye(5))
+
+
+def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
+    """It calls torch.randperm, which knows of no mesh."""
+
+    def rank():
+        x = sm.zeros((6, 4), sm.init_device_mesh("cpu", (3,), axis_names=("a",)), sm.P("a"))
+        with pytest.raises(RuntimeError, match="implicit_replication"):
+            init.sparse_(x, 0.5)
+        torch.manual_seed(1)
+        with sm.implicit_replication():
+            init.sparse_(x, 0.5)
+        assert torch.equal((x == 0).sum(0).full_tensor(), torch.full((4,), 3))
+        return x.full_tensor()
+
+    tensors = sm.simulate(3)(rank)()
+    assert all(torch.equal(t, tensors[0]) for t in tensors)
 
 
 def test_what_cannot_be_honoured_is_refused():

@@ -12,7 +12,9 @@ from shardmesh.sharding import decide
 from shardmesh.sharding.rules.check import prove
 from shardmesh.sharding.rules.registry import FORMS, HANDLERS, RULES
 from tests.sharding.rules import (
+    samples_conv,
     samples_index,
+    samples_linalg,
     samples_matmul,
     samples_nn,
     samples_pointwise,
@@ -21,13 +23,12 @@ from tests.sharding.rules import (
 )
 from tests.sharding.rules.table import OWNERS, Call, registered, samples_of
 
-FILLED = (samples_index, samples_matmul, samples_nn, samples_pointwise, samples_reduction, samples_view)
+FILLED = (samples_conv, samples_index, samples_linalg, samples_matmul, samples_nn, samples_pointwise, samples_reduction, samples_view)
 # Not operators whose results are a matter of values and placements alone; they have tests of their own.
-ELSEWHERE = ("rules.factory", "rules.metadata", "rules.optim", "rules.init", "gradients", "tensor")
+ELSEWHERE = ("rules.factory", "rules.draw", "rules.dropout", "rules.metadata", "rules.optim", "rules.init", "gradients", "tensor")
 # Refusals, which are tested where the others are, and what has another name here.
 WITHOUT_SAMPLES = (
-    "Tensor.cuda", "torch.batch_norm", "F.batch_norm", "torch.instance_norm", "F.instance_norm", "torch.embedding_bag",
-    "F.embedding_bag", "torch.embedding_renorm_",
+    "Tensor.cuda", "torch._pack_padded_sequence",  "linalg.eig",
 )  # fmt: skip
 
 
@@ -74,6 +75,7 @@ def _runs_gathered(label: str, c: Call) -> bool:
     return any(map(_is_mask, index if isinstance(index, tuple) else (index,)))
 
 
+@pytest.mark.filterwarnings("ignore:torch.* is deprecated", "ignore:at::", "ignore:Using torch.cross without", "ignore:index_reduce")
 @pytest.mark.parametrize(("label", "func", "extent"), _table())
 def test_rule(
     label: str, func: Callable[..., Any], extent: dict[tuple[int, ...], int], monkeypatch: pytest.MonkeyPatch
