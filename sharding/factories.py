@@ -92,7 +92,7 @@ def randint(
     device_mesh: Any = None,
     placements: Any = None,
     *,
-    dtype: torch.dtype = torch.int64,
+    dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardedTensor:
     """A sharded tensor of integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
@@ -103,18 +103,18 @@ def randint(
         if isinstance(size, DeviceMesh):
             device_mesh, placements = size, placements if device_mesh is None else device_mesh
         low, high, size = 0, low, high
-    options = {"dtype": dtype, "requires_grad": requires_grad}
+    options = {"dtype": dtype or torch.int64, "requires_grad": requires_grad}
     return _new(lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, options)
 
 
 def randperm(
-    n: int, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, *, dtype: torch.dtype = torch.int64
+    n: int, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
 ) -> ShardedTensor:
     """The numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
 
     Every rank sorts all n numbers, whatever it holds of them.
     """
-    return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype})
+    return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype or torch.int64})
 
 
 def arange(

@@ -40,6 +40,7 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _reduced_grad: ShardedTensor | None
+    from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
 
     @staticmethod
     def _make(local: Tensor, layout: Layout) -> ShardedTensor:
@@ -157,22 +158,6 @@ class ShardedTensor(Tensor):
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def from_local(
-        local_tensor: Tensor,
-        device_mesh: DeviceMesh | None = None,
-        placements: P | Sequence[Placement] | None = None,
-        *,
-        run_check: bool = False,
-        shape: Sequence[int] | None = None,
-        stride: Sequence[int] | None = None,
-        grad_placements: P | Sequence[Placement] | None = None,
-    ) -> ShardedTensor:
-        """See `shardmesh.from_local`."""
-        return boundary.from_local(
-            local_tensor, device_mesh, placements, run_check=run_check, shape=shape, stride=stride, grad_placements=grad_placements
-        )
-
     def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
         """See `shardmesh.to_local`."""
         return boundary.to_local(self, grad_placements=grad_placements)
@@ -187,6 +172,7 @@ class ShardedTensor(Tensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> Any:
         """`x.redistribute(placements)` or `x.redistribute(mesh, placements)`: see `shardmesh.redistribute`."""
         if args and not kwargs and (len(args) == 1 or args[0] is self._layout.mesh) and self._layout.is_spelled(args[-1]):
+            dispatch.known_local(self)
             return self
         return reshard.redistribute(self, *args, **kwargs)
 

@@ -503,6 +503,19 @@ def test_the_cheapest_accepted_sharding(tables):
     on_mesh((2, 2), rank)
 
 
+@every_rank(3)
+def test_registered_operators_outside_the_mesh(mesh):
+    """A rank outside has no part, and walks the same graph."""
+    pair = sm.DeviceMesh("cpu", [0, 1])
+    x = place(pair, numbers(5, 4), Shard(0), grad=True)
+    out = torch.ops.test_compat.roll_rows.default(x, place(pair, numbers(4, seed=1)), 2).redistribute(mesh, [Shard(0)])
+    (out * out).sum().backward()
+    _same(out, roll_rows(numbers(5, 4), numbers(4, seed=1), 2))
+    if pair.coordinate is not None:
+        assert x.grad.placements == (Shard(0),)
+        _same(x.grad, 2 * numbers(5, 4) * numbers(4, seed=1) ** 2)
+
+
 def test_bad_pairs(tables):
     @sm.register_sharding(torch.erf)
     def erf(x):
