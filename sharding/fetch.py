@@ -10,6 +10,7 @@ ranks, or twice by one. Backward sends the gradient of every fetched element bac
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -123,8 +124,20 @@ class Fetch:
 
     def _owner(self, index: int, wanter: int) -> int:
         """Who gives an element: the rank itself if it can, else the first that holds it."""
-        candidates = (wanter, *range(len(self._held)))
-        return next(i for i in candidates if self._held[i][0] <= index < self._held[i][1])
+        start, stop = self._held[wanter]
+        if start <= index < stop:
+            return wanter
+        starts, owners = self._givers
+        return owners[bisect_right(starts, index) - 1]
+
+    @cached_property
+    def _givers(self) -> tuple[list[int], list[int]]:
+        """Where each part of the dim starts, and the first rank that holds it."""
+        first: dict[int, int] = {}
+        for owner, (start, stop) in enumerate(self._held):
+            if start < stop:
+                first.setdefault(start, owner)
+        return sorted(first), [first[start] for start in sorted(first)]
 
     @cached_property
     def moves(self) -> bool:

@@ -305,7 +305,16 @@ def grad(
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
+    if create_graph:
+        found = [_joined(x, g) for x, g in zip(inputs, found, strict=True)]
     return tuple(_wrapped_grad(x, g) for x, g in zip(inputs, found, strict=True))
+
+
+def _joined(x: Tensor, found: Tensor | None) -> Tensor | None:
+    """The gradient of an empty part, which some operators of torch compute without a graph, in the graph as on other ranks."""
+    if found is None or found.requires_grad or found.numel() or not isinstance(x, ShardedTensor):
+        return found
+    return found + x._local
 
 
 def _as_list(x: Any) -> list[Any]:

@@ -8,18 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..dispatch import check_base
 from ..layout import Layout
-from .blocks import splitting_axes
+from ..spec import Cut, P
+from .blocks import layout_of, part_sizes, splits, splitting_axes
 from .index import expanded, index_names, patterns, selects
+from .masked import mask_of
 from .notation import Rule, einrule
 from .places import Part
 from .pointwise import is_operand
-from .registry import rule
+from .registry import form, rule
 
 Write = Callable[[Tensor, tuple[Any, ...], Any], Any]
 
@@ -73,7 +77,7 @@ def _touch(local: Tensor, value: Any) -> None:
 
 def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False) -> Rule | None:
     """The rule of an operator that writes a value into the places of an index."""
-    mask = _mask_of(index, input.ndim)
+    mask = mask_of(index, input.ndim)
     if mask is not None:
         return _written_where(input, *mask, value, write, func)
     entries = expanded(index, input.ndim)
@@ -172,18 +176,55 @@ def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
     return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (wanted,)]
 
 
-# -- by truth values ---------------------------------------------------------------------------------------------------
+# -- from a value that is split ----------------------------------------------------------------------------------------
 
 
-def _mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
-    """The mask of an index that is nothing else, and the first dim that it is for; None for another index."""
-    entries = list(index) if isinstance(index, tuple) else [index]
-    masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
-    if len(masks) != 1 or not all(e is masks[0] or e is Ellipsis or (isinstance(e, slice) and e == slice(None)) for e in entries):
+@form("__setitem__")
+def _setitem_form(input: Tensor, index: Any, value: Any) -> Callable[..., None] | None:
+    """A value that is split along a slice of a split dim goes to the ranks that write it, and nowhere else."""
+    entries = expanded(index, input.ndim) if is_operand(value) and is_operand(input) and mask_of(index, input.ndim) is None else None
+    if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
         return None
-    missing = ndim - masks[0].ndim - sum(isinstance(e, slice) for e in entries)
-    at = next(i for i, e in enumerate(entries) if e is masks[0])
-    return masks[0], at + (missing - 1 if any(e is Ellipsis for e in entries[:at]) else 0)
+    input[index].copy_(value)  # torch's own complaint comes first
+    layout = layout_of(input)
+    cuts = _cuts_of_value(layout, entries, value)
+    if not any(cut and cut != layout.spec.cuts[d] and splits(value, [v]) for v, (d, cut) in cuts.items()):
+        return None
+    spec = P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
+    return partial(_write_split, layout, spec)
+
+
+def _cuts_of_value(layout: Layout, entries: Sequence[Any], value: Tensor) -> dict[int, tuple[int, Any]]:
+    """For dims of the value the dim of x that each is written along, and how it must be cut to lie where it is written."""
+    order, _ = _result_dims(entries)
+    numbers = [n for n, e in enumerate(entries) if e is not None]
+    cuts = {}
+    for dim, n in enumerate(numbers):
+        at = value.ndim - 1 - order[n] if n in order else -1
+        if at >= 0 and value.shape[at] > 1 and splitting_axes(layout, dim):
+            cuts[at] = dim, _cut_like_slice(layout, dim, entries[n].indices(layout.shape[dim]))
+    return cuts
+
+
+def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> Sequence[Cut]:
+    if bounds == (0, layout.shape[dim], 1):
+        return layout.spec.cuts[dim]
+    edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
+    places = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
+    return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in places)),)
+
+
+def _write_split(layout: Layout, spec: P, input: Any, index: Any, value: Any) -> None:
+    check_base(input)
+    part = value.redistribute(spec)._local
+    split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
+    inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
+    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
+    _touch(input._local, part) if entries is None else _set(input._local, entries, part)
+    input._sync_requires_grad()
+
+
+# -- by truth values ---------------------------------------------------------------------------------------------------
 
 
 def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:

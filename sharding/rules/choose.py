@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, return_types
 
 from ..layout import Layout
+from ..redistribute import redistribute_local
 from ..spec import Cut, P
-from .blocks import all_from_parts, layout_of, part_sizes, resized, settled, splits, splitting_axes, whole
+from .blocks import all_from_parts, from_parts, layout_of, part_sizes, resized, settled, splits, splitting_axes, whole
 from .notation import Rule
 from .pointwise import broadcast, is_operand
 from .reduction import along, normal_dims, reduction
@@ -66,10 +67,44 @@ def _is_split(x: Any, dim: int) -> bool:
 def _extreme_form(name: str, input: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     """Of all elements, or of two tensors, these are other operators; along a split dim, one element of each part."""
     if not args and not kwargs:
-        return torch.amax if name == "max" else torch.amin
+        return _extreme_of_all_form(name, input)
     if "other" in kwargs or isinstance(args[0] if args else None, Tensor):
         return None
     return _along_form(name, input, *args, **kwargs)
+
+
+def _extreme_of_all_form(name: str, input: Tensor) -> Callable[..., Any]:
+    """The gradient of an extreme of all elements goes to all that are equal to it, in equal parts, wherever they are."""
+    getattr(torch, name)(input)
+    extreme = torch.amax if name == "max" else torch.amin
+    return partial(_extreme_of_all, extreme) if splits(input, range(input.ndim)) else extreme
+
+
+def _extreme_of_all(extreme: Callable[..., Any], x: Any) -> Any:
+    value = extreme(x.detach() if x.requires_grad else x)
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return value
+    x, value = settled(x), settled(value)
+    equal = (x.detach() == value) | ((x != x) & (value != value))
+    return from_parts(value.layout, partial(_Even.apply, x.layout), x, value, equal, settled(equal.sum()))
+
+
+class _Even(torch.autograd.Function):
+    """The extreme value of all parts, as a function of this rank's part of x."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, local: Tensor, value: Tensor, equal: Tensor, count: Tensor) -> Tensor:
+        ctx.save_for_backward(equal, count)
+        ctx.layout = layout
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        equal, count = ctx.saved_tensors
+        everywhere = ctx.layout.replace(P(), shape=())
+        needed = everywhere.replace(P(unreduced=ctx.layout.replicated_axes))
+        grad = redistribute_local(grads[0], everywhere.dual, needed)
+        return None, torch.where(equal, grad / count, 0), None, None, None
 
 
 def _along_form(name: str, input: Tensor, dim: int, keepdim: bool = False) -> Callable[..., Any] | None:
@@ -142,6 +177,7 @@ def _counts(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
 def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Tensor]:
     """The first extreme value of this rank's part, and its place among the elements of the whole tensor."""
     if not local.numel():
+        getattr(local.new_zeros(1), f"arg{name}")()
         return local.reshape(-1), local.new_empty(0, dtype=torch.int64)
     at = getattr(local, f"arg{name}")()
     place = torch.zeros_like(at)

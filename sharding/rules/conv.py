@@ -138,7 +138,8 @@ def _bind_tbc(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
 
 
 def _tbc_of_nothing(result: Layout, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
-    return joined(input.new_zeros(result.local_shape), input, weight) + bias
+    out = joined(input.new_zeros(result.local_shape, dtype=run_dtype(input)), input, weight)
+    return out + bias.to(out.dtype)
 
 
 # -- transposed -------------------------------------------------------------------------------------------------------
@@ -219,3 +220,18 @@ for _n in (1, 2, 3):
     _func = getattr(torch, f"conv_transpose{_n}d")
     rule(f"conv_transpose{_n}d")(partial(_transposed, _n, _func))
     form(f"conv_transpose{_n}d")(partial(_transposed_form, _n, _func))
+
+
+@form("convolution")
+def _convolution_form(*args: Any, **kwargs: Any) -> Parts:
+    return _convolution
+
+
+def _convolution(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
+) -> Any:
+    """By one of the functions above."""
+    n = weight.ndim - 2
+    if transposed:
+        return getattr(F, f"conv_transpose{n}d")(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return getattr(F, f"conv{n}d")(input, weight, bias, stride, padding, dilation, groups)

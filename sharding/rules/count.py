@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dispatch import wrap
 from ..layout import Layout
 from ..spec import P
 from .blocks import settled, splits, splitting_axes
@@ -105,3 +106,22 @@ def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
 @rule("histc")
 def _histc_whole(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Rule:
     return einrule(f"{' '.join(f'[d{d}]' for d in range(input.ndim))} -> 1", input)
+
+
+@form(also=(torch.histogram, torch.Tensor.histogram))
+def _histogram_form(input: Tensor, bins: Any, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    return _histogram if isinstance(bins, int) and input.numel() else None
+
+
+def _histogram(input: Any, bins: int, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
+    x = settled(input.detach())
+    low, high = range or [extreme.item() for extreme in torch.aminmax(x)]
+    low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
+    given = None if weight is None else settled(weight.detach()).redistribute(x.spec)._local
+    local = torch.histogram(x._local, bins, range=(low, high), weight=given)
+    edges = wrap(local.bin_edges, Layout.of(x.mesh, P(), local.bin_edges.shape, x.dtype))
+    counts = _summed(x, local.hist)
+    if density:
+        counts = settled(counts)
+        counts = counts / (counts.sum() * edges.diff())
+    return torch.return_types.histogram((counts, edges))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..spec import P
-from .blocks import from_parts, layout_of, reduced, settled, splits, splitting_axes
+from .blocks import check_by_torch, from_parts, layout_of, reduced, settled, splits, splitting_axes
 from .loss import check_arguments, narrowed
 from .notation import Rule, einrule
 from .reduction import accumulator_dtype
@@ -48,7 +48,9 @@ def _one_for_each_target(
     return einrule(f"{' '.join(names)}, {labels}, [c] -> {rows if reduction == 'none' else ''}", input, target, weight)
 
 
-def _maker(of_split_classes: Callable[..., Any], of_rows: Callable[..., Any]) -> Callable[..., Any]:
+def _maker(func: Callable[..., Any], of_split_classes: Callable[..., Any]) -> Callable[..., Any]:
+    of_rows = partial(_of_rows, func)
+
     def make(
         input: Any,
         target: Any,
@@ -61,6 +63,7 @@ def _maker(of_split_classes: Callable[..., Any], of_rows: Callable[..., Any]) ->
     ) -> Callable[..., Any] | None:
         check_arguments(reduction, size_average=size_average, reduce=reduce)
         if input.ndim and input.shape[_class_dim(input)] and splits(input, [_class_dim(input)]):
+            check_by_torch(func, input, target, weight, ignore_index=ignore_index, reduction=reduction)
             return of_split_classes
         rows_split = any(splitting_axes(layout_of(x), d) for x in (input, target) for d in range(x.ndim))
         return of_rows if reduction != "none" and rows_split else None
@@ -161,15 +164,25 @@ def _at_labels(x: Any, labels: Any, at: int, ignore_index: int, *peak: Any) -> A
 
 
 def _hits(layout: Layout, at: int, ignore_index: int, x: Tensor, labels: Tensor, peak: Tensor | None = None) -> Tensor:
-    """For the labels among this rank's classes; zero for others. `gather` refuses a label that is no class at all."""
-    start, stop = layout.box[at]
-    dtype = accumulator_dtype(x.dtype)
+    """For the labels among this rank's classes; zero for others."""
+    (start, stop), dtype = layout.box[at], accumulator_dtype(x.dtype)
+    is_class = (labels >= 0) & (labels < layout.shape[at]) | (labels == ignore_index)
+    _check_labels(labels, is_class)
     if start == stop:
         return x.sum(at, keepdim=True, dtype=dtype)
-    is_class = (labels >= 0) & (labels < layout.shape[at]) | (labels == ignore_index)
     here = (labels >= start) & (labels < stop) & (labels != ignore_index)
     found = x.gather(at, torch.where(here, labels - start, torch.where(is_class, 0, layout.shape[at]))).to(dtype)
     return torch.where(here, found if peak is None else found - peak, 0)
+
+
+def _check_labels(labels: Tensor, is_class: Tensor) -> None:
+    """On the CPU, an error; elsewhere looking would make the host wait, and it is left to `gather`, as torch leaves it.
+
+    Raises:
+        IndexError: a label that is no class.
+    """
+    if labels.device.type == "cpu" and not is_class.all():
+        raise IndexError(f"Target {labels[~is_class][0].item()} is out of bounds.")
 
 
 def _finished(held: Any, pending: Any, weights: Any, at: int, reduction: str, dtype: torch.dtype) -> Any:
@@ -180,5 +193,5 @@ def _finished(held: Any, pending: Any, weights: Any, at: int, reduction: str, dt
     return narrowed(total / weights.sum() if reduction == "mean" else total, dtype)
 
 
-form("cross_entropy")(_maker(_of_logits, partial(_of_rows, F.cross_entropy)))
-form("nll_loss")(_maker(_of_log_probabilities, partial(_of_rows, F.nll_loss)))
+form("cross_entropy")(_maker(F.cross_entropy, _of_logits))
+form("nll_loss")(_maker(F.nll_loss, _of_log_probabilities))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Layout
-from .blocks import splits
+from .blocks import layout_of, splits
 from .notation import Rule, einrule
 from .registry import form, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
@@ -50,7 +50,8 @@ def _interpolate_form(
     options = {"mode": kind, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
     dims = zip(input.shape[2:], sizes, scales, strict=True)
     made = einrule(f"b c {_space(n, whole=False)} -> b c {_space(n, whole=False)}", input, linear=((0,),))
-    bind = partial(_bind_taps, [taps(input.dtype, *dim, **options) for dim in dims])
+    like: dict[str, Any] = {"dtype": _computed_in(input.dtype), "device": layout_of(input).mesh.device}  # type: ignore[attr-defined]
+    bind = partial(_bind_taps, [taps(like, *dim, **options) for dim in dims])
     run = on_parts(made, result, range(2, input.ndim), bind)
     return lambda input, *args, **kwargs: run(input)
 
@@ -79,26 +80,26 @@ class Taps(NamedTuple):
         return (self.first[start], self.last[stop - 1] + 1) if start < stop else (0, 0)
 
 
-def _nearest(dtype: torch.dtype, length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+def _nearest(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
     """torch's own choice, asked along this dim."""
-    numbers = torch.arange(length, dtype=_probed(dtype)).view(1, 1, -1)
+    numbers = torch.arange(length, **like).view(1, 1, -1)
     picked = F.interpolate(numbers, size, scale, **options).flatten().long().tolist()
     return Taps(picked, picked)
 
 
-def _linear(dtype: torch.dtype, length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+def _linear(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
     """torch's own weights, asked along this dim: what becomes of ones at every third place, for each of the three."""
     numbers = torch.arange(length)
-    probes = torch.stack([numbers, *[numbers % 3 == place for place in range(3)]]).to(_probed(dtype))
+    probes = torch.stack([numbers, *[numbers % 3 == place for place in range(3)]]).to(**like)
     position, *weights = F.interpolate(probes[None], size, scale, **options)[0]
     by_place, near = torch.stack(weights), position.round().long()
-    at = torch.arange(len(near))
+    at = torch.arange(len(near), device=near.device)
     first = near - (by_place[(near - 1) % 3, at] != 0).long()
     last = (first + 1).clamp_max(length - 1)
     return Taps(first.tolist(), last.tolist(), (by_place[first % 3, at], by_place[(first + 1) % 3, at]))
 
 
-def _probed(dtype: torch.dtype) -> torch.dtype:
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch computes positions and weights for an image of this one."""
     return dtype if dtype is torch.float64 else torch.float32
 
@@ -108,7 +109,7 @@ def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequenc
     halo = Halo(src, dst, {d: each.reach for d, each in enumerate(taps, 2)})
     device: Any = dst.mesh.device  # type: ignore[attr-defined]
     steps = [_step(each, d, src, dst, device) for d, each in enumerate(taps, 2)]
-    high = _probed(src.dtype) if any(each.weights for each in taps) else src.dtype
+    high = _computed_in(src.dtype) if any(each.weights for each in taps) else src.dtype
 
     def local(x: Tensor) -> Tensor:
         x = halo(x).to(high)
@@ -126,21 +127,18 @@ def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callab
     first, last = (torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start for numbers in taps[:2])
     if taps.weights is None:
         return lambda x: x.index_select(dim, first)
-    w, v = (weight[mine].to(device).view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
+    w, v = (weight[mine].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def _grid_sample(func: Parts, input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Rule:
+@rule("grid_sample")
+def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Rule:
     n = input.ndim - 2
     pattern = f"b c {_space(n)}, b {_space(n, 'p', False)} [s] -> b c {_space(n, 'p', False)}"
-    return einrule(pattern, input, grid, linear=((0,),), bind=unless_empty(func))
-
-
-for _func in (F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d):
-    rule(also=(_func,))(partial(_grid_sample, _func))
+    return einrule(pattern, input, grid, linear=((0,),), bind=unless_empty(F.grid_sample))
 
 
 @rule("affine_grid")

@@ -207,3 +207,10 @@ def _gather_broadcast(input: Any, indices: Any, dim: int) -> Any:
     shape = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)])
     sized = [x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)]) for x in (input, indices)]
     return sized[0].gather(dim, sized[1])
+
+
+@rule("unravel_index")
+def _unravel_index(indices: Tensor, shape: Any) -> Rule:
+    count = 1 if isinstance(shape, int) else len(shape)
+    result = tuple(torch.empty(indices.shape, dtype=torch.int64, device="meta") for _ in range(count))
+    return einrule(f"... -> {', '.join(['...'] * count)}", indices, result=result)

@@ -247,7 +247,7 @@ def _diagonal_scatter(input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0
 # -- grids ------------------------------------------------------------------------------------------------------------
 
 
-@form("meshgrid", also=(torch._VF.meshgrid,))
+@form("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]
 def _meshgrid(*tensors: Any, indexing: str | None = None) -> Form:
     container = type(torch.meshgrid(*tensors, indexing=indexing or "ij"))
     swapped = indexing == "xy" and len(_listed(tensors)) > 1

@@ -204,7 +204,8 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Rul
 def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Rule | None:
     """Whether there are residuals depends with some drivers on the values, of all matrices; such calls have no rule."""
     *batch, m, n = A.shape
-    known = driver or ("gelsy" if layout_of(A).mesh.device_type == "cpu" else "gels")  # torch's own defaults
+    mesh: Any = layout_of(A).mesh
+    known = driver or ("gelsy" if mesh.device_type == "cpu" else "gels")  # torch's own defaults
     is_vector = A.ndim - 1 == B.ndim
     if (m > n and known in ("gelsd", "gelss")) or [*B.shape[: len(batch)]] != batch or B.ndim > A.ndim:
         return None

@@ -239,7 +239,7 @@ _OF_TORCH = {
 
 def _run_of_torch(name: str, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(_OF_TORCH[name].split(), args, strict=False)) | kwargs
-    reduction = ("none", "mean", "sum")[given.pop("reduction", 1)]
+    reduction = ("none", "mean", "sum")[given.pop("reduction", 0)]  # where none is given, torch's bindings take 0
     return getattr(F, name)(**given, reduction=reduction)
 
 

@@ -91,9 +91,30 @@ def _masked_select(input: Any, mask: Any) -> Any:
 
 
 def mask_form(input: Tensor, index: Any) -> Form:
-    """`x[mask]`, with a mask for the first dims: what is selected stays where it is."""
-    is_mask = is_operand(index) and is_operand(input) and index.dtype is torch.bool and index.ndim > 0
-    return _selected if is_mask and input.shape[: index.ndim] == index.shape else None
+    """`x[mask]`, or `x[:, mask]`: what is selected stays where it is."""
+    found = mask_of(index, input.ndim) if is_operand(input) else None
+    if found is None or input.shape[found[1] : found[1] + found[0].ndim] != found[0].shape:
+        return None
+    at, ndim = found[1], found[0].ndim
+    first = [*range(at, at + ndim), *range(at), *range(at + ndim, input.ndim)]
+    back = [*range(1, at + 1), 0, *range(at + 1, input.ndim - ndim + 1)]
+
+    def run(input: Any, index: Any) -> Any:
+        mask = next(e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor))
+        return _selected(input, mask) if not at else _selected(input.permute(first), mask).permute(back)
+
+    return run
+
+
+def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
+    """The mask of an index that is nothing else, and the first dim that it is for; None for another index."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
+    if len(masks) != 1 or not all(e is masks[0] or e is Ellipsis or (isinstance(e, slice) and e == slice(None)) for e in entries):
+        return None
+    missing = ndim - masks[0].ndim - sum(isinstance(e, slice) for e in entries)
+    at = next(i for i, e in enumerate(entries) if e is masks[0])
+    return masks[0], at + (missing - 1 if any(e is Ellipsis for e in entries[:at]) else 0)
 
 
 def _selected(input: Any, mask: Any) -> Any:

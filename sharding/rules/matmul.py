@@ -145,7 +145,7 @@ def _vecdot(x: Tensor, y: Tensor, *, dim: int = -1) -> Rule:
 
 
 @rule("cross")
-def _cross(input: Tensor, other: Tensor, dim: int | None = -1) -> Rule:
+def _cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Rule:
     return _cross_along(input, other, dim)
 
 

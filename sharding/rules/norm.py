@@ -134,6 +134,7 @@ def _normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12,
 
 @form("normalize")
 def _normalize_form(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: None = None) -> Form | None:
+    check_by_torch(F.normalize, input, p, dim, eps)
     return _run_normalize if splits(input, normal_dims(dim, input.ndim)) else None
 
 
@@ -147,6 +148,7 @@ def _run_normalize(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12
 
 @form("norm_except_dim")
 def _norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Form:
+    check_by_torch(torch.norm_except_dim, v, pow, dim)
     return _run_norm_except_dim
 
 
@@ -157,6 +159,7 @@ def _run_norm_except_dim(v: Any, pow: int = 2, dim: int = 0) -> Any:
 
 @form("_weight_norm")
 def _weight_norm(v: Any, g: Any, dim: int = 0) -> Form:
+    check_by_torch(torch._weight_norm, v, g, dim)
     return _run_weight_norm
 
 

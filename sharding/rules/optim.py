@@ -23,6 +23,7 @@ from .reduction import accumulator_dtype, safe_root
 from .registry import HANDLERS, handler
 
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+_OF_NUMBERS = {"maximum": ("maximum", "clamp_min"), "minimum": ("minimum", "clamp_max")}  # which take no number elsewhere
 _TAKES_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")  # whose lists have a scalar where these have value=
 
 
@@ -102,6 +103,8 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name in _TAKES_VALUE and len(args) == 4:
         *args, value = args
         kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
+    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_place(args[1], 0), Tensor):
+        single = getattr(Tensor, name.replace(*_OF_NUMBERS[name.rstrip("_")]))
     return _by_place(single, args, kwargs)
 
 

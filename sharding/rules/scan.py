@@ -60,22 +60,23 @@ class _Parts:
         return scanned.narrow(self.dim, self.before, part.shape[self.dim])
 
 
-def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype, result: torch.dtype, part: Tensor) -> Tensor:
-    wide = part.to(dtype)
+def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None, part: Tensor) -> Tensor:
+    """This rank's part of the scan, in the dtype that torch gives it (autocast has a say), added up as torch does."""
+    result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
+    wide = part.to(accumulator_dtype(result))
     one = total(wide, parts.dim) if wide.shape[parts.dim] else wide
     return parts.own(scan(parts.behind(one, wide), parts.dim), part).to(result)
 
 
 def _form(scan: Scan, total: Total, linear: bool, input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """The form of a scan whose total is as good as the part for what comes after it."""
-    result = scan(input, dim) if dtype is None else scan(input.to(dtype), dim)
+    """The form of a scan for which a part's total is as good as the part, for what comes after it."""
+    result = scan(input if dtype is None else input.to(dtype), dim)
     if not input.ndim or not splits(input, [dim]):
         return None
     layout = layout_of(input)
     kept = linear and layout.only_sums and result.dtype is input.dtype
     source = layout if kept else layout.replace(layout.spec.with_unreduced({}))
-    parts, wide = _Parts(source, dim % input.ndim), accumulator_dtype(result.dtype)
-    local = partial(_scanned, parts, scan, total, wide, result.dtype)
+    local = partial(_scanned, _Parts(source, dim % input.ndim), scan, total, dtype)
     target = source.replace(dtype=result.dtype)
     return lambda input, *_, **__: from_parts(target, local, input if kept else settled(input))
 

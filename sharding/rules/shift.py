@@ -45,6 +45,7 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
 
 @form(also=(torch.flip,))
 def _flip(input: Tensor, dims: Sequence[int]) -> Form | None:
+    dims = list(dims)
     torch.flip(input, dims)
     layout = layout_of(input)
     fetches = [Fetch(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
@@ -75,8 +76,9 @@ def _flipud(input: Tensor) -> Form:
 @form("rot90")
 def _rot90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Form:
     """Quarter turns: two of them turn both dims round, one or three one dim, and swap the two."""
+    dims = list(dims)
     torch.rot90(input, k, dims)
-    flipped = [[], [dims[1]], list(dims), [dims[0]]][k % 4]
+    flipped = [[], [dims[1]], dims, [dims[0]]][k % 4]
     if k % 2:
         return lambda input, *_, **__: input.flip(flipped).transpose(*dims)
     return lambda input, *_, **__: input.flip(flipped) if flipped else input.clone()

@@ -184,12 +184,18 @@ def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
     return args[1] if len(args) > 1 else dim
 
 
-_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(("split", "chunk", "tensor_split", "split_with_sizes"), _given_dim)
+_SPLITS = ("split", "chunk", "tensor_split", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
+_DIM_OF: dict[str, Callable[..., int]] = dict.fromkeys(_SPLITS, _given_dim)
 _DIM_OF |= {"hsplit": lambda x, *_, **__: min(x.ndim - 1, 1), "vsplit": lambda *_, **__: 0, "dsplit": lambda *_, **__: 2}
 
 for name, dim_of in _DIM_OF.items():
     for func in functions(name):
         form(also=(func,))(partial(_splitting, func, dim_of))
+
+
+@rule("unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
+def _unsafe_split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
+    return with_whole_dims(input, [dim])
 
 
 @rule("hsplit", view=True)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import from_parts, reduced, settled, splits
+from .blocks import check_by_torch, from_parts, reduced, settled, splits
 from .notation import Rule
 from .reduction import Dims, accumulator_dtype, along, normal_dims, reduction
 from .registry import form, rule
@@ -64,6 +64,7 @@ def _maker(finish: Callable[..., Any]) -> Callable[..., Any]:
         input: Any, dim: int | None = None, _stacklevel: Any = None, dtype: torch.dtype | None = None
     ) -> Callable[..., Any] | None:
         at = normal_dims(_dim(input, dim), input.ndim)
+        check_by_torch(torch.softmax, input, _dim(input, dim), torch.float32)
         return partial(_run, finish, at) if _needs_form(input, at, _dtype_in(_stacklevel, dtype)) else None
 
     return make
@@ -98,6 +99,7 @@ def _run_softmin(input: Any, *args: Any, **kwargs: Any) -> Any:
 @form("logsumexp")
 def _logsumexp_form(input: Any, dim: Dims, keepdim: bool = False) -> Callable[..., Any] | None:
     dims = normal_dims(dim, input.ndim)
+    check_by_torch(torch.logsumexp, input, dim, keepdim)
     return partial(_run_logsumexp, dims) if _needs_form(input, dims) else None
 
 

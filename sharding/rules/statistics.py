@@ -47,7 +47,7 @@ def _variance(name: str) -> None:
     own = getattr(torch, name)
 
     def make_form(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-        dims, keepdim, _ = _arguments(input, *args, **kwargs)
+        dims = _arguments(input, *args, **kwargs)[0]
         if not splits(input, dims):
             return None
         results = own(input, *args, **kwargs)
@@ -68,7 +68,8 @@ def _variance(name: str) -> None:
             if part.numel() or not all(part.shape[d] for d in dims):
                 return own(part, *args, **kwargs)
             nothing = part.sum(dims, keepdim=keepdim)
-            return (nothing.real, nothing) if with_mean else nothing.real
+            square = (nothing * nothing).real  # which has a second derivative, as on other ranks
+            return (square, nothing) if with_mean else square
 
         return reduction(input, dims, keepdim, whole=True, results=1 + with_mean, local=local)
 
@@ -192,7 +193,7 @@ def _register_quantile(name: str) -> None:
 
 
 def _quantile_part(
-    own: Callable[..., Tensor], dims: Sequence[int], keepdim: bool, part: Tensor, q: Any, *args: Any, **kwargs: Any
+    own: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool, part: Tensor, q: Any, *args: Any, **kwargs: Any
 ) -> Tensor:
     """torch's own, which refuses an empty tensor; of no rows at all, as many sums."""
     if part.numel() or not all(part.shape[d] for d in dims):
@@ -200,7 +201,7 @@ def _quantile_part(
     nothing = part.sum(dims, keepdim=keepdim)
     if not isinstance(q, Tensor):
         return nothing
-    nothing = nothing + q.sum()  # its gradient is zero, and it takes part in backward as on the other ranks
+    nothing = nothing * q.sum()  # so that both take part in backward, as on the other ranks
     return nothing.expand(q.shape[0], *nothing.shape) if q.ndim else nothing
 
 

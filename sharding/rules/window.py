@@ -181,8 +181,8 @@ def joined(out: Tensor, *tensors: Tensor | None) -> Tensor:
 
 def run_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which torch runs an operator of lower precision under autocast, which sees no empty part."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    kind, cast = x.device.type, x.is_floating_point() and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(kind) if cast and torch.is_autocast_enabled(kind) else x.dtype
 
 
 def is_empty(*layouts: Layout) -> bool:

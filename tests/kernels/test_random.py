@@ -167,6 +167,14 @@ def test_tiles_do_not_show(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", EVERY)
+def test_numpy_and_torch_agree(name, monkeypatch):
+    shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
+    by_numpy = EVERY[name](shape, box)
+    monkeypatch.setattr(random, "BLOCKS_IN_NUMPY", -1)
+    assert torch.equal(EVERY[name](shape, box), by_numpy)
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_threads_do_not_show(name):
     shape = (300, 501)
     box = ((0, 300), (1, 501))

@@ -11,6 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    parameters_to_vector,
+    vector_to_parameters,
+)
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard, ShardedTensor
@@ -39,6 +47,24 @@ def updated(put, spec, update):
     with torch.no_grad():
         update(w)
     return [w.detach(), *gradients(lambda w: (w * w).sum(), w)]
+
+
+def parts(put):
+    """Two parameters with gradients."""
+    params = [put(X, UNEVEN).requires_grad_(), put(X[0], P("a")).requires_grad_()]
+    for p in params:
+        p.grad = p.detach() * 2
+    return params
+
+
+def copied_from(params, vector):
+    vector_to_parameters(vector, params)
+    return params
+
+
+def clipped(params, clip):
+    total = clip(params)
+    return [p.grad for p in params] if total is None else [total, *[p.grad for p in params]]
 
 
 EQUAL = {
@@ -88,7 +114,8 @@ EQUAL = {
     "integer division": lambda put: [
         y
         for spec in (NESTED, UNEVEN)
-        for y in (put(WHOLE, spec) // 4, put(WHOLE, spec) % 4, -put(WHOLE, spec) % 4, put(WHOLE, spec).fmod(4), 7 - put(WHOLE, spec))
+        for x in [put(WHOLE, spec)]
+        for y in (x // 4, x % 4, -x % 4, x.fmod(4), 7 - x)
     ],
     "sums of whole numbers": lambda put: [
         y
@@ -100,7 +127,9 @@ EQUAL = {
     ],
     # -- layouts
     "nested uneven": lambda put: [put(torch.arange(91.0).view(13, 7), spec) for spec in (NESTED, P(None, ("a", "b")), UNEVEN)],
-    "of no dims": lambda put: [f(put(torch.tensor(2.5), P())) for f in (torch.exp, torch.sum, lambda x: x * x, torch.mean, torch.linalg.norm)],
+    "of no dims": lambda put: [
+        f(put(torch.tensor(2.5), P())) for f in (torch.exp, torch.sum, lambda x: x * x, torch.mean, torch.linalg.norm)
+    ],
     "of no elements": lambda put: [
         f(put(torch.zeros(0, 3), spec))
         for spec in (NESTED, UNEVEN)
@@ -164,6 +193,18 @@ EQUAL = {
         torch.mm(put(X, P("a")), put(X.T, P(None, "b")), out=put(X.new_zeros(5, 5), P())),
         torch.sum(put(X, UNEVEN), 0, out=put(X.new_zeros(3), P("a"))),
     ],
+    # -- torch's own helpers
+    "a vector of parameters": lambda put: [
+        parameters_to_vector(parts(put)), *copied_from(parts(put), put(torch.arange(18.0, dtype=torch.float64), P("a"))),
+    ],
+    "clipping": lambda put: [
+        y
+        for clip in (
+            lambda ps: clip_grad_norm_(ps, 0.5), lambda ps: clip_grad_norm_(ps, 0.5, norm_type=math.inf, foreach=False),
+            lambda ps: clip_grad_value_(ps, 0.3), lambda ps: clip_grads_with_norm_(ps, 0.1, get_total_norm([p.grad for p in ps])),
+        )
+        for y in clipped(parts(put), clip)
+    ],
     "8 bits": lambda put: [
         y.float() if isinstance(y, torch.Tensor) else y
         for spec in (NESTED, UNEVEN, P())
@@ -197,11 +238,8 @@ def test_equal_to_one_process(world4, name):
     for results in world4(_on_four, name):
         assert len(results) == len(expected)
         for got, want in zip(results, expected, strict=True):
-            torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-9 if _is_wide(want) else None, atol=1e-9 if _is_wide(want) else None)
-
-
-def _is_wide(x):
-    return isinstance(x, torch.Tensor) and x.dtype in (torch.float64, torch.complex128)
+            exact = isinstance(want, torch.Tensor) and want.dtype in (torch.float64, torch.complex128)
+            torch.testing.assert_close(got, want, equal_nan=True, **({"rtol": 1e-9, "atol": 1e-9} if exact else {}))
 
 
 # -- numbers, losses and reductions of the table of traps --------------------------------------------------------------
@@ -259,9 +297,8 @@ def _drawn(name: str, mesh_shape: tuple[int, ...], spec: P) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_numbers_are_the_same_on_any_mesh(world4, name):
-    first, *others = [
-        drawn for shape, spec in (((4,), P("a")), ((2, 2), NESTED), ((2, 2), UNEVEN), ((4,), P())) for drawn in world4(_drawn, name, shape, spec)
-    ]
+    layouts = ((4,), P("a")), ((2, 2), NESTED), ((2, 2), UNEVEN), ((4,), P())
+    first, *others = [drawn for shape, spec in layouts for drawn in world4(_drawn, name, shape, spec)]
     assert len(first.unique()) > 1
     assert all(torch.equal(first, other) for other in others)
 
@@ -269,8 +306,8 @@ def test_drawn_numbers_are_the_same_on_any_mesh(world4, name):
 # -- loud ---------------------------------------------------------------------------------------------------------------
 
 
-def _x(mesh, spec=P("a")):
-    return sm.device_put(X, mesh, spec, src_data_rank=None)
+def _x(mesh, spec=None):
+    return sm.device_put(X, mesh, P("a") if spec is None else spec, src_data_rank=None)
 
 
 def _into_a_view(x, part=slice(None)):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardmesh as sm
 from shardmesh import P, Partial, Shard
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_error
-from tests.sharding.strategies import AXES, mesh_shapes, shapes, specs
+from tests.sharding.strategies import AXES, mesh_shapes, ragged_specs, shapes
 
 F = nn.functional
 
@@ -78,7 +78,7 @@ def on_one_rank(name, shape, seed=3):
 @st.composite
 def places(draw):
     mesh_shape, shape = draw(mesh_shapes), draw(shapes())
-    return mesh_shape, shape, draw(specs(AXES[: len(mesh_shape)], len(shape), ()))
+    return mesh_shape, shape, draw(ragged_specs(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), shape, ()))
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -89,6 +89,18 @@ def test_the_same_tensor_on_any_mesh(name, place):
     expected = on_one_rank(name, shape)
     for whole in on_mesh(mesh_shape, lambda mesh: drawn(name, mesh, spec, shape)):
         assert torch.equal(whole, expected)
+
+
+def _whole_draws():
+    """What every draw gives, on this process's mesh of four."""
+    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    return {name: drawn(name, mesh, P("b", "a"), (5, 6)) for name in DRAWS}
+
+
+def test_processes_draw_what_one_rank_draws(world4):
+    expected = {name: on_one_rank(name, (5, 6)) for name in DRAWS}
+    for found in world4(_whole_draws):
+        assert all(torch.equal(found[name], expected[name]) for name in DRAWS)
 
 
 @pytest.mark.parametrize("name", DRAWS)

@@ -16,6 +16,8 @@ samples("conv_tbc", call(f(5, 2, 3), f(3, 3, 4), f(4), 1))
 samples("conv_transpose1d", call(f(2, 3, 5), f(3, 4, 2), f(4), 3, 1, 2), call(f(4, 4), f(4, 1, 3), f(2), 1, 0, 0, 2, 2))
 samples("conv_transpose2d", call(f(2, 4, 3, 4), f(4, 3, 3, 2), f(6), stride=2, groups=2))
 samples("conv_transpose3d", call(f(1, 2, 3, 2, 3), f(2, 2, 2, 2, 2), f(2)))
+samples("convolution", call(f(2, 3, 5), f(4, 3, 3), f(4), [1], [1], [1], False, [0], 1))
+samples("convolution", call(f(2, 3, 5), f(3, 4, 3), None, [2], [1], [1], True, [1], 1))
 
 # -- pooling ----------------------------------------------------------------------------------------------------------
 
@@ -49,12 +51,10 @@ samples("max_unpool3d", call(*F.max_pool3d(f(1, 2, 4, 2, 2), 2, return_indices=T
 # -- images -----------------------------------------------------------------------------------------------------------
 
 samples("interpolate", call(LINE, size=4), call(X, scale_factor=(2, 0.6), mode="nearest-exact"))
-samples("interpolate", call(LINE, scale_factor=1.7, mode="linear"), call(SOLID, (3, 2, 5), mode="trilinear"), call(X, 3, mode="area"))
-samples("interpolate", call(X, (8, 3), mode="bilinear", align_corners=True))
+samples("interpolate", call(LINE, scale_factor=1.7, mode="linear"), call(X, 3, mode="area"))
+samples("interpolate", call(f(1, 2, 5, 3), (3, 7), mode="bilinear", align_corners=True))
 samples("grid_sample", call(X, unit(2, 3, 4, 2), align_corners=False))
 samples("grid_sample", call(f(2, 2, 3, 2, 3), unit(2, 3, 2, 1, 3), "nearest", "border", True))
-samples("grid_sampler grid_sampler_2d", call(X, unit(2, 3, 4, 2), 0, 0, False))
-samples("grid_sampler_3d", call(f(2, 2, 3, 2, 3), unit(2, 3, 2, 1, 3), 0, 0, False))
 samples("affine_grid", call(f(3, 2, 3), (3, 1, 4, 5), align_corners=False), call(f(2, 3, 4), torch.Size((2, 1, 3, 4, 2)), True))
 samples("pixel_shuffle", call(f(2, 12, 3, 4), 2), call(f(4, 3, 4), 2))
 samples("pixel_unshuffle", call(f(2, 3, 6, 4), 2))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.sharding.rules.table import b, c, call, f, i, samples
+from tests.sharding.rules.table import b, c, call, f, i, pos, samples
 
 X, Z, U = f(4, 3), f(4, 3, 2), torch.tensor([[2, 1, 0], [0, 2, 1], [1, 0, 2], [1, 2, 0]])
 samples(
@@ -141,14 +141,17 @@ samples("gather", call(b(4, 3), 0, i(2, 3, high=4)), call(i(4, 3), 0, i(2, 3, hi
 samples("Tensor.__getitem__", call(b(4, 3), i(2, low=-4, high=4)), call(c(4, 3), (slice(None), i(2, high=3))))
 samples("index_put", call(X, (i(3, high=4), i(3, high=3)), f(3)), call(X, (i(2, low=-4, high=4),), f(2, 3), True))
 samples("index_put", call(Z, [i(5, high=4)], f(3, 2), accumulate=True), call(X, (b(4, 3),), f()), call(X, (b(4),), f(3)))
-samples("scatter", call(X, 0, U, f(4, 3)), call(X, 1, U[:2], f(2, 3)), call(i(4, 3), 1, U[:2], i(3, 3)), call(X, 1, i(4, 1, high=3), 2.5), call(X, 0, U[:1], value=0.0))
+samples("scatter", call(X, 0, U, f(4, 3)), call(X, 1, U[:2], f(2, 3)), call(i(4, 3), 1, U[:2], i(3, 3)))
+samples("scatter", call(X, 1, i(4, 1, high=3), 2.5), call(X, 0, U[:1], value=0.0))
 samples("scatter", call(X, 0, i(2, 3, high=4), 1.5, reduce="add"), call(Z, 2, U[:, :, None] % 2, f(4, 3, 1)))
-samples("scatter_add", call(X, 0, i(5, 3, high=4), f(5, 3)), call(X, 1, i(2, 5, high=3), f(2, 5)), call(i(4, 3), 1, i(2, 5, high=3), i(3, 6)), call(X, -1, U % 3, src=f(4, 3)))
-for r in ("sum", "prod", "mean", "amax", "amin"):
-    samples("scatter_reduce", call(X, 0, i(5, 3, high=4), f(5, 3, seed=3), r), call(X, 1, i(2, 5, high=3), f(2, 5), reduce=r, include_self=False))
-for r in ("prod", "mean", "amax", "amin"):
-    samples("index_reduce", call(X, 0, i(5, high=4), f(5, 3), r), call(X, dim=1, index=i(4, high=3), source=f(4, 4), reduce=r, include_self=False))
-samples("index_add", call(X, 0, i(5, high=4), f(5, 3)), call(X, -1, i(2, high=3), f(4, 2), alpha=2), call(i(4, 3), 0, i(2, high=4), i(2, 3)))
+samples("scatter_add", call(X, 0, i(5, 3, high=4), f(5, 3)), call(X, 1, i(2, 5, high=3), f(2, 5)))
+samples("scatter_add", call(i(4, 3), 1, i(2, 5, high=3), i(3, 6)), call(X, -1, U % 3, src=f(4, 3)))
+samples("scatter_reduce", call(X, 0, i(5, 3, high=4), f(5, 3), "prod"), call(X, 1, i(2, 5, high=3), f(2, 5), "sum", include_self=False))
+samples("scatter_reduce", call(X, 0, i(5, 3, high=4), f(5, 3), reduce="mean"), call(X, 0, i(5, 3, high=4), f(5, 3), "amax"))
+samples("index_reduce", call(X, 0, i(5, high=4), f(5, 3), "prod"), call(X, 1, i(4, high=3), f(4, 4), "mean", include_self=False))
+samples("index_reduce", call(X, dim=0, index=i(5, high=4), source=f(5, 3), reduce="amin"))
+samples("index_add", call(X, 0, i(5, high=4), f(5, 3)), call(X, -1, i(2, high=3), f(4, 2), alpha=2))
+samples("index_add", call(i(4, 3), 0, i(2, high=4), i(2, 3)))
 samples("index_copy", call(X, 0, torch.tensor([3, 0]), f(2, 3)), call(X, -1, torch.tensor([2, 1]), source=f(4, 2)))
 samples("index_fill", call(X, 0, i(2, low=-4, high=4), 1.5), call(X, 1, i(2, high=3), f()), call(X, dim=-1, index=i(2, high=3), value=0))
 samples("put", call(X, torch.tensor([[3, -1], [7, 0]]), f(2, 2)), call(X, i(5, high=12), f(5), accumulate=True))
@@ -184,11 +187,16 @@ STEPS, MANY = torch.tensor([-1.0, 0.0, 0.0, 0.5, 2.0], dtype=torch.float64), i(4
 samples("nonzero argwhere", call(f()), call(b(3)), call(b(2, 3, 4)))
 samples("torch.where", call(b(4, 3)))
 samples("masked_select", call(Z, b(4, 1, 2)), call(f(), b(3)), call(f(0, 3), b(3)))
-samples("unique", call(MANY), call(MANY, return_inverse=True), call(MANY, True, True, True), call(MANY, dim=0), call(TIED, return_counts=True))
+samples("unique", call(MANY), call(MANY, return_inverse=True), call(MANY, True, True, True))
+samples("unique", call(MANY, dim=0), call(TIED, return_counts=True))
 samples("unique_consecutive", call(MANY), call(MANY, return_inverse=True, return_counts=True, dim=1))
 samples("bincount", call(i(7, high=4)), call(i(7, high=4), f(7)), call(i(7, high=4), minlength=6), call(i(0)))
 samples("histc", call(X), call(X, 5, -1, 1), call(X, bins=4, min=0, max=2), call(torch.ones(4, 3), 3))
-samples("searchsorted", call(STEPS, X), call(STEPS, X, right=True, out_int32=True), call(STEPS, 0.0), call(f(4, 5).sort().values, X))
+samples("searchsorted", call(STEPS, X), call(STEPS, X, right=True, out_int32=True), call(STEPS, 0.0))
+samples("searchsorted", call(f(4, 5).sort().values, X))
 samples("searchsorted", call(STEPS.flip(0), X, side="right", sorter=torch.tensor([4, 3, 2, 1, 0])))
 samples("bucketize", call(X, STEPS), call(X, STEPS, right=True), call(0.5, STEPS))
 samples("isin", call(MANY, i(2, high=3)), call(MANY, i(2, high=3), invert=True), call(MANY, 2), call(1, MANY))
+samples("unravel_index", call(i(4, 3, high=24), (4, 3, 2)), call(i(high=24), 24))
+samples("histogram", call(X, 4), call(X, 3, range=(-1.0, 1.0), weight=pos(4, 3)), call(X, 4, density=True), call(torch.ones(4, 3), 2))
+samples("Tensor.__getitem__", call(Z, (Ellipsis, b(3, 2))), call(Z, (slice(None), b(3), slice(None))), call(Z, (b(4, 3), Ellipsis)))

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.sharding.rules.table import c, call, f, i, samples
+from tests.sharding.rules.table import c, call, f, samples
 
 # Well conditioned, none alike; positive definite ones with far eigenvalues, so that eigenvectors are well conditioned too.
 A = f(3, 3, 3) + 4 * torch.eye(3, dtype=torch.float64)

@@ -156,3 +156,5 @@ samples("trapezoid trapz cumulative_trapezoid", call(X), call(X, dx=0.5, dim=0),
 samples("trapezoid cumulative_trapezoid", call(f(5, 3), f(5), dim=0), call(f(2, 4, 3), f(4, 3), dim=1))
 samples("view_as_real resolve_conj resolve_neg", call(c(4, 3)))
 samples("view_as_complex", call(f(4, 3, 2)))
+samples("unsafe_split unsafe_chunk", call(X, 2), call(X, 2, 1))
+samples("unsafe_split_with_sizes", call(X, [1, 3]), call(X, [1, 2], dim=1))

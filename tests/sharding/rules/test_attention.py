@@ -107,6 +107,14 @@ CALLS = {
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0, batch_first=True), 2),
         lambda m, x, t: m(x, src_key_padding_mask=None),
     ),
+    "encoder, masked": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 16, 0.0), 2, enable_nested_tensor=False),
+        lambda m, x, t: m(x, t["causal"], t["padding"], is_causal=False),
+    ),
+    "transformer": (
+        lambda: nn.Transformer(WIDTH, 4, 1, 1, 16, 0.0),
+        lambda m, x, t: m(t["memory"], x, tgt_mask=t["causal"], tgt_is_causal=False),
+    ),
 }  # fmt: skip
 TENSORS = {"memory": MEMORY, "padding": PADDING, "causal": CAUSAL, "of heads": OF_HEADS}
 
@@ -138,6 +146,7 @@ def results(model, call, x, tensors):
     return [y.detach() for y in outs] + [again[0] if isinstance(again, tuple) else again, x.grad, *grads]
 
 
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("name", CALLS)
 def test_modules_run_unchanged(name):
     make, call = CALLS[name]

@@ -10,7 +10,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import prove
-from tests.sharding.ranks import collectives, on_mesh
+from tests.sharding.ranks import collectives, on_mesh, same_error
 from tests.sharding.rules.table import b, f, i
 
 NAN = math.nan
@@ -156,3 +156,38 @@ def test_torch_s_own_complaints(call, words):
 
 def test_of_truth_values():
     prove(torch.max, (b(5, 4), 0), {}, meshes=[(3,)], most=8)
+
+
+@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a")), P(None, "a"), P("a", unreduced={"b"})], ids=str)
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_the_gradient_of_an_extreme_goes_to_all_equals_in_equal_parts(name, spec):
+    """Three of one rank and one of another get a quarter each; and again when differentiated twice."""
+    values = torch.tensor([[3.0, 3.0, 0.0], [0.0, 3.0, 0.0], [1.0, 2.0, 0.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
+
+    def squares(x):
+        (grad,) = torch.autograd.grad(getattr(x, name)() ** 3 + (x * x).sum(), x, create_graph=True)
+        return grad, (grad**2).sum()
+
+    plain = values.clone().requires_grad_()
+    wanted, total = squares(plain)
+    total.backward()
+
+    def program(mesh):
+        x = sm.distribute_tensor(values, mesh, spec.with_unreduced({}), src_data_rank=None)
+        x = x.redistribute(spec.padded(2)).detach().requires_grad_()
+        grad, total = squares(x)
+        torch.testing.assert_close(grad.detach().full_tensor(), wanted.detach())
+        total.backward()
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+    on_mesh((2, 2), program)
+
+
+@pytest.mark.parametrize("call", [lambda x: x.max(0), lambda x: x.argmin(), lambda x: x.topk(1)])
+def test_ranks_with_an_empty_part_complain_alike(call):
+    """torch tells only from values that it has no order of complex numbers; nobody must wait for those that were told."""
+
+    def program(mesh):
+        call(sm.distribute_tensor(torch.ones(4, dtype=torch.complex64), mesh, P("a", sizes={"a": (1, 0, 3)}), src_data_rank=None))
+
+    assert "complex" in same_error((3,), program, RuntimeError)

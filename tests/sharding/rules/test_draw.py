@@ -124,6 +124,19 @@ def test_views_are_filled():
     on_mesh((2,), program)
 
 
+def test_out_takes_what_is_drawn():
+    def program(mesh):
+        x, out = (sm.full((5,), 0.5, mesh, P("a"), dtype=torch.float64) for _ in range(2))
+        for draw in (torch.bernoulli, torch.normal):
+            sm.manual_seed(2)
+            expected = draw(x).full_tensor()
+            sm.manual_seed(2)
+            assert draw(x, out=out) is out
+            assert torch.equal(out.full_tensor(), expected)
+
+    on_mesh((2,), program)
+
+
 DTYPES = {
     "normal_": (lambda x: x.normal_(3, 0.5), (torch.float64, torch.bfloat16, torch.float16, torch.complex64)),
     "uniform_": (lambda x: x.uniform_(1, 2), (torch.float32, torch.bfloat16, torch.float16)),

@@ -129,11 +129,22 @@ def test_half_precision_adds_up_in_single():
 
 
 def test_a_label_that_is_no_class_is_refused():
+    """As torch does: on the ranks that hold the row."""
+
     def program(mesh):
-        with pytest.raises(RuntimeError, match="out of bounds"):
+        with pytest.raises(IndexError, match="Target 10 is out of bounds"):
             F.cross_entropy(place(LOGITS, mesh, P(None, "a")), place(torch.full((6,), 10), mesh, P()))
 
     on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("rows", [5, 7])
+def test_other_rows_than_those_of_the_logits_are_refused(loss, rows):
+    def program(mesh):
+        loss(place(LOGITS, mesh, P(None, "a")), place(torch.zeros(rows, dtype=torch.int64), mesh, P()))
+
+    assert str(rows) in same_error((2,), program, (ValueError, RuntimeError, AssertionError))
 
 
 def test_small_errors_of_confident_rows_are_not_rounded_away():

@@ -192,3 +192,29 @@ def test_one_value_for_each_channel_is_refused_in_training():
         F.batch_norm(place(X[:1], mesh, P("a")), None, None, training=True)
 
     assert "more than 1 value per channel" in same_error((2,), program, ValueError)
+
+
+# -- outside ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, "softmax", "cross_entropy", "attention"])
+def test_a_rank_outside_the_mesh_walks_the_same_graph(name):
+    """The result goes on to a mesh of another rank, and its gradient comes back."""
+    more = {
+        "softmax": (lambda x, w: x.softmax(1) * w, X, WEIGHT),
+        "cross_entropy": (lambda x, w: F.cross_entropy(x, w.detach().long()[:6] - 1) * w, X, WEIGHT),
+        "attention": (lambda x, w: F.scaled_dot_product_attention(x, x * w, x, is_causal=True), X, WEIGHT),
+    }
+    call, value, weight = (OPERATORS | more)[name]
+    leaf = value.clone().requires_grad_()
+    call(leaf, weight).square().sum().backward()
+
+    def program():
+        here, there = sm.DeviceMesh("cpu", [0, 1], axis_names=("a",)), sm.DeviceMesh("cpu", [2], axis_names=("b",))
+        x = sm.distribute_tensor(value, here, P(None, "a"), src_data_rank=None).requires_grad_()
+        y = call(x, sm.distribute_tensor(weight, here, P(), src_data_rank=None))
+        y.redistribute(there, P()).square().sum().backward()
+        if here.coordinate is not None:
+            torch.testing.assert_close(x.grad.full_tensor(), leaf.grad)
+
+    sm.simulate(3)(program)()

@@ -133,6 +133,22 @@ def test_means_of_low_precision_are_rounded_once(dtype):
     on_mesh((3,), program)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mixtures_of_elements_are_rounded_once(dtype):
+    """Positions and weights are torch's own, for a size, a factor, and corners that meet."""
+    x = numbers(1, 2, 61, 9, dtype=dtype)
+    sizes = [{"size": (173, 7)}, {"scale_factor": (1.37, 2.0)}, {"size": (100, 20), "align_corners": True}]
+
+    def program(mesh):
+        for options in sizes:
+            ours = F.interpolate(put(mesh, x), **options, mode="bilinear").detach().full_tensor()
+            whole = F.interpolate(x.float(), **options, mode="bilinear").to(dtype)
+            torch.testing.assert_close(ours, whole, rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+            assert dtype is torch.float32 or (ours != whole).float().mean() < 0.01  # sums that lie between two numbers
+
+    on_mesh((3,), program)
+
+
 # -- windows at random ------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_gradients_of_what_is_written_and_of_the_values(name):
     def program(mesh):
         for values in (P(), P("a")):
             x = sm.distribute_tensor(X, mesh, P("a"), src_data_rank=None).requires_grad_()
-            y, leaves = run(x, lambda t: sm.distribute_tensor(t, mesh, values, src_data_rank=None))
+            y, leaves = run(x, lambda t, where=values: sm.distribute_tensor(t, mesh, where, src_data_rank=None))
             grads = torch.autograd.grad(y, [x, *leaves], sm.distribute_tensor(weight, mesh, y.spec, src_data_rank=None))
             for got, want in zip(grads, wanted, strict=True):
                 torch.testing.assert_close(got.full_tensor(), want)
@@ -125,6 +126,49 @@ def test_a_product_of_what_goes_elsewhere_does_not_overflow_into_gradients():
         places = sm.distribute_tensor(torch.arange(9)[:, None], mesh, src_data_rank=None)
         x.scatter_reduce(0, places, values, "prod").sum().backward()
         assert torch.equal(values.grad.full_tensor(), torch.ones(9, 1))
+
+    on_mesh((3,), program)
+
+
+SLICES = {
+    "one row on": ((slice(1, None),), (39, 4), 2 * 4 * 8),
+    "every other": ((slice(None, None, 2), slice(None)), (20, 4), 20 * 4 * 8),
+    "few rows": ((slice(18, 22), slice(1, 3)), (4, 2), 4 * 2 * 8),
+    "broadcast": ((slice(1, None),), (39, 1), 2 * 8),
+    "one dim less": ((slice(2, 6), 1), (4,), 4 * 8),
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_a_split_value_goes_where_it_is_written(name):
+    index, shape, most = SLICES[name]
+    plain, value = f(40, 4).requires_grad_(), f(*shape, seed=2).requires_grad_()
+    written = plain * 1
+    written[index] = value
+    weight = f(40, 4, seed=3)
+    wanted = torch.autograd.grad(written, [plain, value], weight)
+
+    def program(mesh):
+        x, v = (sm.distribute_tensor(t.detach(), mesh, P("a"), src_data_rank=None).requires_grad_() for t in (plain, value))
+        y = x * 1
+        with collectives() as records:
+            y[index] = v
+        assert sum(r.bytes_received for r in records) <= most
+        assert y.layout is x.layout
+        assert torch.equal(y.detach().full_tensor(), written)
+        grads = torch.autograd.grad(y, [x, v], sm.distribute_tensor(weight, mesh, P("a"), src_data_rank=None))
+        for got, want in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(got.full_tensor(), want)
+
+    on_mesh((4,), program)
+
+
+def test_a_split_value_needs_to_fit():
+    def program(mesh):
+        x, v = (sm.distribute_tensor(t, mesh, P("a"), src_data_rank=None) for t in (X, f(4, 4)))
+        with collectives() as records, pytest.raises(RuntimeError, match="shape|size"):
+            x[1:4] = v
+        assert not records
 
     on_mesh((3,), program)
 
@@ -194,7 +238,7 @@ def test_places_out_of_range(call):
 
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a", sizes={"a": (4, 0, 5)}), src_data_rank=None)
-        with pytest.raises((IndexError, RuntimeError), match="out of|index"):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of|index"):
             call(x, lambda t: sm.distribute_tensor(t, mesh, src_data_rank=None))
 
     on_mesh((3,), program)
@@ -263,3 +307,17 @@ def test_negative_numbers_are_not_counted():
             torch.bincount(x)
 
     on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("index", [lambda m: m, lambda m: (slice(None), m[0]), lambda m: (Ellipsis, m[0]), lambda m: (m[:, 0], slice(None))])
+def test_masks_gather_nothing_and_warn_of_nothing(index):
+    mask = X > 0
+
+    def program(mesh):
+        for spec in (P("a"), P(None, "a")):
+            x, given = (sm.distribute_tensor(t, mesh, spec, src_data_rank=None) for t in (X, mask))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert torch.equal(x[index(given)].full_tensor(), X[index(mask)])
+
+    on_mesh((3,), program)

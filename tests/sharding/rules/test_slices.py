@@ -161,6 +161,24 @@ def _twice(made, x):
     return grad.detach(), twice
 
 
+@pytest.mark.parametrize("name", DOUBLED)
+def test_ranks_outside_the_mesh_take_part_in_backward(name):
+    """The tensor lies on ranks 0 and 1, and what is made of its slices on ranks 1 and 2."""
+    plain = f(5, 3).requires_grad_()
+    made = DOUBLED[name](plain)
+    (expected,) = torch.autograd.grad((made * made).sum(), plain)
+
+    def rank():
+        one, two = (sm.DeviceMesh("cpu", ranks, axis_names=("a",)) for ranks in ([0, 1], [1, 2]))
+        x = sm.distribute_tensor(plain.detach(), one, P("a"), src_data_rank=None).requires_grad_()
+        made = DOUBLED[name](x).redistribute(two, P())
+        (made * made).sum().backward()
+        return None if one.coordinate is None else x.grad.full_tensor()
+
+    for grad in sm.simulate(3)(rank)()[:2]:
+        torch.testing.assert_close(grad, expected)
+
+
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product"])
 def test_what_is_pending_with_another_kind_stays_so_or_is_reduced(kind):
     for func in (

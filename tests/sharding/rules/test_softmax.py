@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import place
-from tests.sharding.ranks import collectives, launched, on_mesh
+from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 X = torch.randn(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 OPERATORS = {
@@ -123,3 +123,13 @@ def test_dtype_is_that_of_the_computation():
             x.softmax(1)
 
     on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "softmin", "logsumexp"])
+def test_a_dim_that_is_not_there_is_refused(name):
+    """5 is not taken for 5 modulo 2."""
+
+    def program(mesh):
+        getattr(F if name == "softmin" else torch, name)(place(X, mesh, P(None, "a")), 5)
+
+    assert "out of range" in same_error((2,), program, IndexError)
