@@ -185,7 +185,7 @@ def _setitem_form(input: Tensor, index: Any, value: Any) -> Callable[..., None] 
     entries = expanded(index, input.ndim) if is_operand(value) and is_operand(input) and mask_of(index, input.ndim) is None else None
     if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
         return None
-    input[index].copy_(value)  # torch's own complaint comes first
+    input[index] = value  # torch's own complaint comes first
     layout = layout_of(input)
     cuts = _cuts_of_value(layout, entries, value)
     if not any(cut and cut != layout.spec.cuts[d] and splits(value, [v]) for v, (d, cut) in cuts.items()):

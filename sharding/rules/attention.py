@@ -155,10 +155,8 @@ def _run_multi_head(
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
         key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-    separate = (q_proj_weight, k_proj_weight, v_proj_weight)
-    weights = separate if use_separate_proj_weight else in_proj_weight.chunk(3)
-    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
-    q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight.chunk(3)
+    q, k, v = _projected((query, key, value), weights, in_proj_bias)
     k, v = _with_position(k, bias_k), _with_position(v, bias_v)
     q, k, v = _heads(q, num_heads), _heads(k, num_heads, static_k), _heads(v, num_heads, static_v)
     if add_zero_attn:
@@ -168,11 +166,21 @@ def _run_multi_head(
     attend = _weighted if need_weights else partial(_unweighted, is_causal=hint)
     out, attention = attend(q, k, v, mask, dropout_p if training else 0.0)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    if attention is not None and average_attn_weights:
+    return _as_asked(out, attention, batched, average_attn_weights)
+
+
+def _as_asked(out: Any, attention: Any, batched: bool, average: bool) -> tuple[Any, Any]:
+    """The results without the batch dim where none was given, and one attention for all heads."""
+    if attention is not None and average:
         attention = attention.mean(1)
     if batched:
         return out, attention
     return out.squeeze(1), None if attention is None else attention.squeeze(0)
+
+
+def _projected(inputs: tuple[Any, ...], weights: tuple[Any, ...], bias: Any) -> list[Any]:
+    biases = (None,) * 3 if bias is None else bias.chunk(3)
+    return [F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
 
 
 def _weighted(q: Any, k: Any, v: Any, mask: Any, dropout_p: float) -> tuple[Any, Any]:

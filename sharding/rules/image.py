@@ -29,7 +29,7 @@ def _space(n: int, prefix: str = "h", whole: bool = True) -> str:
 def _interpolate(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
     n = input.ndim - 2
     linear = ((0,),) if input.is_floating_point() else ()
-    return einrule(f"b c {_space(n)} -> b c {'1 ' * n}", input, linear=linear, bind=unless_empty(F.interpolate))
+    return einrule(f"b c {_space(n)} -> b c {'1 ' * n}", input, linear=linear, bind=unless_empty(F.interpolate, True))
 
 
 @form("interpolate")
@@ -150,7 +150,7 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None 
 def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     batch = results[0].local_shape[0]
     local = lambda theta, size, *args, **kwargs: F.affine_grid(theta, [batch, *size[1:]], *args, **kwargs)  # noqa: E731
-    return unless_empty(local)(targets, results)
+    return unless_empty(local, True)(targets, results)
 
 
 # -- between channels and space ---------------------------------------------------------------------------------------
@@ -166,25 +166,25 @@ def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule
 def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Rule:
     c, h, w = input.shape[-3:]
     sizes = {"c": c // upscale_factor**2, "h": h, "w": w, "p": upscale_factor, "q": upscale_factor}
-    return _moves("... (c p q) h w -> ... c (h p) (w q)", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_shuffle))
+    return _moves("... (c p q) h w -> ... c (h p) (w q)", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_shuffle, True))
 
 
 @rule("pixel_unshuffle")
 def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Rule:
     c, h, w = input.shape[-3:]
     sizes = {"c": c, "h": h // downscale_factor, "w": w // downscale_factor, "p": downscale_factor, "q": downscale_factor}
-    return _moves("... c (h p) (w q) -> ... (c p q) h w", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_unshuffle))
+    return _moves("... c (h p) (w q) -> ... (c p q) h w", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_unshuffle, True))
 
 
 @rule("channel_shuffle", "native_channel_shuffle")
 def _channel_shuffle(input: Tensor, groups: int) -> Rule:
-    return _moves("b [c] ... -> b 1 ...", input, bind=unless_empty(torch.channel_shuffle))
+    return _moves("b [c] ... -> b 1 ...", input, bind=unless_empty(torch.channel_shuffle, True))
 
 
 @rule(also=(F.unfold,))
 def _unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
     sizes = {"c": input.shape[-3], "k": math.prod(per_dim(kernel_size, 2))}
-    made = einrule("... c [h] [w] -> ... (c k) 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.unfold))
+    made = einrule("... c [h] [w] -> ... (c k) 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.unfold, True))
     return replace(made, whole=made.whole | {"k"})
 
 
@@ -192,5 +192,5 @@ def _unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0
 def _fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
     count = math.prod(per_dim(kernel_size, 2))
     sizes = {"c": input.shape[-2] // count, "k": count}
-    made = einrule("... (c k) [l] -> ... c 1 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.fold))
+    made = einrule("... (c k) [l] -> ... c 1 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.fold, True))
     return replace(made, whole=made.whole | {"k"})

@@ -15,6 +15,7 @@ from .blocks import layout_of
 from .notation import Rule, einrule
 from .pointwise import is_operand
 from .registry import rule
+from .window import unless_empty
 
 
 def _named(names: str) -> tuple[Callable[..., Any], ...]:
@@ -79,7 +80,8 @@ def _with_tolerances(result: str, A: Tensor, *args: Any, **kwargs: Any) -> Rule:
 
 @rule(also=(torch.linalg.cond,))
 def _cond(A: Tensor, p: Any = None) -> Rule:
-    return _of_one(A, "")
+    """Of no matrices torch returns something without a graph."""
+    return _of_one(A, "", bind=unless_empty(torch.linalg.cond))
 
 
 @rule(also=_named("qr"))

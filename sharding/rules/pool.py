@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,8 @@ def _pooled(n: int, func: Parts, input: Tensor, *args: Any, **kwargs: Any) -> Ru
     return einrule(f"... {_names(n)} -> ... {'1 ' * n}", input, bind=unless_empty(func))
 
 
-def _linearly_pooled(n: int, func: Parts, input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return einrule(f"... {_names(n)} -> ... {'1 ' * n}", input, linear=((0,),), bind=unless_empty(func))
+def _mean(n: int, func: Parts, input: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    return replace(_pooled(n, func, input), linear=((0,),))
 
 
 def _over_space(n: int, input: Tensor, result: Any, bind: Callable[..., Parts], **options: Any) -> Callable[..., Any]:
@@ -255,7 +256,7 @@ def _fractional_form(
 
 def _unpool(n: int, func: Parts, input: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Rule:
     pattern = f"... {_names(n)}, ... {_names(n)} -> ... {'1 ' * n}"
-    return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func))
+    return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func, True))
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -282,9 +283,9 @@ def _lp_form(n: int, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Cal
 
 _register("max_pool{}d", _pooled, _max_form)
 _register("max_pool{}d_with_indices", _pooled, _max_form)
-_register("avg_pool{}d", _linearly_pooled, _avg_form)
+_register("avg_pool{}d", _mean, _avg_form)
 _register("lp_pool{}d", _pooled, _lp_form)
-_register("adaptive_avg_pool{}d", _linearly_pooled, _without_func(_adaptive_avg_form))
+_register("adaptive_avg_pool{}d", _mean, _without_func(_adaptive_avg_form))
 _register("adaptive_max_pool{}d", _pooled, _without_func(_adaptive_max_form, False))
 _register("adaptive_max_pool{}d_with_indices", _pooled, _without_func(_adaptive_max_form, True))
 _register("fractional_max_pool{}d", _fractional, _fractional_form)

@@ -24,6 +24,7 @@ from ..redistribute import redistribute_locals
 from .blocks import all_from_parts, from_parts, layout_of, part_sizes, resized, settled, splits, with_dim
 from .reduction import accumulator_dtype
 from .registry import form
+from .window import joined
 
 Scan = Callable[[Tensor, int], Tensor]
 Total = Callable[[Tensor, int], Tensor]
@@ -45,18 +46,13 @@ class _Parts:
         self.gathered = with_dim(layout, dim, (), sum(counts))
         self.before = self.totals.box[dim][0]
 
-    def behind(self, total: Tensor, part: Tensor) -> Tensor:
-        """This rank's part behind the totals that come before it."""
-        (totals,) = self.gather(total)
-        return torch.cat([totals, part], self.dim)
-
     def gather(self, *totals: Tensor) -> list[Tensor]:
         """Of each of these totals those that come before; from all ranks, which are behind all of them in the graph."""
         pairs = [(self.totals.replace(dtype=x.dtype), self.gathered.replace(dtype=x.dtype)) for x in totals]
         return [x.narrow(self.dim, 0, self.before) for x in redistribute_locals(totals, pairs)]
 
     def own(self, scanned: Tensor, part: Tensor) -> Tensor:
-        """Of a scan over everything `behind`, what belongs to this rank's part."""
+        """Of a scan over those and the part, what belongs to this rank's part."""
         return scanned.narrow(self.dim, self.before, part.shape[self.dim])
 
 
@@ -65,7 +61,9 @@ def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None,
     result = dtype or scan(part.detach().narrow(parts.dim, 0, 0), parts.dim).dtype
     wide = part.to(accumulator_dtype(result))
     one = total(wide, parts.dim) if wide.shape[parts.dim] else wide
-    return parts.own(scan(parts.behind(one, wide), parts.dim), part).to(result)
+    (before,) = parts.gather(one)
+    scanned = parts.own(scan(torch.cat([before, wide], parts.dim), parts.dim), part)
+    return joined(scanned, before, linear=scan is torch.cumsum).to(result)  # the first rank's own numbers may be all that it needs
 
 
 def _form(scan: Scan, total: Total, linear: bool, input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:

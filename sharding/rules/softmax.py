@@ -38,7 +38,10 @@ def _logsumexp(input: Tensor, dim: Dims, keepdim: bool = False) -> Rule:
 
 
 def _dim(input: Any, dim: int | None) -> int:
-    """The dim that `torch.nn.functional` takes where none is given."""
+    """The dim, which must exist (softmax of a meta tensor does not look); the one that `torch.nn.functional` takes where none
+    is given."""
+    if input.ndim and dim is not None:
+        input.size(dim)
     return dim if dim is not None else 0 if input.ndim in (0, 1, 3) else 1
 
 
@@ -64,7 +67,6 @@ def _maker(finish: Callable[..., Any]) -> Callable[..., Any]:
         input: Any, dim: int | None = None, _stacklevel: Any = None, dtype: torch.dtype | None = None
     ) -> Callable[..., Any] | None:
         at = normal_dims(_dim(input, dim), input.ndim)
-        check_by_torch(torch.softmax, input, _dim(input, dim), torch.float32)
         return partial(_run, finish, at) if _needs_form(input, at, _dtype_in(_stacklevel, dtype)) else None
 
     return make

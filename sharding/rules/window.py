@@ -141,23 +141,25 @@ def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
 # -- parts without elements -------------------------------------------------------------------------------------------
 
 
-def unless_empty(func: Parts) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
+def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
     """As `bind` of a rule: torch's own function, which may refuse empty tensors; of an empty part its empty results.
 
-    Operands must come first among the arguments, or by name.
+    Args:
+        linear: the gradient does not depend on the operand. Those of pooling and convolution do, for torch, with a derivative of zero.
     """
 
     def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
         if all(0 not in layout.local_shape for layout in results):
             return func
-        return lambda *args, **kwargs: _empty_results(results, [*args, *kwargs.values()])
+        return lambda *args, **kwargs: _empty_results(results, linear, [*args, *kwargs.values()])
 
     return bind
 
 
-def _empty_results(layouts: Sequence[Layout], values: Sequence[Any]) -> Any:
+def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any]) -> Any:
     tensors = list(_tensors(values))
-    results = tuple(joined(tensors[0].new_zeros(x.local_shape, dtype=x.dtype), *tensors) for x in layouts)
+    empty = [tensors[0].new_zeros(x.local_shape, dtype=x.dtype) for x in layouts]
+    results = tuple(joined(part, *tensors, linear=linear) for part in empty)
     return results[0] if len(results) == 1 else results
 
 
@@ -169,14 +171,15 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def joined(out: Tensor, *tensors: Tensor | None) -> Tensor:
+def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
     """A part that depends on nothing, with tensors behind it in the graph, as it has them on the other ranks: all of them
-    must take part in backward. The square of nothing is added, so that they do in the second derivative, too."""
-    given = [x for x in tensors if x is not None and x.requires_grad]
+    must take part in the same backward. In that of the gradient, too, unless the operator is linear: so the square of nothing is
+    added."""
+    given = [x for x in tensors if x.requires_grad]
     if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
         return out
     nothing = sum((x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).sum().to(out.dtype) for x in given)
-    return out + nothing * nothing
+    return out + (nothing if linear else nothing * nothing)
 
 
 def run_dtype(x: Tensor) -> torch.dtype:

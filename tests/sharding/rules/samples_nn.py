@@ -94,6 +94,7 @@ TRIPLET = f(5, 3), f(5, 3, seed=1), f(5, 3, seed=2)
 SIGNS, LENGTHS = 2.0 * b(5) - 1, torch.tensor([2, 1, 0])
 SEQUENCES = call(f(6, 3, 4).log_softmax(2), i(3, 2, low=1, high=4), torch.tensor([6, 5, 6]), LENGTHS)
 samples("triplet_margin_loss", call(*TRIPLET, reduction="sum"))
+samples("triplet_margin_with_distance_loss", call(*TRIPLET, margin=2.0))
 for r in ("mean", "none"):
     samples("hinge_embedding_loss", call(f(5), SIGNS, margin=2.0, reduction=r))
     samples("margin_ranking_loss", call(f(5), f(5, seed=1), SIGNS, 0.5, reduction=r))
@@ -115,6 +116,8 @@ samples("linear_cross_entropy", call(f(5, 2), f(3, 2), IGNORED, linear_bias=f(3)
 
 PROJECTIONS = f(12, 4), f(12), None, None, False, 0.0, f(4, 4), f(4)
 samples("multi_head_attention_forward", call(f(3, 2, 4), f(5, 2, 4), f(5, 2, 4), 4, 2, *PROJECTIONS))
+STATIC = {"static_k": f(4, 5, 2), "static_v": f(4, 5, 2, seed=1), "need_weights": False}
+samples("multi_head_attention_forward", call(f(3, 2, 4), f(5, 2, 4), f(5, 2, 4), 4, 2, *PROJECTIONS, **STATIC))
 
 # Under torch they take the reduction as a number.
 samples("torch.cosine_embedding_loss", call(f(5, 3), f(5, 3, seed=1), SIGNS, 0.1, 2))

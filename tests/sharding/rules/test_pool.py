@@ -98,6 +98,30 @@ def test_double_backward():
     on_mesh((3,), lambda mesh: torch.testing.assert_close(twice(put(mesh, x)).full_tensor(), twice(x.clone().requires_grad_())))
 
 
+LINEAR = {
+    "mean": lambda x: F.avg_pool1d(x, 2, 1, 1),
+    "largest": lambda x: F.max_pool1d(x, 2, 1, 1),
+    "nearest": lambda x: F.interpolate(x, scale_factor=1.5),
+    "mixed": lambda x: F.interpolate(x, scale_factor=1.5, mode="linear"),
+    "convolution": lambda x: F.conv1d(x, x.detach(), padding=1),
+    "spread": lambda x: F.conv_transpose1d(x, x.detach(), padding=1),
+    "folded": lambda x: F.unfold(x[..., None], (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("spec", [ROWS, P("a"), P(None, "a")])
+def test_gradients_of_gradients_where_a_rank_has_no_part(name, spec):
+    """Such a rank takes part in the collectives that the others take part in, and in no other, though the operator is linear."""
+    x = numbers(2, 2, 2)
+
+    def twice(x):
+        (first,) = torch.autograd.grad(LINEAR[name](x).sum() + x.pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    on_mesh((4,), lambda mesh: torch.testing.assert_close(twice(put(mesh, x, spec)).full_tensor(), twice(x.clone().requires_grad_())))
+
+
 def test_bytes():
     """Windows of their own rank need nothing; overlapping ones a row; the mean of all, its sum."""
     x, row = numbers(1, 3, 16, 8), 3 * 8 * 8

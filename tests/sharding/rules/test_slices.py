@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ CALLS = {
     "rot90": lambda x: x.rot90(2),
     "roll": lambda x: x.roll(1, 0),
     "roll back": lambda x: x.roll(-3, 0),
-    "cat": lambda x: torch.cat([x, x + 160, x[:, 1:] * 0], 1) if x.ndim == 1 else torch.cat([x, x + 160]),
+    "cat": lambda x: torch.cat([x, x + 160]),
     "vstack": lambda x: torch.vstack([x, x + 160, x + 320]),
     "pad": lambda x: F.pad(x, (0, 0, 2, 5)),
     "pad and crop": lambda x: F.pad(x, (1, 1, -3, 4)),
@@ -39,7 +41,6 @@ CALLS = {
     "circular": lambda x: F.pad(x[None], (0, 0, 1, 0), "circular"),
     "repeat_interleave": lambda x: x.repeat_interleave(3, 0),
     "unfold": lambda x: x.unfold(0, 3, 1),
-    "slice_scatter": lambda x: torch.slice_scatter(x, (x + 160)[:5], 0, 6, 11) if x.ndim == 1 else x[2:],
 }
 
 
@@ -75,6 +76,21 @@ def test_rolling_by_k_moves_k_rows():
             assert [(r.bytes_sent, r.bytes_received) for r in there + back] == [(shift * 40, shift * 40)] * 2
 
     on_mesh((4,), program)
+
+
+def test_what_is_written_into_a_copy_goes_where_its_place_is():
+    """Rows 6 to 11 are on ranks 1 and 2: of the five written rows they get the two and three that lie elsewhere."""
+
+    def program(mesh):
+        x = sm.distribute_tensor(NUMBERS, mesh, P("a"), src_data_rank=None)
+        rows = sm.distribute_tensor(NUMBERS[:5] + 160, mesh, P("a"), src_data_rank=None)
+        with collectives() as records:
+            made = torch.slice_scatter(x, rows, 0, 6, 11)
+        assert torch.equal(made.full_tensor(), torch.slice_scatter(NUMBERS, NUMBERS[:5] + 160, 0, 6, 11))
+        assert launched(records) == ["all_to_all"]
+        return records[0].bytes_received
+
+    assert on_mesh((4,), program) == [0, 2 * 40, 3 * 40, 0]
 
 
 @pytest.mark.parametrize("call", [torch.tril, torch.triu, lambda x: x.clone().tril_(-1), torch.trace, lambda x: x[:, 2:4]])
@@ -310,6 +326,11 @@ def test_wrong_arguments_are_torchs_errors_before_any_communication():
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
+def _weighted(call, x):
+    """Every piece with a weight of its own."""
+    return torch.cat([piece * (n + 1) for n, piece in enumerate(call(x))])
+
+
 def _on_processes() -> None:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
     for spec in (P("a"), RAGGED):
@@ -317,7 +338,7 @@ def _on_processes() -> None:
         x = sm.distribute_tensor(NUMBERS, mesh, spec, src_data_rank=None).requires_grad_()
         for name, call in CALLS.items():
             if name in ("split", "chunk", "tensor_split"):
-                call = lambda x, call=call: torch.cat([p * (n + 1) for n, p in enumerate(call(x))])
+                call = partial(_weighted, call)
             made, expected = call(x), call(plain)
             assert torch.equal(made.detach().full_tensor(), expected.detach()), name
             (grad,), (wanted,) = (torch.autograd.grad((y * y).sum(), leaf) for y, leaf in ((made, x), (expected, plain)))
