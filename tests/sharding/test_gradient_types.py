@@ -151,9 +151,7 @@ def _layouts(sample: _Sample) -> list[list[P]]:
 
 
 # Of these a rank with an empty part builds another graph for the first derivative, and notices when it is to differentiate that.
-NOT_OF_EMPTY_PARTS = {
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "local_response_norm",
-}  # fmt: skip
+NOT_OF_EMPTY_PARTS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
 WRONG_IN_TORCH = {"_weight_norm"}  # its second derivative is not that of v * g / |v|
 
 
