@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,7 +39,9 @@ _TOLERANCE = {
     torch.bfloat16: 5e-2,
 }  # fmt: skip
 # How torch says that there is no gradient.
-_NO_GRADIENT = ("derivative for", "is not differentiable with respect to", "Autograd not support dtype")
+_NO_GRADIENT = (
+    "derivative for", "is not differentiable with respect to", "Autograd not support dtype", "no autograd formula was registered",
+)  # fmt: skip
 _QUANTUM = {torch.float64: 2**20, torch.complex128: 2**20, torch.float32: 2**8, torch.complex64: 2**8}
 
 
@@ -220,7 +223,9 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
     if total <= most:
         yield from itertools.product(*choices)
         return
-    for number in random.Random(0).sample(range(total), most):
+    generator = random.Random(0)
+    numbers = generator.sample(range(total), most) if total < sys.maxsize else (generator.randrange(total) for _ in range(most))
+    for number in numbers:
         picked = []
         for specs in choices:
             number, index = divmod(number, len(specs))

@@ -109,3 +109,8 @@ EVERY = {
 @pytest.mark.parametrize("func", EVERY)
 def test_every_combination_on_two_axes(func):
     assert prove(func, EVERY[func], meshes=[(2, 2)], most=10**6) >= 144
+
+
+def test_calls_with_many_tensors_are_sampled():
+    """Too many combinations to be numbered by a machine integer."""
+    assert prove(lambda *tensors: torch.stack(tensors).sum(0), [f(4, 3, seed=n) for n in range(26)], meshes=[(2, 2)], most=3) == 3
