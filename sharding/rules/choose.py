@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, return_types
 
 from ..layout import Layout
-from ..redistribute import redistribute_local
 from ..spec import Cut, P
-from .blocks import all_from_parts, from_parts, layout_of, part_sizes, resized, settled, splits, splitting_axes, whole
+from .blocks import all_from_parts, layout_of, part_sizes, resized, settled, splits, splitting_axes, whole
+from .extreme import extreme_of_all
 from .notation import Rule
 from .pointwise import broadcast, is_operand
-from .reduction import along, normal_dims, reduction
+from .reduction import along, reduction
 from .registry import form, rule
 
 Choose = Callable[[Any], tuple[Any, Any]]  # values and places of what is chosen along a dim, which stays
@@ -67,44 +67,10 @@ def _is_split(x: Any, dim: int) -> bool:
 def _extreme_form(name: str, input: Any, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     """Of all elements, or of two tensors, these are other operators; along a split dim, one element of each part."""
     if not args and not kwargs:
-        return _extreme_of_all_form(name, input)
+        return extreme_of_all(torch.amax if name == "max" else torch.amin, input)
     if "other" in kwargs or isinstance(args[0] if args else None, Tensor):
         return None
     return _along_form(name, input, *args, **kwargs)
-
-
-def _extreme_of_all_form(name: str, input: Tensor) -> Callable[..., Any]:
-    """The gradient of an extreme of all elements goes to all that are equal to it, in equal parts, wherever they are."""
-    getattr(torch, name)(input)
-    extreme = torch.amax if name == "max" else torch.amin
-    return partial(_extreme_of_all, extreme) if splits(input, range(input.ndim)) else extreme
-
-
-def _extreme_of_all(extreme: Callable[..., Any], x: Any) -> Any:
-    value = extreme(x.detach() if x.requires_grad else x)
-    if not (x.requires_grad and torch.is_grad_enabled()):
-        return value
-    x, value = settled(x), settled(value)
-    equal = (x.detach() == value) | ((x != x) & (value != value))
-    return from_parts(value.layout, partial(_Even.apply, x.layout), x, value, equal, settled(equal.sum()))
-
-
-class _Even(torch.autograd.Function):
-    """The extreme value of all parts, as a function of this rank's part of x."""
-
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, local: Tensor, value: Tensor, equal: Tensor, count: Tensor) -> Tensor:
-        ctx.save_for_backward(equal, count)
-        ctx.layout = layout
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        equal, count = ctx.saved_tensors
-        everywhere = ctx.layout.replace(P(), shape=())
-        needed = everywhere.replace(P(unreduced=ctx.layout.replicated_axes))
-        grad = redistribute_local(grads[0], everywhere.dual, needed)
-        return None, torch.where(equal, grad / count, 0), None, None, None
 
 
 def _along_form(name: str, input: Tensor, dim: int, keepdim: bool = False) -> Callable[..., Any] | None:
@@ -188,24 +154,6 @@ def _first_extreme(name: str, layout: Layout, local: Tensor) -> tuple[Tensor, Te
 
 for _name in ("max", "min"):
     form(f"arg{_name}")(partial(_arg_form, _name))
-
-
-@rule("aminmax")
-def _aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, whole=True, results=2)
-
-
-@form("aminmax")
-def _aminmax_form(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Callable[..., Any] | None:
-    torch.aminmax(input, dim=dim, keepdim=keepdim)
-    dims = normal_dims(dim, input.ndim)
-    if not splits(input, dims):
-        return None
-    return lambda input, **_: _amin_and_amax(settled(input), dims, keepdim)
-
-
-def _amin_and_amax(x: Any, dims: Any, keepdim: bool) -> Any:
-    return return_types.aminmax((x.amin(dims, keepdim), x.amax(dims, keepdim)))
 
 
 # -- the k largest -----------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,45 +71,6 @@ def _count_nonzero(input: Tensor, dim: Dims = None) -> Rule:
 @rule("prod")
 def _prod(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Rule:
     return reduction(input, dim, keepdim, combine="product")
-
-
-# -- extremes ---------------------------------------------------------------------------------------------------------
-
-
-def _extreme_local(
-    func: Callable[..., Tensor], highest: bool, local: Tensor, dim: Dims = (), keepdim: bool = False
-) -> Tensor:
-    """max or min of this rank's part; of an empty part the neutral value, still connected to the graph."""
-    dims = normal_dims(dim, local.ndim)
-    if all(local.shape[d] for d in dims):
-        return func(local, dims, keepdim=keepdim)
-    shape = [1 if d in dims else n for d, n in enumerate(local.shape) if keepdim or d not in dims]
-    neutral = local.new_full(shape, _neutral(local.dtype, highest))
-    return neutral + local.sum(dims, keepdim=keepdim) if local.requires_grad else neutral
-
-
-def _neutral(dtype: torch.dtype, highest: bool) -> float:
-    """What max (or min) ignores."""
-    if dtype is torch.bool:
-        return not highest
-    if dtype.is_floating_point:
-        return -math.inf if highest else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if highest else info.max
-
-
-_amax_local = partial(_extreme_local, torch.amax, True)
-_amin_local = partial(_extreme_local, torch.amin, False)
-
-
-@rule("amax")
-def _amax(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, combine="max", local=_amax_local)
-
-
-@rule("amin")
-def _amin(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Rule:
-    return reduction(input, dim, keepdim, combine="min", local=_amin_local)
 
 
 @rule("all")
