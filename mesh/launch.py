@@ -14,6 +14,7 @@ bound later. Whatever ends the call (a result, an error, a timeout, Ctrl-C, a ki
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -360,10 +361,24 @@ def _child_main(parent: int, pipe: Connection, payload: bytes) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since birth
     try:
         pipe.send_bytes(_RESULT + _run(payload))
+        _leave()
     except BaseException as error:
         pipe.send_bytes(_FAILURE + pickle.dumps(_raised(error)))
         # The parent ends this process. Leaving now would break the peers' connections and blur which error was first.
         pipe.poll(None)
+
+
+def _leave() -> None:
+    """End well (the program's threads and exit functions first), but without taking the interpreter apart: a thread of torch's
+    that is still there would, now and then, abort the process."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 def _run(payload: bytes) -> bytes:

@@ -193,6 +193,22 @@ for name, dim_of in _DIM_OF.items():
         form(also=(func,))(partial(_splitting, func, dim_of))
 
 
+@form("unbind")
+def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
+    input.unbind(dim)
+    at = dim % input.ndim
+    if not splits(input, [at]) or not input.shape[at]:
+        return None
+    pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
+    dropped = [0 if d == at else slice(None) for d in range(input.ndim)]
+    layouts = [_reshaped(piece.moved, dropped) for piece in pieces]
+    return lambda input, *_, **__: tuple(all_from_parts(layouts, partial(_rows_moved, pieces, tuple(dropped)), input))
+
+
+def _rows_moved(pieces: Sequence[Piece], dropped: tuple[Any, ...], local: Tensor) -> list[Tensor]:
+    return [part[dropped] for part in _all_moved(pieces, local)]
+
+
 @rule("unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes")
 def _unsafe_split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
     return with_whole_dims(input, [dim])

@@ -1,5 +1,6 @@
 """launch(): results, failures with their rank, and nothing left running whatever ends it."""
 
+import atexit
 import contextlib
 import functools
 import operator
@@ -34,6 +35,19 @@ def all_reduced(x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
     y = x * scale * (dist.get_rank() + 1)
     dist.all_reduce(y)
     return y
+
+
+def leave_notes(folder: Path) -> None:
+    """What a program may still have to do when its function has returned."""
+    path = folder / os.environ["RANK"]
+    atexit.register(lambda: path.with_suffix(".exit").write_text(path.with_suffix(".thread").read_text() + ", then exit functions"))
+
+    def late() -> None:
+        time.sleep(0.3)
+        path.with_suffix(".thread").write_text("thread")
+
+    threading.Thread(target=late).start()
+    sys.stdout.write("not flushed")
 
 
 def fill_in_place(x: torch.Tensor) -> float:
@@ -144,6 +158,12 @@ def test_a_partial_and_two_launches_at_once():
 
 def test_sys_exit_zero_is_an_ordinary_end():
     assert launch(exit_with, 2, (None,)) == [None, None]
+
+
+def test_threads_and_exit_functions_come_to_their_end(tmp_path, capfd):
+    assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
+    assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
+    assert capfd.readouterr().out == "not flushed" * 2
 
 
 # ----------------------------------------------------------------------------------------------------------- failures

@@ -29,6 +29,7 @@ CALLS = {
     "split": lambda x: x.split([5, 0, 11]),
     "chunk": lambda x: x.chunk(3),
     "tensor_split": lambda x: x.tensor_split([4, 13]),
+    "unbind": lambda x: x.unbind(0),
     "flip": lambda x: x.flip(0),
     "rot90": lambda x: x.rot90(2),
     "roll": lambda x: x.roll(1, 0),
