@@ -14,7 +14,7 @@ from ..layout import Layout
 from .blocks import splits
 from .notation import Rule, einrule
 from .registry import form, rule
-from .window import Halo, Parts, Window, is_empty, joined, on_parts, per_dim, run_dtype
+from .window import Halo, Parts, Window, is_empty, on_parts, per_dim
 
 _LINEAR: dict[str, Any] = {"linear": ((0, 2), (1, 2)), "additive": (2,)}
 
@@ -45,10 +45,30 @@ def _local_groups(n: int, transposed: bool, targets: Sequence[Layout], result: L
     return channels // targets[1].local_shape[1]
 
 
-def _of_nothing(n: int, result: Layout, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """What a part without input channels, or without results, adds to the whole."""
-    out = joined(input.new_zeros(result.local_shape, dtype=run_dtype(input)), input, weight)
+def _of_nothing(
+    n: int, func: Parts, result: Layout, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """What a part without input channels, or without results, adds to the whole.
+
+    Behind it stands a convolution of single elements, of which nothing is used: so the graph has the nodes that it has on other
+    ranks, and backward communicates as it does there, however often it is differentiated.
+    """
+    kernel = weight.shape[2:]
+    single = _sized(input, [1] * (input.ndim - n) + [*kernel]), _sized(weight, [1, 1, *kernel])
+    return _plus(bias, _with_graph_of(func(*single, None if bias is None else _sized(bias, [1])), result), n)
+
+
+def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
     return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * n)
+
+
+def _sized(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The tensor cut, or filled up with zeros, to these sizes."""
+    return F.pad(x, [m for n, size in zip(reversed(x.shape), reversed(sizes), strict=True) for m in (0, size - n)])
+
+
+def _with_graph_of(made: Tensor, result: Layout) -> Tensor:
+    return made.new_zeros(result.local_shape) + made.flatten()[:0].sum()
 
 
 # -- convolution ------------------------------------------------------------------------------------------------------
@@ -63,7 +83,7 @@ def _conv(
 
 def _bind(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     if is_empty(*targets, *results):
-        return partial(_of_nothing, n, results[0])
+        return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, False, targets, results[0])
     return func if local == groups else partial(_regrouped, func, local)
 
@@ -102,7 +122,7 @@ def _bind_halo(n: int, func: Parts, windows: Sequence[Window], targets: Sequence
     first = len(results[0].shape) - n
     halo = Halo(targets[0], results[0], {first + d: w.elements for d, w in enumerate(windows)})
     if is_empty(*targets[1:], *results) or 0 in halo.shape[:first]:
-        return lambda x, *rest: _of_nothing(n, results[0], halo(x), *rest)
+        return lambda x, *rest: _of_nothing(n, func, results[0], halo(x), *rest)
     groups = _local_groups(n, False, targets, results[0])
     pads = [_padding(w, *i) for w, i in zip(windows, results[0].box[first:], strict=True)]
     even = [before if before == after else 0 for before, after in pads]
@@ -138,7 +158,8 @@ def _bind_tbc(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
 
 
 def _tbc_of_nothing(result: Layout, input: Tensor, weight: Tensor, bias: Tensor, pad: int = 0) -> Tensor:
-    out = joined(input.new_zeros(result.local_shape, dtype=run_dtype(input)), input, weight)
+    sizes = [len(weight), 1, 1]
+    out = _with_graph_of(torch.conv_tbc(_sized(input, sizes), _sized(weight, sizes), _sized(bias, [1])), result)
     return out + bias.to(out.dtype)
 
 
@@ -154,7 +175,7 @@ def _transposed(
 
 def _bind_transposed(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     if is_empty(*targets, *results):
-        return partial(_of_nothing, n, results[0])
+        return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, True, targets, results[0])
     return func if local == groups else partial(_regrouped_transposed, func, local)
 
@@ -193,7 +214,7 @@ def _bind_reach(n: int, func: Parts, windows: Sequence[Window], targets: Sequenc
     first = len(results[0].shape) - n
     halo = Halo(targets[0], results[0], {first + d: partial(_sources, w) for d, w in enumerate(windows)})
     if is_empty(*targets[1:], *results) or 0 in halo.shape:
-        return lambda x, *rest: _of_nothing(n, results[0], halo(x), *rest)
+        return lambda x, weight, bias=None: _plus(bias, _of_nothing(n, func, results[0], halo(x), weight), n)
     groups = _local_groups(n, True, targets, results[0])
     split = [bool(targets[0].spec.dims[first + d]) for d in range(n)]
     parts = zip(windows, results[0].box[first:], split, strict=True)
@@ -201,8 +222,7 @@ def _bind_reach(n: int, func: Parts, windows: Sequence[Window], targets: Sequenc
     stride, dilation = [w.stride for w in windows], [w.dilation for w in windows]
 
     def local(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = F.pad(func(halo(x), weight, None, stride, 0, 0, groups, dilation), crop)
-        return out if bias is None else out + bias.to(out.dtype).view(-1, *[1] * n)
+        return _plus(bias, F.pad(func(halo(x), weight, None, stride, 0, 0, groups, dilation), crop), n)
 
     return local
 

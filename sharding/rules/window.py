@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..fetch import Fetch, Interval, Wanted
@@ -180,12 +179,6 @@ def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
         return out
     nothing = sum((x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).sum().to(out.dtype) for x in given)
     return out + (nothing if linear else nothing * nothing)
-
-
-def run_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch runs an operator of lower precision under autocast, which sees no empty part."""
-    kind, cast = x.device.type, x.is_floating_point() and x.dtype is not torch.float64
-    return torch.get_autocast_dtype(kind) if cast and torch.is_autocast_enabled(kind) else x.dtype
 
 
 def is_empty(*layouts: Layout) -> bool:

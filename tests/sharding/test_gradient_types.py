@@ -150,8 +150,6 @@ def _layouts(sample: _Sample) -> list[list[P]]:
     return [first, last, pending]
 
 
-# Of these a rank with an empty part builds another graph for the first derivative, and notices when it is to differentiate that.
-NOT_OF_EMPTY_PARTS = {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
 WRONG_IN_TORCH = {"_weight_norm"}  # its second derivative is not that of v * g / |v|
 
 
@@ -167,10 +165,9 @@ def test_double_backward(func: Callable[..., Any], calls: Sequence[Call]) -> Non
         for sample, expected in samples:
             for specs in _layouts(sample):
                 leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
-                if func.__name__ not in NOT_OF_EMPTY_PARTS or not any(_has_empty_part(leaf.layout) for leaf in leaves):
-                    _check_second(sample, leaves, expected)
+                _check_second(sample, leaves, expected)
 
-    on_mesh((2,) if func.__name__ in NOT_OF_EMPTY_PARTS else (3,), program)
+    on_mesh((3,), program)
 
 
 def _expected(sample: _Sample) -> list[Tensor]:
@@ -188,11 +185,6 @@ def _check_second(sample: _Sample, leaves: Sequence[sm.ShardedTensor], expected:
     for got, want in zip(found, expected, strict=True):
         whole = got.detach().full_tensor() if isinstance(got, sm.ShardedTensor) else got
         _close(whole, want, max(sample.tolerance, 1e-9))
-
-
-def _has_empty_part(layout: sm.Layout) -> bool:
-    mesh: Any = layout.mesh
-    return any(start == stop for rank in range(mesh.size()) for start, stop in layout.box_at(mesh.coordinate_of(rank)))
 
 
 # -- pending values of other kinds ------------------------------------------------------------------------------------
