@@ -53,6 +53,7 @@ class AbstractMesh:
         self._index = {name: i for i, name in enumerate(names)}
         self._layouts = {}
         self._held_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+        self._unmoved: dict[Any, Any] = {}  # operators that move nothing, whatever the shapes: see rules/engine.py
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._origin: _Origin | None = None

@@ -79,18 +79,20 @@ def torch_function(
         elif kind in _VALUES:
             key += kind, item
             local_args.append(item)
+        elif kind is tuple or kind is list:
+            local_args.append(_locals_of(item, key, operands, func))
         else:
             local_args.append(_local_of(item, key, operands, func))
     local_kwargs = kwargs
     if kwargs:
         local_kwargs = {}
         for name, item in kwargs.items():
-            key.append(name)
             kind = type(item)
             if kind in _VALUES:
-                key += kind, item
+                key += name, kind, item
                 local_kwargs[name] = item
             else:
+                key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
         decision = operands[0]._layout.decisions.get(tuple(key)) if operands else None

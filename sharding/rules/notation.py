@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -96,40 +96,73 @@ def einrule(
         >>> rule.inputs, rule.outputs
         (((('_0',), ('k',)), (('n',), ('k',))), ((('_0',), ('n',)),))
     """
-    left, right = _parse(pattern)
-    if len(left) != len(operands):
-        raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(operands)}")
     given = [i for i, x in enumerate(operands) if x is not None]
-    tensors = tuple(x for x in operands if x is not None)
-    tokens = [_expand_ellipsis(left[i], t.ndim) for i, t in zip(given, tensors, strict=True)]
-    longest = max((len(t) - len(left[i]) + 1 for i, t in zip(given, tokens, strict=True) if _ANY in left[i]), default=0)
-    outputs = [_expand_ellipsis(names, len(names) - 1 + longest) for names in right]
-    known = _factor_sizes(pattern, tokens, tensors, sizes or {})
+    tensors = tuple([x for x in operands if x is not None])
+    sides = _expanded(pattern, tuple([None if x is None else x.ndim for x in operands]))
+    known = _factor_sizes(sides.inputs, tensors, sizes or {})
     position = {old: new for new, old in enumerate(given)}
     return Rule(
         operands=tensors,
-        inputs=tuple(_dims(names, t.shape, known) for names, t in zip(tokens, tensors, strict=True)),
-        outputs=tuple(_dims(names, None, known) for names in outputs),
+        inputs=tuple([_without_broadcast(dims, t.shape, known) for dims, t in zip(sides.inputs, tensors, strict=True)]),
+        outputs=sides.outputs,
         sizes=known,
-        whole=frozenset(n[1:-1] for dims in (*tokens, *outputs) for names in dims for n in names if n[0] == "["),
-        linear=tuple(tuple(position[i] for i in group if i in position) for group in linear if group[0] in position),
-        additive=frozenset(position[i] for i in additive if i in position),
+        whole=sides.whole,
+        linear=tuple([tuple([position[i] for i in group if i in position]) for group in linear if group[0] in position]),
+        additive=frozenset([position[i] for i in additive if i in position]),
         **options,
     )
 
 
-def _factor_sizes(
-    pattern: str, tokens: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]
-) -> dict[str, int]:
+def _factor_sizes(inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> dict[str, int]:
     """The size of every factor: that of the dims that have it, where they are not broadcast."""
     sizes = dict(given)
-    for names, tensor in zip(tokens, tensors, strict=True):
-        if len(names) != tensor.ndim:
-            raise NoMatch(f"{pattern!r} does not fit a tensor of {tensor.ndim} dims")
-        for name, size in zip(names, tensor.shape, strict=True):
-            if len(name) == 1 and sizes.get(name[0].strip("[]"), 1) == 1:
-                sizes[name[0].strip("[]")] = size
+    for dims, tensor in zip(inputs, tensors, strict=True):
+        for factors, size in zip(dims, tensor.shape, strict=True):
+            if len(factors) == 1 and sizes.get(factors[0], 1) == 1:
+                sizes[factors[0]] = size
     return sizes
+
+
+def _without_broadcast(dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]) -> tuple[Dim, ...]:
+    """The dims of an operand, those of size one () where their factor is larger."""
+    if 1 not in shape:
+        return dims
+    return tuple([() if n == 1 and len(f) == 1 and sizes.get(f[0], 1) != 1 else f for f, n in zip(dims, shape, strict=True)])
+
+
+class _Sides(NamedTuple):
+    """A pattern for operands of known numbers of dims.
+
+    Attributes:
+        inputs, outputs: per operand and result, per dim its factors; () for `1`.
+        whole: the bracketed factors.
+    """
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    whole: frozenset[str]
+
+
+@lru_cache(maxsize=4096)
+def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
+    """The pattern with its ellipses written out; the parts of operands that are not given are left out."""
+    left, right = _parse(pattern)
+    if len(left) != len(ndims):
+        raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
+    given = [(names, n) for names, n in zip(left, ndims, strict=True) if n is not None]
+    inputs = [_expand_ellipsis(names, n) for names, n in given]
+    longest = max((len(t) - len(names) + 1 for t, (names, _) in zip(inputs, given, strict=True) if _ANY in names), default=0)
+    outputs = [_expand_ellipsis(names, len(names) - 1 + longest) for names in right]
+    for names, (_, n) in zip(inputs, given, strict=True):
+        if len(names) != n:
+            raise NoMatch(f"{pattern!r} does not fit a tensor of {n} dims")
+    whole = frozenset(n[1:-1] for dims in (*inputs, *outputs) for names in dims for n in names if n[0] == "[")
+    return _Sides(tuple(map(_plain, inputs)), tuple(map(_plain, outputs)), whole)
+
+
+def _plain(names: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Factors per dim, without brackets; `()` for dims of size one by name."""
+    return tuple([() if dim == ("1",) else tuple([n.strip("[]") for n in dim]) for dim in names])
 
 
 @lru_cache(maxsize=1024)
@@ -148,13 +181,3 @@ def _expand_ellipsis(names: tuple[Dim, ...], ndim: int) -> tuple[Dim, ...]:
         return names
     at, extra = names.index(_ANY), ndim - len(names) + 1
     return (*names[:at], *[(f"_{i}",) for i in reversed(range(extra))], *names[at + 1 :])
-
-
-def _dims(names: tuple[Dim, ...], shape: Sequence[int] | None, sizes: dict[str, int]) -> tuple[Dim, ...]:
-    """Factors per dim, without brackets; `()` for dims that are broadcast or of size one by name."""
-    dims = []
-    for i, name in enumerate(names):
-        plain = tuple(n.strip("[]") for n in name)
-        broadcast = shape is not None and len(plain) == 1 and shape[i] == 1 and sizes.get(plain[0], 1) != 1
-        dims.append(() if plain == ("1",) or broadcast else plain)
-    return tuple(dims)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import importlib
 import io
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +17,12 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import Partial, Replicate, Shard
 from shardmesh.sharding.rules.registry import FORMS, HANDLERS
+from tests.docs.pages import DOCS, check_python_examples
 from tests.sharding import dtensor_program
 from tests.sharding.dtensor_program import numbers
 from tests.sharding.ranks import every_rank, on_mesh, place, same_error
 
-PAGE = (Path(__file__).parents[2] / "docs" / "from_dtensor.md").read_text()
+PAGE = (DOCS / "from_dtensor.md").read_text()
 
 
 def _on_both(part: str) -> tuple[Any, Any]:
@@ -581,14 +580,7 @@ def test_torchs_own_placements(mesh):
 
 
 def test_examples_on_the_page():
-    names: dict[str, Any] = {}
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)):
-        test = doctest.DocTestParser().get_doctest(block, names, f"block {number}", "docs/from_dtensor.md", 0)
-        runner, shown = doctest.DocTestRunner(), []
-        assert test.examples
-        runner.run(test, out=shown.append, clear_globs=False)
-        assert runner.summarize(verbose=False).failed == 0, "".join(shown)
-        names = test.globs
+    check_python_examples(PAGE)
 
 
 def test_the_import_lines_bring_what_they_say():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmesh.sharding.rules.registry import FORMS, HANDLERS, RULES
 
-OWNERS = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "linalg": torch.linalg}
+OWNERS = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "linalg": torch.linalg, "fft": torch.fft}
 
 
 @dataclass(frozen=True)

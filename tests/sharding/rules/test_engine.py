@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.rules.engine import CannotKeep, assign
+from shardmesh.sharding.rules.engine import CannotKeep, _assigned, assign
 from shardmesh.sharding.rules.notation import einrule
 from shardmesh.sharding.rules.view import reshape_rule
+from tests.sharding.strategies import specs
 
 MESH = sm.AbstractMesh((2,), ("a",))
 MESH2 = sm.AbstractMesh((2, 2), ("a", "b"))
@@ -187,3 +190,21 @@ def test_the_order_of_axes_is_that_of_the_fixed_operand():
 def test_an_axis_of_one_rank_never_stands_in_the_way():
     one = sm.AbstractMesh((1,), ("a",))
     assert run(einrule("[n] -> [n]", meta(4)), P("a"), mesh=one, fixed=0)[0] == [P("a")]
+
+
+# -- remembered choices -----------------------------------------------------------------------------------------------
+
+PATTERNS = ["... m k, k n -> ... m n", "..., ... -> ...", "b [k], n [k] -> b n", "m n, m -> n"]
+
+
+@given(st.data())
+def test_what_moves_nothing_is_remembered_for_all_shapes(data):
+    """The mesh is one for all examples, so that most of them find the choice that was made for other sizes."""
+    pattern = data.draw(st.sampled_from(PATTERNS))
+    size = {name: data.draw(st.sampled_from([0, 1, 2, 3, 5, 8])) for name in "bmkn"}
+    dims = [[size[n] for n in part if n in size] for part in pattern.partition("->")[0].split(",")]
+    if not any(dims):
+        dims = [[size["m"], size["n"]], data.draw(st.sampled_from([[size["m"], size["n"]], [size["n"]], [1, size["n"]]]))]
+    rule = einrule(pattern, *[meta(*shape) for shape in dims], linear=data.draw(st.sampled_from([(), PRODUCT])))
+    layouts = [sm.Layout.of(MESH2, data.draw(specs(("a", "b"), len(shape), ("sum",))), shape) for shape in dims]
+    assert assign(rule, layouts) == _assigned(rule, layouts, None)

@@ -13,6 +13,7 @@ from shardmesh.sharding.rules.check import prove
 from shardmesh.sharding.rules.registry import FORMS, HANDLERS, RULES
 from tests.sharding.rules import (
     samples_conv,
+    samples_fft,
     samples_index,
     samples_linalg,
     samples_matmul,
@@ -23,7 +24,10 @@ from tests.sharding.rules import (
 )
 from tests.sharding.rules.table import OWNERS, Call, registered, samples_of
 
-FILLED = (samples_conv, samples_index, samples_linalg, samples_matmul, samples_nn, samples_pointwise, samples_reduction, samples_view)
+FILLED = (
+    samples_conv, samples_fft, samples_index, samples_linalg, samples_matmul, samples_nn, samples_pointwise, samples_reduction,
+    samples_view,
+)  # fmt: skip
 # Not operators whose results are a matter of values and placements alone; they have tests of their own.
 ELSEWHERE = ("rules.factory", "rules.draw", "rules.dropout", "rules.metadata", "rules.optim", "rules.init", "gradients", "tensor")
 # Refusals, which are tested where the others are, and what has another name here.

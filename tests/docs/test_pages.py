@@ -1,0 +1,15 @@
+"""The pages show what really comes out, and speak of what there is. (planner.md and from_dtensor.md have tests of their own.)"""
+
+import pytest
+
+from tests.docs.pages import DOCS, check_python_examples, unknown_names
+
+
+@pytest.mark.parametrize("page", ["communication", "operators", "random"])
+def test_python_examples(page):
+    check_python_examples((DOCS / f"{page}.md").read_text())
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in DOCS.glob("*.md")))
+def test_names_on_the_page_exist(page):
+    assert unknown_names((DOCS / f"{page}.md").read_text()) == []
