@@ -67,6 +67,7 @@ def _run(
 def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
     """The form of `max(x)` and `min(x)`. Unlike those of amax, torch's gradients have nan equal to nan here."""
     dims = tuple(range(input.ndim))
+    check_by_torch(extreme, input)
     return partial(_run, extreme, dims, nan_is_equal=True) if splits(input, dims) else extreme
 
 

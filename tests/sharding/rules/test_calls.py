@@ -224,6 +224,7 @@ def refusals(x):
     yield TypeError, "argument", lambda: torch.exp(x, x, x)
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_refused_before_any_communication():
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a"))
