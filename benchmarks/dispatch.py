@@ -259,8 +259,11 @@ def _move_calls(all_sides: dict[str, Side], local: Tensor, full: torch.Size, src
 
 
 def time_new_shapes(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
-    """linear and add on a shape that was never seen, on meshes of one to four axes. (DTensor needs seconds for each with four,
-    and is left out there.)"""
+    """linear and add on shapes that were never seen, four in a row, on meshes of one to four axes.
+
+    DTensor needs seconds for each with four, and is left out there. After its milliseconds the processor's caches are cold for
+    whoever comes next; of four in a row that is one.
+    """
     for mesh_shape in ((8,), (2, 4), (2, 2, 2), (1, 2, 2, 2)):
         names = ("a", "b", "c", "d")[: len(mesh_shape)]
         theirs = init_torch_mesh("cpu", mesh_shape, mesh_dim_names=names)
@@ -270,7 +273,8 @@ def time_new_shapes(all_sides: dict[str, Side], size: Size) -> Iterator[Found]:
             if len(mesh_shape) > 3:
                 del placers[DTENSOR]
             calls = {name: _on_new_shapes(operator, place, size) for name, place in placers.items()}
-            yield Found(f"{what}, new shape, {len(mesh_shape)}-D mesh", interleaved(calls, rounds=3, batch_s=0))
+            times = interleaved(calls, rounds=3, agree=lambda _: IN_A_ROW)
+            yield Found(f"{what}, new shape, {len(mesh_shape)}-D mesh", times)
 
 
 def _dtensor_placer(mesh: Any) -> Callable[[Tensor, int | None], Tensor]:
@@ -294,13 +298,14 @@ def _our_placer(mesh: Any) -> Callable[[Tensor, int | None], Tensor]:
     return place
 
 
+IN_A_ROW = 4
 _rows = itertools.count(1)
 
 
 def _on_new_shapes(operator: Callable[[Tensor, Tensor], Any], place: Callable[..., Tensor], size: Size) -> Call:
     """The operator on a longer x each time; the operands are made beforehand."""
     weight = place(torch.randn(size.width, size.width), None)
-    fresh = iter([place(torch.randn(next(_rows), size.width), 0) for _ in range(20)])
+    fresh = iter([place(torch.randn(next(_rows), size.width), 0) for _ in range(12 + 3 * IN_A_ROW)])
     return lambda: operator(next(fresh), weight)
 
 

@@ -101,7 +101,18 @@ def accumulate_grads() -> Iterator[None]:
 
 
 def watch(leaf: ShardedTensor) -> None:
-    """Have this leaf's gradient reduced at the end of each backward."""
+    """Have this leaf's gradient reduced at the end of each backward, if it is not whole as it arrives."""
+    if not _arrives_whole(leaf):
+        _watch(leaf)
+
+
+def _arrives_whole(leaf: ShardedTensor) -> bool:
+    """Whether autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
+    layout = leaf._layout
+    return layout.dual is layout.grad and layout.mesh.coordinate is not None  # type: ignore[attr-defined]
+
+
+def _watch(leaf: ShardedTensor) -> None:
     if getattr(leaf, "_watched", None) is leaf._local:
         return
     leaf._watched = leaf._local  # type: ignore[attr-defined]
@@ -186,10 +197,18 @@ def read(x: ShardedTensor) -> ShardedTensor | None:
     done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
     if fresh is None:
         return done
-    pending = ShardedTensor._make(fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    pending = _arrived(x, fresh)
     if done is None:
         return pending
     return ShardedTensor._make(redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
+
+
+def _arrived(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
+    """What autograd has accumulated, the same object each time it is asked for."""
+    kept = getattr(x, "_arrived_grad", None)
+    if kept is None or kept._local is not fresh:
+        kept = x._arrived_grad = ShardedTensor._make(fresh, x._layout.dual.replace(dtype=fresh.dtype))
+    return kept
 
 
 def write(x: ShardedTensor, value: Tensor | None) -> None:
@@ -205,8 +224,10 @@ def write(x: ShardedTensor, value: Tensor | None) -> None:
         raise ValueError(
             f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the tensor's mesh"
         )
-    x._local.grad = None
-    x._reduced_grad = None if value is None else value.redistribute(x._layout.grad.spec)
+    placed = None if value is None else value.redistribute(x._layout.grad.spec)
+    whole = placed is not None and placed.dtype is x.dtype and _arrives_whole(x)
+    x._local.grad = placed._local if whole else None  # type: ignore[union-attr]
+    x._arrived_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -350,6 +371,7 @@ def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[Sharded
     """A hook called when `.grad` of this leaf is complete."""
     if not x.requires_grad or not x.is_leaf:
         raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
+    _watch(x)
     hooks = vars(x).setdefault("_after_grad_hooks", OrderedDict())
     handle = torch.utils.hooks.RemovableHandle(hooks)
     hooks[handle.id] = hook

@@ -40,6 +40,7 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _reduced_grad: ShardedTensor | None
+    _arrived_grad: ShardedTensor | None
     from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
 
     @staticmethod

@@ -169,6 +169,36 @@ def test_backward_twice_accumulates(mesh):
         loss.backward()
 
 
+@pytest.mark.parametrize("spec", [P("a", "b"), P("a"), P(), P(("b", "a"))])
+def test_grad_is_one_tensor_that_can_be_written_and_replaced(spec):
+    """As in torch: the same object each time, and what is done to it is done to the gradient."""
+
+    def program(mesh):
+        x = sm.device_put(X, mesh, spec).requires_grad_()
+        assert x.grad is None
+        (x * 2).sum().backward()
+        assert x.grad is x.grad
+        x.grad.mul_(10)
+        (x * 3).sum().backward()
+        equal(x.grad.full_tensor(), torch.full_like(X, 23))
+        x.grad = given = sm.device_put(X, mesh, spec)
+        assert x.grad is given
+        (x * 3).sum().backward()
+        equal(x.grad.full_tensor(), X + 3)
+        x.grad = sm.device_put(X.float(), mesh, P())
+        assert x.grad.dtype is torch.float32
+        assert x.grad.spec == x.spec
+        x.grad = None
+        x.sum().backward()
+        equal(x.grad.full_tensor(), torch.ones_like(X))
+        seen = []
+        x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.full_tensor()))
+        (x * 4).sum().backward()
+        equal(seen[0], torch.full_like(X, 5))
+
+    on_mesh((2, 2), program)
+
+
 @every_rank(2)
 def test_frozen_and_unused_parameters(mesh):
     used, frozen, unused = place(mesh, W, grad=True), place(mesh, W), place(mesh, W, grad=True)
