@@ -111,21 +111,21 @@ def torch_function(
 def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     """An argument with `ShardedTensor`s replaced by their locals; adds to the cache key and to the list of operands."""
     kind = type(item)
-    if kind in _VALUES:
-        key.append(kind)
-        key.append(item)
-    elif kind is ShardedTensor:
-        if _is_grad_enabled() and not item._local.requires_grad and any_requires_grad(item):
+    if kind is ShardedTensor:
+        local = item._local
+        if not local.requires_grad and _is_grad_enabled() and any_requires_grad(item):
             check_gradient_known(item)
         key.append(item._layout)
         operands.append(item)
-        return item._local
+        return local
+    if kind in _VALUES:
+        key += kind, item
     elif kind is float or kind is complex:
         key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others look at no float but zero
     elif kind is list or kind is tuple:
         return _locals_of(item, key, operands, func)
     elif kind is slice:
-        key.append((kind, item.start, item.stop, item.step))
+        key += kind, item.start, item.stop, item.step
     elif isinstance(item, Tensor):
         key.append(_plain_key(item, func))
     else:
@@ -137,18 +137,17 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
 def _locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     """`_local_of` for a list or tuple; one of numbers and slices, as shapes and indices are, without calls in between."""
     key += type(items), len(items)
-    before = len(operands)
-    parts = []
+    before = len(key)
     for item in items:
         kind = type(item)
         if kind in _VALUES:
             key += kind, item
         elif kind is slice:
-            key.append((kind, item.start, item.stop, item.step))
+            key += kind, item.start, item.stop, item.step
         else:
-            item = _local_of(item, key, operands, func)
-        parts.append(item)
-    return items if len(operands) == before else type(items)(parts)
+            del key[before:]
+            return type(items)([_local_of(part, key, operands, func) for part in items])
+    return items
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
