@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ...mesh.topology import Topology
 from .memory import arrives_in_place, part_bytes
-from .steps import Plan, Step
+from .steps import Step
 from .traffic import Traffic, traffic
 
 _MEASURED_AS = {"exchange": "all_to_all", "permute": "all_to_all", "two_phase": "all_to_all", "exchange_reduce": "all_to_all"}
@@ -25,11 +25,6 @@ def seconds(step: Step, topology: Topology) -> float:
     across = moved.network / topology.network.bandwidth
     factor = topology.factor(_MEASURED_AS.get(step.op, step.op))
     return _latency(step, topology, bool(moved.network)) + max(inside, across) * factor + copies
-
-
-def plan_seconds(plan: Plan) -> float:
-    """Estimated time of a plan."""
-    return sum(seconds(step, plan.topology) for step in plan.steps)
 
 
 def _latency(step: Step, topology: Topology, crosses: bool) -> float:

@@ -39,12 +39,6 @@ def splits(x: Any, dims: Iterable[int]) -> bool:
     return any(splitting_axes(layout_of(x), d) for d in dims)
 
 
-def is_pending(x: Any) -> bool:
-    """Whether an operand is pending over an axis of more than one rank. For makers: x is a meta tensor."""
-    layout = layout_of(x)
-    return any(layout.mesh.size(axis) > 1 for axis in layout.pending)
-
-
 def settled(x: Any) -> Any:
     """The tensor with everything pending reduced, so that using it several times communicates once."""
     return x.redistribute(x.spec.with_unreduced({})) if x.layout.pending else x

@@ -6,6 +6,7 @@ split the image.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -281,20 +282,28 @@ def _run_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
+    over = [d for d in range(input.ndim) if d != 1]
+    return _by_own_statistics(over, input, running_mean, running_var, weight, bias, momentum, eps)
+
+
+def _by_own_statistics(
+    dims: Sequence[int], input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, momentum: float, eps: float
+) -> Any:
+    """By the mean and variance over these dims, which go into the running averages."""
     x = _wide(input)
-    var, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0, keepdim=True)
-    count = x.numel() // x.shape[1]
-    _update(running_mean, mean.view(-1), momentum)
-    _update(running_var, var.view(-1) * (count / max(count - 1, 1)), momentum)
+    var, mean = torch.var_mean(x, tuple(dims), correction=0, keepdim=True)
+    count = math.prod(x.shape[d] for d in dims)
+    _update(running_mean, mean, momentum)
+    _update(running_var, var * (count / max(count - 1, 1)), momentum)
     normal = _standardised(x, mean, var, eps)
     return _scaled(normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype)
 
 
 def _update(running: Any, value: Any, momentum: float) -> None:
-    """The running average, in place; the statistics are the same on every rank that holds a channel."""
+    """The running average of each channel, in place; the statistics are the same on every rank that holds it."""
     if running is not None:
         with torch.no_grad():
-            running.mul_(1 - momentum).add_(value.to(running.dtype), alpha=momentum)
+            running.mul_(1 - momentum).add_(value.flatten(1).mean(0).to(running.dtype), alpha=momentum)
 
 
 @rule(also=(F.instance_norm,))
@@ -349,13 +358,7 @@ def _run_instance_norm(
 ) -> Any:
     if not use_input_stats:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-    x = _wide(input)
-    var, mean = torch.var_mean(x, tuple(range(2, x.ndim)), correction=0, keepdim=True)
-    count = x.shape[2:].numel()
-    _update(running_mean, mean.flatten(1).mean(0), momentum)
-    _update(running_var, var.flatten(1).mean(0) * (count / max(count - 1, 1)), momentum)
-    normal = _standardised(x, mean, var, eps)
-    return _scaled(normal, _beside_channels(weight, x), _beside_channels(bias, x), input.dtype)
+    return _by_own_statistics(range(2, input.ndim), input, running_mean, running_var, weight, bias, momentum, eps)
 
 
 def _of_torch(func: Callable[..., Any]) -> None:
