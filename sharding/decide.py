@@ -90,12 +90,11 @@ def decide(
     made = _rule_for(func, meta_args, meta_kwargs, metas)
     if made is None:
         _check_operator(func)
-    if made is not None and made.pointwise:
+        return _gathered(func, layouts, _meta_result(func, None, meta_args, meta_kwargs), in_place)
+    if made.pointwise:
         result = _pointwise_result(func, made, meta_args, meta_kwargs, key)
     else:
         result = _meta_result(func, made, meta_args, meta_kwargs)
-    if made is None:
-        return _gathered(func, layouts, result, in_place)
     return _from_rule(func, made, layouts, metas, result, in_place)
 
 

@@ -135,9 +135,4 @@ def _which(number: int, count: int) -> str:
     return "x" if count == 1 else f"operand_{number}"
 
 
-def watch_operators() -> None:
-    """Let reports and budgets know operators by their frames."""
-    DESCRIBERS[dispatch.torch_function.__code__] = _describe
-
-
-watch_operators()
+DESCRIBERS[dispatch.torch_function.__code__] = _describe  # so that reports and budgets know operators by their frames

@@ -34,6 +34,11 @@ def splitting_axes(layout: Layout, dim: int) -> tuple[str, ...]:
     return tuple(axis for axis in layout.spec.dims[dim] if layout.mesh.size(axis) > 1)
 
 
+def all_splitting_axes(layout: Layout) -> tuple[str, ...]:
+    """The axes of more than one rank that split any dim, in the order of the dims."""
+    return tuple(axis for d in range(len(layout.shape)) for axis in splitting_axes(layout, d))
+
+
 def splits(x: Any, dims: Iterable[int]) -> bool:
     """Whether any of these dims of an operand is split. For makers: x is a meta tensor."""
     return any(splitting_axes(layout_of(x), d) for d in dims)
@@ -104,6 +109,11 @@ def from_parts(layout: Layout, func: Callable[..., Tensor], *tensors: ShardedTen
     if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
         return outside.unknown(layout, *tensors)
     return wrap(func(*[x._local for x in tensors]), layout)
+
+
+def replicated(local: Tensor, like: ShardedTensor) -> ShardedTensor:
+    """A result that every rank of the tensor's mesh has whole."""
+    return wrap(local, outside.whole_like(local, like._layout))
 
 
 @lru_cache(maxsize=1024)

@@ -22,7 +22,7 @@ from torch import Tensor, return_types
 
 from ..layout import Layout
 from ..spec import Cut, P
-from .blocks import all_from_parts, layout_of, part_sizes, resized, settled, splits, splitting_axes, whole
+from .blocks import all_from_parts, all_splitting_axes, layout_of, part_sizes, resized, settled, splits, whole
 from .extreme import extreme_of_all
 from .notation import Rule
 from .pointwise import broadcast, is_operand
@@ -117,7 +117,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
     """Every rank proposes one element and its place among all; of equal elements the first wins."""
     layout, ndim = layout_of(input), input.ndim
     layout = layout.replace(layout.spec.with_unreduced({}))
-    axes = tuple(axis for d in range(ndim) for axis in splitting_axes(layout, d))
+    axes = all_splitting_axes(layout)
     proposed = Layout.of(layout.mesh, P.of_cuts([[Cut(axes, _counts(layout, axes))]], {}), [sum(_counts(layout, axes))], layout.dtype)
     layouts = proposed, proposed.replace(dtype=torch.int64)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..dispatch import wrap
 from ..layout import Layout
 from ..spec import P
-from .blocks import settled, splits, splitting_axes
-from .masked import end_to_end
+from .blocks import all_splitting_axes, replicated, settled, splits
+from .masked import check_inside
 from .notation import Rule, einrule
 from .pointwise import is_operand, tensors_of
 from .registry import form, rule
@@ -60,10 +60,8 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 
 def _summed(x: Any, local: Tensor) -> Any:
     """This rank's counts of what it holds of x, as a pending sum over the axes that split x."""
-    axes = [axis for d in range(x.ndim) for axis in splitting_axes(x.layout, d)]
-    made = end_to_end(x.mesh, (), local)
-    layout = Layout.of(x.mesh, P(unreduced=axes), made.shape, local.dtype)
-    return type(made)._make(local, layout)
+    check_inside(x.mesh)
+    return wrap(local, Layout.of(x.mesh, P(unreduced=all_splitting_axes(x.layout)), local.shape, local.dtype))
 
 
 @form("bincount")
@@ -119,7 +117,7 @@ def _histogram(input: Any, bins: int, *, range: Any = None, weight: Any = None, 
     low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
     given = None if weight is None else settled(weight.detach()).redistribute(x.spec)._local
     local = torch.histogram(x._local, bins, range=(low, high), weight=given)
-    edges = wrap(local.bin_edges, Layout.of(x.mesh, P(), local.bin_edges.shape, x.dtype))
+    edges = replicated(local.bin_edges, x)
     counts = _summed(x, local.hist)
     if density:
         counts = settled(counts)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..dispatch import wrap
 from ..layout import Layout
 from ..spec import Cut, P
-from .blocks import settled, splitting_axes, whole
+from .blocks import all_splitting_axes, replicated, settled, whole
 from .pointwise import is_operand
 from .registry import form
 
@@ -44,12 +44,17 @@ def end_to_end(mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[
     Raises:
         NotImplementedError: on a rank outside the mesh, which cannot know how long it is.
     """
-    if mesh.coordinate is None:
-        raise NotImplementedError("the shape of the result depends on values, and this rank, outside the mesh, does not have them")
+    check_inside(mesh)
     counts = Layout.of(mesh, P(axes), (mesh.size(axes) if axes else 1,), torch.int64)
     sizes = tuple(wrap(torch.tensor([len(local)], device=local.device), counts).tolist())
     spec = P.of_cuts([[Cut(axes, sizes)] if axes else (), *cuts], {})
     return wrap(local, Layout.of(mesh, spec, (sum(sizes), *shape), local.dtype))
+
+
+def check_inside(mesh: Any) -> None:
+    """Raises: NotImplementedError on a rank outside the mesh, for results whose shape it cannot know."""
+    if mesh.coordinate is None:
+        raise NotImplementedError("the shape of the result depends on values, and this rank, outside the mesh, does not have them")
 
 
 # -- truth values ------------------------------------------------------------------------------------------------------
@@ -139,21 +144,16 @@ def _unique_form(
 def _unique(input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
     """Every rank's distinct values are gathered, and the distinct ones among these found."""
     x = settled(input.detach())
-    axes = tuple(axis for d in range(x.ndim) for axis in splitting_axes(x.layout, d))
     values, inverse, counts = torch.unique(x._local, return_inverse=True, return_counts=True)
-    proposed = end_to_end(x.mesh, axes, values)
+    proposed = end_to_end(x.mesh, all_splitting_axes(x.layout), values)
     numbers = wrap(counts, proposed.layout.replace(dtype=torch.int64))
     final, places = torch.unique(whole(proposed, 0)._local, return_inverse=True)
-    results = [_replicated(final, x)]
+    results = [replicated(final, x)]
     if return_inverse:
         results.append(wrap(places[inverse + proposed.layout.box[0][0]], x.layout.replace(dtype=torch.int64)))
     if return_counts:
-        results.append(_replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, whole(numbers, 0)._local), x))
+        results.append(replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, whole(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def _replicated(local: Tensor, like: Any) -> Any:
-    return wrap(local, Layout.of(like.mesh, P(), local.shape, local.dtype))
 
 
 def _unique_of_whole(input: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,4 +171,4 @@ def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -
     Communication: an all_gather of the tensor.
     """
     found = func(input.detach().full_tensor(), *args, **kwargs)
-    return tuple(_replicated(x, input) for x in found) if isinstance(found, tuple) else _replicated(found, input)
+    return tuple(replicated(x, input) for x in found) if isinstance(found, tuple) else replicated(found, input)

@@ -88,34 +88,36 @@ def _outer(input: Tensor, vec2: Tensor) -> Rule:
     return einrule("m, n -> m n", input, vec2, linear=_BILINEAR)
 
 
+def _added(input: Tensor, pattern: str, a: Tensor, b: Tensor) -> Rule:
+    """The rule of a product to which `input` is added, broadcast to the dims of the result."""
+    dims = pattern.partition("->")[2].split()
+    added = " ".join(dims[len(dims) - input.ndim :])
+    return einrule(f"{added}, {pattern}", input, a, b, linear=((1, 0), (2, 0)), additive=(0,))
+
+
 @rule("addmm", "addmm_")
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
-    added = ["", "n", "m n"][input.ndim]
-    return einrule(f"{added}, m k, k n -> m n", input, mat1, mat2, linear=((1, 0), (2, 0)), additive=(0,))
+    return _added(input, "m k, k n -> m n", mat1, mat2)
 
 
 @rule("addmv", "addmv_")
 def _addmv(input: Tensor, mat: Tensor, vec: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
-    added = ["", "m"][input.ndim]
-    return einrule(f"{added}, m k, k -> m", input, mat, vec, linear=((1, 0), (2, 0)), additive=(0,))
+    return _added(input, "m k, k -> m", mat, vec)
 
 
 @rule("baddbmm", "baddbmm_")
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
-    added = ["", "n", "m n", "b m n"][input.ndim]
-    return einrule(f"{added}, b m k, b k n -> b m n", input, batch1, batch2, linear=((1, 0), (2, 0)), additive=(0,))
+    return _added(input, "b m k, b k n -> b m n", batch1, batch2)
 
 
 @rule("addbmm", "addbmm_")
 def _addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
-    added = ["", "n", "m n"][input.ndim]
-    return einrule(f"{added}, b m k, b k n -> m n", input, batch1, batch2, linear=((1, 0), (2, 0)), additive=(0,))
+    return _added(input, "b m k, b k n -> m n", batch1, batch2)
 
 
 @rule("addr", "addr_")
 def _addr(input: Tensor, vec1: Tensor, vec2: Tensor, *, beta: float = 1, alpha: float = 1) -> Rule:
-    added = ["", "n", "m n"][input.ndim]
-    return einrule(f"{added}, m, n -> m n", input, vec1, vec2, linear=((1, 0), (2, 0)), additive=(0,))
+    return _added(input, "m, n -> m n", vec1, vec2)
 
 
 @rule("multi_dot")
