@@ -12,14 +12,47 @@ Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how
 
 from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, init_device_mesh, simulate
 from .mesh.counter import CommBudgetError, CommReport, comm_budget, comm_report
-from .mesh.errors import ImplicitCommError
+from .mesh.current import get_mesh, set_mesh
+from .mesh.errors import CollectiveMismatchError, DeadlockError, ImplicitCommError
 from .mesh.launch import launch
 from .mesh.null import null_world
+from .sharding.arrays import (
+    AddressableShard,
+    make_array_from_callback,
+    make_array_from_process_local_data,
+    make_array_from_single_device_arrays,
+)
 from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
+from .sharding.call import call
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
+from .sharding.constraint import with_sharding_constraint
 from .sharding.dispatch import implicit_replication
+from .sharding.eval_shape import Evaluated, eval_shape
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
+from .sharding.functional.collectives import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pbroadcast,
+    pcast,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    pshuffle,
+    psum,
+    psum_scatter,
+)
+from .sharding.functional.gradients import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
+from .sharding.functional.keys import fold_in, random_key, seeded
+from .sharding.functional.leaf import done, start
+from .sharding.functional.mapping import UnboundAxisError
+from .sharding.functional.ragged import ragged_all_to_all
+from .sharding.functional.replicas import ReplicaError
+from .sharding.functional.shard_map import shard_map
+from .sharding.functional.types import ShardingTypeError
 from .sharding.gradients import accumulate_grads
 from .sharding.layout import Layout
 from .sharding.local_map import local_map
@@ -39,11 +72,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AbstractMesh",
+    "AddressableShard",
+    "CollectiveMismatchError",
     "CommBudgetError",
     "CommDebugMode",
     "CommReport",
     "DTensor",
+    "DeadlockError",
     "DeviceMesh",
+    "Evaluated",
     "ImplicitCommError",
     "Layout",
     "Link",
@@ -51,40 +88,69 @@ __all__ = [
     "Partial",
     "PartitionSpec",
     "Placement",
+    "ReplicaError",
     "Replicate",
     "Resharding",
     "Shard",
     "ShardedTensor",
+    "ShardingTypeError",
     "Topology",
+    "UnboundAxisError",
     "Work",
     "accumulate_grads",
+    "all_gather",
+    "all_to_all",
     "arange",
+    "axis_index",
+    "axis_size",
     "calibrate",
+    "call",
     "check_rng_state",
     "check_rule",
+    "checkpoint",
     "comm_budget",
     "comm_report",
     "device_put",
     "distribute_module",
     "distribute_tensor",
+    "done",
     "empty",
+    "eval_shape",
     "explain",
+    "fold_in",
     "fork_rng",
     "from_local",
     "full",
+    "get_mesh",
     "get_rng_state",
+    "grad",
     "implicit",
     "implicit_replication",
     "init_device_mesh",
+    "jvp",
     "launch",
     "local_map",
+    "make_array_from_callback",
+    "make_array_from_process_local_data",
+    "make_array_from_single_device_arrays",
     "manual_seed",
     "null_world",
     "ones",
+    "pbroadcast",
+    "pcast",
     "plan",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "pshuffle",
+    "psum",
+    "psum_scatter",
+    "ragged_all_to_all",
     "rand",
     "randint",
     "randn",
+    "random_key",
     "randperm",
     "redistribute",
     "redistribute_many",
@@ -92,11 +158,19 @@ __all__ = [
     "register_sharding",
     "replay_random",
     "reshard",
+    "seeded",
+    "set_mesh",
     "set_rng_state",
+    "shard_map",
     "shard_parameter",
     "simulate",
+    "start",
+    "stop_gradient",
     "to_local",
+    "value_and_grad",
     "visualize",
     "visualize_sharding",
+    "vjp",
+    "with_sharding_constraint",
     "zeros",
 ]

@@ -1,4 +1,7 @@
-"""Draws the pictures of docs/planner.md: `.venv/bin/python docs/make_images.py [folder]`, by default docs/images."""
+"""Draws the pictures of docs/planner.md and docs/looking.md.
+
+`.venv/bin/python docs/make_images.py [folder]`, by default docs/images.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,12 @@ PICTURES = {
     "two_phase": ((4096, 4096), P("dp"), P(None, "dp"), NODES),
 }
 
+# name: mesh, shape, spec
+LAYOUTS = {
+    "pages": (sm.AbstractMesh((2, 2, 2), ("dp", "cp", "tp")), (4, 5, 6), P("dp", "cp", "tp")),
+    "uneven": (sm.AbstractMesh((2, 3), ("dp", "tp")), (4, 8), P("tp", unreduced={"dp"})),
+}
+
 
 def main(folder: Path) -> None:
     """Writes one SVG for each entry of `PICTURES`; the steps of a plan are as its name says."""
@@ -37,5 +46,15 @@ def main(folder: Path) -> None:
         print(f"{name}.svg: {', '.join(step.op for step in explained.steps) or 'one layout'}")
 
 
+def draw_layouts(folder: Path) -> None:
+    """Writes one SVG for each entry of `LAYOUTS`."""
+    folder.mkdir(exist_ok=True)
+    for name, (mesh, shape, spec) in LAYOUTS.items():
+        sm.visualize(sm.Layout.of(mesh, spec, shape), style="picture", path=folder / f"{name}.svg")
+        print(f"{name}.svg")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "images"
+    main(target)
+    draw_layouts(target)

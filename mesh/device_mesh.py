@@ -139,7 +139,12 @@ class DeviceMesh(AbstractMesh):
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()))
 
     def __enter__(self) -> DeviceMesh:
-        """Inside `with mesh:` this mesh is meant where none is given: in factories, `distribute_tensor`, `from_local`."""
+        """Inside `with mesh:` this mesh is meant where none is given: in factories, `distribute_tensor`, `from_local`.
+
+        `set_mesh(mesh)` does the same from the call on.
+
+        Raises: MeshError when the mesh is one of another world.
+        """
         current.enter(self)
         return self
 

@@ -93,5 +93,31 @@ def wrong_reduction(op: object, known: Iterable[str]) -> CollectiveError:
     )
 
 
+def different_collectives(
+    problem: str, ranks: Sequence[int], calls: Sequence[str], places: Sequence[str | None]
+) -> CollectiveMismatchError:
+    who: dict[str, list[int]] = {}
+    for rank, call, place in zip(ranks, calls, places, strict=True):
+        who.setdefault(call + _at(place), []).append(rank)
+    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
+    return CollectiveMismatchError("\n".join([f"{problem} in the group of ranks {_short(ranks)}:", *lines]))
+
+
+def no_rank_can_go_on(
+    waits: Iterable[tuple[int, str, Sequence[int], list[int], str | None]], finished: Sequence[int]
+) -> DeadlockError:
+    """Of each rank that waits: its number, its collective, the group, who has not come, and its line in the program."""
+    lines = ["no simulated rank can go on:"]
+    for rank, call, ranks, missing, place in waits:
+        lines.append(f"  rank {rank} waits in {call} over ranks {_short(ranks)} for ranks {missing}{_at(place)}")
+    if finished:
+        lines.append(f"  ranks {list(finished)} have finished")
+    return DeadlockError("\n".join([*lines, "Every rank of a group must call the same collectives in the same order."]))
+
+
+def _at(place: str | None) -> str:
+    return "" if place is None else f" at {place}"
+
+
 def _short(ranks: Sequence[int]) -> str:
     return str(tuple(ranks)) if len(ranks) <= 16 else f"({', '.join(map(str, ranks[:8]))}, ... {len(ranks)} ranks)"

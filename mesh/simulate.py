@@ -1,175 +1,39 @@
 """N ranks as threads of this process, one running at a time: the same program, real numbers, no launcher.
 
-A baton goes round. A rank runs until it blocks in a collective, then the next rank that can run goes on. The last rank
-to arrive at a collective moves the data of all of them. So a run is deterministic, needs no locking, and cannot hang:
-when no rank can run and some wait, that is an error which says who waits for whom.
+A baton goes round (`baton.py`). A rank runs until it blocks in a collective, then the next rank that can run goes on. The last
+rank to arrive at a collective moves the data of all of them (`meeting.py`). So a run is deterministic, needs no locking, and
+cannot hang: when no rank can run and some wait, that is an error which says who waits for whom, and at which line.
 """
 
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import functools
-import os
-import threading
-from collections import deque
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import errors
-from .group import Group, Observer, World, activate, current_world
+from . import errors, meeting
+from .baton import Baton
+from .group import Group, Observer, World, activate, active_world, current_world
+from .meeting import Call, Move, like
+from .rank_output import RankOutput, callers_stdout, check_prints, outputs
+from .source import _INNER
 from .work import DONE, Work
+from .workers import RankEnded, dismiss, hire
 
-_FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A rank's arrival at a collective: what must agree between ranks, and the buffers."""
-
-    op: str
-    agree: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-
-    def __str__(self) -> str:
-        words = [str(a).removeprefix("torch.") for a in self.agree]
-        if self.op == "all_to_all":
-            words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
-        if self.op == "permute":
-            words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
-        return f"{self.op}({', '.join(words)})"
-
-
-class _RankEnded(BaseException):
-    """Unwinds a rank because the run is over. Not an Exception, so that no handler of the program keeps it."""
-
-
-class _Meeting:
-    """The ranks of one group on their way through one collective."""
-
-    __slots__ = ("calls", "error", "result")
-
-    def __init__(self) -> None:
-        self.calls: dict[int, _Call] = {}
-        self.result: Any = None
-        self.error: Exception | None = None
-
-
-class _Baton:
-    """Lets one rank run at a time. Only the holder touches the state, so nothing here is locked but the waiting."""
-
-    def __init__(self, gates: list[threading.Lock]) -> None:
-        self.size = size = len(gates)
-        self.gates = gates
-        self.done = threading.Lock()
-        self.done.acquire()
-        self.ready: deque[int] = deque(range(size))
-        self.waiting: dict[int, tuple[tuple[int, ...], _Meeting]] = {}
-        self.meetings: dict[tuple[int, ...], _Meeting] = {}
-        self.finished: set[int] = set()
-        self.failure: BaseException | None = None
-        self.running = -1
-        state = torch.default_generator.get_state()
-        self.generators = [state] * size
-
-    def take(self, rank: int) -> None:
-        """Goes on when it is this rank's turn, with its own state of torch's CPU generator, as a process has."""
-        self.running = rank
-        if self.failure is not None:
-            raise _RankEnded
-        torch.default_generator.set_state(self.generators[rank])
-
-    def give(self, rank: int) -> None:
-        """Hands the baton to the next rank that can run, or ends the run."""
-        self.generators[rank] = torch.default_generator.get_state()
-        self.give_away()
-
-    def give_away(self) -> None:
-        if not self.ready and self.waiting:
-            self._break_deadlock()
-        if self.ready:
-            self.gates[self.ready.popleft()].release()
-        else:
-            self.done.release()
-
-    def meet(self, ranks: tuple[int, ...], rank: int, call: _Call, move: Callable[[list[_Call]], Any]) -> Any:
-        """Waits for the other ranks of the group; the last one moves the data. Returns what `move` returned."""
-        if self.failure is not None:
-            raise _RankEnded
-        meeting = self.meetings.get(ranks)
-        if meeting is None:
-            meeting = self.meetings[ranks] = _Meeting()
-        meeting.calls[rank] = call
-        if len(meeting.calls) < len(ranks):
-            self.waiting[rank] = (ranks, meeting)
-            self.give(rank)
-            self.gates[rank].acquire()
-            self.take(rank)
-        else:
-            self._complete(ranks, rank, meeting, move)
-        if meeting.error is not None:
-            raise meeting.error
-        return meeting.result
-
-    def _complete(
-        self, ranks: tuple[int, ...], rank: int, meeting: _Meeting, move: Callable[[list[_Call]], Any]
-    ) -> None:
-        calls = [meeting.calls[r] for r in ranks]
-        try:
-            _check_agreement(ranks, calls)
-            # Inference mode may write to both kinds of tensors; outside it, inference tensors refuse.
-            with torch.inference_mode():
-                meeting.result = move(calls)
-        except Exception as error:
-            meeting.error = error
-        self._wake(meeting, [r for r in ranks if r != rank])
-        del self.meetings[ranks]
-
-    def _wake(self, meeting: _Meeting, ranks: Sequence[int]) -> None:
-        for r in ranks:
-            del self.waiting[r]
-        self.ready.extend(ranks)
-
-    def _break_deadlock(self) -> None:
-        error = errors.DeadlockError(self._describe_deadlock())
-        for ranks, meeting in list(self.meetings.items()):
-            meeting.error = error
-            self._wake(meeting, list(meeting.calls))
-            del self.meetings[ranks]
-
-    def _describe_deadlock(self) -> str:
-        lines = ["no simulated rank can go on:"]
-        for r, (ranks, meeting) in sorted(self.waiting.items()):
-            missing = [m for m in ranks if m not in meeting.calls]
-            lines.append(f"  rank {r} waits in {meeting.calls[r]} over ranks {ranks} for ranks {missing}")
-        if self.finished:
-            lines.append(f"  ranks {sorted(self.finished)} have finished")
-        return "\n".join([*lines, "Every rank of a group must call the same collectives in the same order."])
-
-    def finish(self, rank: int) -> None:
-        self.finished.add(rank)
-        self.give(rank)
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Ends the run: every rank that waits or has not started is woken to unwind."""
-        if self.failure is None:
-            self.failure = error
-            if rank >= 0:
-                error.add_note(f"raised on rank {rank} of simulate({self.size})")
-            self.ready.extend(r for r in self.waiting)
-            self.waiting.clear()
-            self.meetings.clear()
+_TO_UNWIND = 1.0  # seconds that ranks have after Ctrl-C; one that sleeps or computes longer is left behind
 
 
 class SimulatedWorld(World):
     """The world of one rank of `simulate`."""
 
-    def __init__(self, rank: int, size: int, baton: _Baton, observers: list[Observer]) -> None:
+    def __init__(self, rank: int, size: int, baton: Baton, observers: list[Observer]) -> None:
         super().__init__(rank, size, observers)
         self.baton = baton
 
@@ -186,143 +50,42 @@ class SimulatedGroup(Group):
         super().__init__(world, ranks)
         self._baton = world.baton
 
-    def _meet(self, call: _Call, move: Callable[[list[_Call]], Any]) -> Any:
+    def _meet(self, call: Call, move: Move) -> Any:
         return self._baton.meet(self.ranks, self.world.rank, call, move)
 
-    def _move(self, call: _Call, move: Callable[[list[_Call]], Any], async_op: bool) -> Work | None:
+    def _move(self, call: Call, move: Move, async_op: bool) -> Work | None:
         self._meet(call, move)
         return DONE if async_op else None
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        return self._move(_Call("all_gather", _like(x), (out, x)), _move_all_gather, async_op)
+        return self._move(Call("all_gather", like(x), (out, x)), meeting.move_all_gather, async_op)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(_Call("reduce_scatter", (op, *_like(x)), (out, x)), _move_reduce_scatter, async_op)
+        return self._move(Call("reduce_scatter", (op, *like(x)), (out, x)), meeting.move_reduce_scatter, async_op)
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(_Call("all_reduce", (op, *_like(x)), (x,)), _move_all_reduce, async_op)
+        return self._move(Call("all_reduce", (op, *like(x)), (x,)), meeting.move_all_reduce, async_op)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
     ) -> Work | None:
-        call = _Call("all_to_all", (x.dtype,), (out, x, out_splits, in_splits))
-        return self._move(call, _move_all_to_all, async_op)
+        call = Call("all_to_all", (x.dtype,), (out, x, out_splits, in_splits))
+        return self._move(call, meeting.move_all_to_all, async_op)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
-        return self._move(_Call("broadcast", (*_like(x), f"src={src}"), (x, src)), _move_broadcast, async_op)
+        return self._move(Call("broadcast", (*like(x), f"src={src}"), (x, src)), meeting.move_broadcast, async_op)
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        return self._move(_Call("permute", (x.dtype,), (out, x, dst, src)), _move_permute, async_op)
+        return self._move(Call("permute", (x.dtype,), (out, x, dst, src)), meeting.move_permute, async_op)
 
     def _barrier(self) -> None:
-        self._meet(_Call("barrier", (), ()), lambda calls: None)
+        self._meet(Call("barrier", (), ()), meeting.move_nothing)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._meet(_Call("all_gather_object", (), (data,)), lambda calls: [c.buffers[0] for c in calls])
+        return self._meet(Call("all_gather_object", (), (data,)), meeting.move_bytes)
 
 
-def _like(x: Tensor) -> tuple[torch.dtype, str]:
-    return x.dtype, f"{x.numel()} elements"
-
-
-def _check_agreement(ranks: tuple[int, ...], calls: list[_Call]) -> None:
-    first = calls[0]
-    if any(c.op != first.op or c.agree != first.agree for c in calls):
-        raise _mismatch(ranks, calls, "ranks call different collectives")
-    if first.op == "all_to_all":
-        _check_splits(ranks, calls)
-    if first.op == "permute":
-        _check_pairs(ranks, calls)
-
-
-def _check_splits(ranks: tuple[int, ...], calls: list[_Call]) -> None:
-    for i, sender in enumerate(calls):
-        for j, receiver in enumerate(calls):
-            sent, expected = sender.buffers[3][j], receiver.buffers[2][i]
-            if sent != expected:
-                what = f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]}, which expects {expected}"
-                raise _mismatch(ranks, calls, what)
-
-
-def _check_pairs(ranks: tuple[int, ...], calls: list[_Call]) -> None:
-    for i, call in enumerate(calls):
-        _, x, dst, src = call.buffers
-        if dst is not None:
-            _check_sent(ranks, calls, i, dst, x.numel())
-        if src is not None and calls[src].buffers[2] != i:
-            other = _named(ranks, calls[src].buffers[2])
-            raise _mismatch(ranks, calls, f"rank {ranks[i]} expects from rank {ranks[src]}, which sends to {other}")
-
-
-def _check_sent(ranks: tuple[int, ...], calls: list[_Call], i: int, dst: int, sent: int) -> None:
-    out, _, _, src = calls[dst].buffers
-    if src != i:
-        other = _named(ranks, src)
-        raise _mismatch(ranks, calls, f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {other}")
-    if sent != out.numel():
-        what = f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects {out.numel()}"
-        raise _mismatch(ranks, calls, what)
-
-
-def _named(ranks: tuple[int, ...], place: int | None) -> str:
-    return "none" if place is None else f"rank {ranks[place]}"
-
-
-def _mismatch(ranks: tuple[int, ...], calls: list[_Call], what: str) -> errors.CollectiveMismatchError:
-    who: dict[str, list[int]] = {}
-    for r, c in zip(ranks, calls, strict=True):
-        who.setdefault(str(c), []).append(r)
-    lines = [f"  ranks {rs} call {text}" for text, rs in who.items()]
-    return errors.CollectiveMismatchError("\n".join([f"{what} in the group of ranks {ranks}:", *lines]))
-
-
-# Moving data: first all results, then all writes, because an out may overlap an x (as in an in-place all_gather).
-
-
-def _move_all_gather(calls: list[_Call]) -> None:
-    everything = torch.cat([c.buffers[1].reshape(-1) for c in calls])
-    for c in calls:
-        c.buffers[0].view(-1).copy_(everything)
-
-
-def _fold(xs: list[Tensor], op: str) -> Tensor:
-    return functools.reduce(_FOLD[op], xs)
-
-
-def _move_reduce_scatter(calls: list[_Call]) -> None:
-    total = _fold([c.buffers[1].reshape(-1) for c in calls], calls[0].agree[0])
-    for c, part in zip(calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True):
-        c.buffers[0].view(-1).copy_(part)
-
-
-def _move_all_reduce(calls: list[_Call]) -> None:
-    total = _fold([c.buffers[0].reshape(-1) for c in calls], calls[0].agree[0])
-    for c in calls:
-        c.buffers[0].view(-1).copy_(total)
-
-
-def _move_all_to_all(calls: list[_Call]) -> None:
-    parts = [c.buffers[1].reshape(-1).split(list(c.buffers[3])) for c in calls]
-    arrived = [torch.cat(column) for column in zip(*parts, strict=True)]
-    for c, flat in zip(calls, arrived, strict=True):
-        c.buffers[0].view(-1).copy_(flat)
-
-
-def _move_broadcast(calls: list[_Call]) -> None:
-    src = calls[0].buffers[1]
-    for i, c in enumerate(calls):
-        if i != src:
-            c.buffers[0].copy_(calls[src].buffers[0])
-
-
-def _move_permute(calls: list[_Call]) -> None:
-    arrived = [None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone() for c in calls]
-    for c, flat in zip(calls, arrived, strict=True):
-        if flat is not None:
-            c.buffers[0].view(-1).copy_(flat)
-
-
-def simulate(n: int) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
+def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
     """simulate(n)(fn)(*args, **kwargs) -> [result of rank 0, ..., result of rank n-1].
 
     Runs fn on n ranks of this process, with real data and real collectives, forward and backward. All ranks see the
@@ -332,9 +95,14 @@ def simulate(n: int) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]
         simulate(2)(fn)(x):   rank 0  fn(x) ---- all_reduce .... fn(x) ends -> results[0]
                               rank 1  ......... fn(x) all_reduce fn(x) ends -> results[1]
 
-    Raises: MeshError when n < 1. What a rank raises ends all ranks and is raised here, with a note naming the rank;
-        CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when ranks wait for
-        others that finished or wait elsewhere.
+    Args:
+        n: the number of ranks.
+        prints: what becomes of what ranks print: "all" passes it on line by line, `[rank 3] ` in front; "first" passes on what
+            rank 0 prints, as it is; "plain" leaves everything as it is. A single rank prints as it always does.
+
+    Raises: MeshError when n < 1 or prints is none of these. What a rank raises ends all ranks and is raised here, with a note
+        naming the rank; CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when
+        ranks wait for others that finished or wait elsewhere: both show the line of each rank.
     Communication: none; memory is copied between the ranks' tensors.
 
     >>> import torch
@@ -349,95 +117,116 @@ def simulate(n: int) -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]
     """
     if not isinstance(n, int) or n < 1:
         raise errors.MeshError(f"simulate({n!r}): write the number of ranks, a positive integer.")
+    check_prints(prints)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> list[Any]:
-            return _run(n, functools.partial(fn, *args, **kwargs))
+            results, failure = _run(n, prints, functools.partial(fn, *args, **kwargs))
+            if failure is None:
+                return results
+            try:
+                raise failure.with_traceback(_readable(failure))
+            finally:
+                del failure  # it holds this frame, which must not hold it
 
         return run
 
     return decorate
 
 
-class _Worker(threading.Thread):
-    """A thread that runs one rank after another: making a thread takes longer than many a simulated program.
-
-    It waits at its gate, which is the one where its rank waits for the baton.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.job: Callable[[], None] = _nothing
-        self.last = False
-        self.start()
-
-    def run(self) -> None:
-        while not self.last:
-            self.gate.acquire()
-            # Taken first: when the last rank has passed the baton on, the next run may give this worker a job at once.
-            job, self.job = self.job, _nothing
-            job()
-            del job  # an idle worker must not keep the arguments of its last rank alive
-
-
-def _nothing() -> None:
-    """What an idle worker has to do."""
-
-
-_idle: list[_Worker] = []
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
-
-
-def _run(n: int, fn: Callable[[], Any]) -> list[Any]:
-    workers = [_idle.pop() if _idle else _Worker() for _ in range(n)]
-    baton = _Baton([worker.gate for worker in workers])
-    results: list[Any] = [None] * n
+def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
+    """The results, and what ended the run if it did not end well. Generator, output and world are the caller's again."""
+    caller = active_world()
+    before = callers_stdout(isinstance(caller, SimulatedWorld))
+    workers, results = hire(n), [None] * n
+    baton = Baton(workers, outputs(n, prints, before))
     observers, modes = current_world().observers, _Modes()
     for rank, worker in enumerate(workers):
         world = SimulatedWorld(rank, n, baton, list(observers))
         worker.name = f"rank {rank} of simulate({n})"
         context: Any = contextvars.copy_context()
         worker.job = functools.partial(context.run, _run_rank, world, fn, results, modes)
+    with _inside(caller, baton):
+        try:
+            _wait_for(baton)
+            torch.default_generator.set_state(baton.generators[0])
+        finally:
+            sys.stdout = before
+            dismiss(workers)
+    return results, baton.failure
+
+
+@contextmanager
+def _inside(caller: World | None, baton: Baton) -> Iterator[None]:
+    """While a simulated rank simulates, its own baton knows, so that Ctrl-C finds the thread that runs."""
+    if isinstance(caller, SimulatedWorld):
+        caller.baton.inner = baton
+    try:
+        yield
+    finally:
+        if isinstance(caller, SimulatedWorld):
+            caller.baton.inner = None
+
+
+def _wait_for(baton: Baton) -> None:
+    """Until all ranks have ended. After Ctrl-C they unwind; one that takes too long over it goes on without us."""
     try:
         baton.give_away()
         baton.done.acquire()
     except BaseException as interrupt:
-        _interrupt(baton, workers, interrupt)
-    _idle.extend(workers)
-    torch.default_generator.set_state(baton.generators[0])
-    if baton.failure is not None:
-        raise baton.failure
-    return results
+        baton.interrupt(interrupt)
+        try:
+            baton.done.acquire(timeout=_TO_UNWIND)
+        finally:
+            baton.abandon()
 
 
 def _run_rank(world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], modes: _Modes) -> None:
     baton, rank = world.baton, world.rank
-    activate(world)
-    try:
+    output = baton.outputs[rank]
+
+    def program() -> None:
         baton.take(rank)
         with modes.applied():
             results[rank] = fn()
-    except _RankEnded:
-        pass
-    except BaseException as error:
-        baton.fail(rank, error)
+
+    activate(world)
+    _run_guarded(baton, rank, program)
+    if isinstance(output, RankOutput):
+        _run_guarded(baton, rank, output.end_line)
     activate(None)
     baton.finish(rank)
 
 
-def _interrupt(baton: _Baton, workers: list[_Worker], interrupt: BaseException) -> NoReturn:
-    """Ends all ranks after Ctrl-C in the caller: those that wait at once, the running one at its next bytecode."""
-    baton.fail(-1, interrupt)
-    for worker in workers:
-        worker.last = True
-    ident = workers[baton.running].ident
-    if ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_RankEnded))
-    raise interrupt
+def _run_guarded(baton: Baton, rank: int, part: Callable[[], Any]) -> None:
+    """Whatever happens in a rank, the baton goes on."""
+    try:
+        part()
+    except RankEnded:
+        pass
+    except BaseException as error:
+        baton.fail(_from_user(error), f"raised on rank {rank} of simulate({baton.size})")
+
+
+def _from_user(error: BaseException) -> BaseException:
+    """The error with a traceback that begins in the program, not in this file."""
+    found = error.__traceback__
+    while found is not None and found.tb_frame.f_code.co_filename == __file__:
+        found = found.tb_next
+    return error.with_traceback(found)
+
+
+def _readable(error: BaseException) -> TracebackType | None:
+    """The traceback of an error; of one that names the ranks' lines itself, without what lies inside the library."""
+    last = found = error.__traceback__
+    if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):
+        while found is not None:
+            last = last if found.tb_frame.f_code.co_filename.startswith(_INNER) else found
+            found = found.tb_next
+        if last is not None:
+            last.tb_next = None
+    return error.__traceback__
 
 
 class _Modes:

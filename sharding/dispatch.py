@@ -270,7 +270,7 @@ def _moved(
 
 def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
     """The moved operand of a view, marked so that writing to any view of it is refused."""
-    if moved.untyped_storage().data_ptr() == original.untyped_storage().data_ptr():
+    if moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
         moved = moved.clone()
     _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
     _moved_copies.exist = True

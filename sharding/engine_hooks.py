@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 
 
 def current_backward() -> int:
@@ -37,6 +37,16 @@ def _no_transform(x: torch.Tensor) -> bool:
 is_transformed: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
 )
+
+
+def untransformed(x: torch.Tensor) -> torch.Tensor:
+    """What a tensor of a torch.func transform wraps."""
+    return torch._C._functorch.get_unwrapped(x)
+
+
+def in_forward_mode() -> bool:
+    """Whether tangents are carried along (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
+    return forward_ad._current_level >= 0
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:

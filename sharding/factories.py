@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from . import random
 from .layout import Layout
 from .spec import SpecLike
 from .tensor import ShardedTensor
+from .where import is_placement, mesh_and_spec
 
 _WHERE = """
     Args:
         size: the global shape, as numbers or one sequence.
-        device_mesh: the mesh; by default that of `with mesh:`.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         dtype: element type; torch's default dtype if left out.
         layout: `torch.strided`, the only memory layout there is here.
@@ -49,7 +49,7 @@ def ones(
 def full(
     size: Sequence[int],
     fill_value: float,
-    device_mesh: DeviceMesh | None = None,
+    device_mesh: DeviceMesh | SpecLike = None,
     placements: SpecLike = None,
     **options: Any,
 ) -> ShardedTensor:
@@ -100,7 +100,7 @@ def randint(
     `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` for those from 0 on.
     """
     if not isinstance(high, int):
-        if isinstance(size, DeviceMesh):
+        if isinstance(size, DeviceMesh) or is_placement(size):
             device_mesh, placements = size, placements if device_mesh is None else device_mesh
         low, high, size = 0, low, high
     options = {"dtype": dtype or torch.int64, "requires_grad": requires_grad}
@@ -108,7 +108,7 @@ def randint(
 
 
 def randperm(
-    n: int, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
+    n: int, device_mesh: DeviceMesh | SpecLike = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
 ) -> ShardedTensor:
     """The numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
 
@@ -178,13 +178,21 @@ def _new(
 
 
 def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
-    """`zeros(4, 8, device_mesh=m, placements=p)` and `zeros((4, 8), m, p)` say the same."""
-    rest = list(size)
-    at = next((i for i, item in enumerate(rest) if isinstance(item, DeviceMesh)), None)
-    if at is not None:
-        mesh, placements = rest[at], rest[at + 1] if len(rest) > at + 1 else placements
-        rest = rest[:at]
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"a new tensor lies on a mesh: device_mesh=mesh, or the mesh after the shape; got {mesh!r}")
-    shape = rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest
-    return tuple(shape), given_or_current(mesh), placements
+    """`zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, where m is set, `zeros((4, 8), p)` say the same."""
+    at = next((i for i, item in enumerate(size) if isinstance(item, DeviceMesh) or is_placement(item)), len(size))
+    dims, where = size[:at], size[at:]
+    if where:
+        mesh, placements = _one_place([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])
+    shape = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return (tuple(shape), *mesh_and_spec(mesh, placements))
+
+
+def _one_place(given: Sequence[Any]) -> Sequence[Any]:
+    """What stands for the mesh and what for the placements.
+
+    Raises:
+        TypeError: there is more than that.
+    """
+    if len(given) > 2:
+        raise TypeError(f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}")
+    return given if len(given) == 2 else (given[0], None)

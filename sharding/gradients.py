@@ -26,7 +26,7 @@ from ..mesh.group import World, current_world
 from . import engine_hooks
 from .bucket import many_runner
 from .layout import told_apart
-from .redistribute import redistribute_local
+from .redistribute import redistribute_local, redistribute_locals
 from .tensor import ShardedTensor
 
 _reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
@@ -328,7 +328,20 @@ def grad(
     )
     if create_graph:
         found = [_joined(x, g) for x, g in zip(inputs, found, strict=True)]
-    return tuple(_wrapped_grad(x, g) for x, g in zip(inputs, found, strict=True))
+    return _laid_out(inputs, found)
+
+
+def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The gradients of sharded inputs as these lie, all that is pending reduced in buckets."""
+    pairs_found = enumerate(zip(inputs, found, strict=True))
+    sharded = [(i, x._layout.replace(dtype=g.dtype), g) for i, (x, g) in pairs_found if g is not None and isinstance(x, ShardedTensor)]
+    done: list[Any] = list(found)
+    if sharded:
+        pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]
+        whole = redistribute_locals([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
+        for (i, layout, _), g in zip(sharded, whole, strict=True):
+            done[i] = ShardedTensor._make(g, layout.grad)
+    return tuple(done)
 
 
 def _joined(x: Tensor, found: Tensor | None) -> Tensor | None:
@@ -340,13 +353,6 @@ def _joined(x: Tensor, found: Tensor | None) -> Tensor | None:
 
 def _as_list(x: Any) -> list[Any]:
     return [x] if isinstance(x, Tensor) else list(x)
-
-
-def _wrapped_grad(x: Tensor, found: Tensor | None) -> Tensor | None:
-    if found is None or not isinstance(x, ShardedTensor):
-        return found
-    layout = x._layout.replace(dtype=found.dtype)
-    return ShardedTensor._make(redistribute_local(engine_hooks.with_memory(found), layout.dual, layout.grad), layout.grad)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""`local_map`: a function of plain tensors, run on the parts of sharded ones."""
+"""`local_map`: `shard_map` by DTensor's argument names, over flattened arguments and results."""
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..mesh.device_mesh import DeviceMesh
-from .boundary import from_local
+from .boundary import leaving
+from .cache import keep
+from .functional.shard_map import Mapped
+from .layout import Layout
 from .spec import P, SpecLike
 from .tensor import ShardedTensor
 
@@ -31,8 +35,9 @@ def local_map(
         x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  as out_placements say
                              rank 1: f(b) = d
 
-    The positional arguments are flattened (tuples, lists, dicts); each sharded one is replaced by this rank's part, all else
-    goes to `func` as it is, and so do keyword arguments. If no argument is sharded, `func` is simply called.
+    `shard_map` by DTensor's argument names, and trusted: types are not followed, since such functions may call `torch.distributed`
+    themselves. The positional arguments are flattened (tuples, lists, dicts); each sharded one is replaced by this rank's part,
+    all else goes to `func` as it is, and so do keyword arguments. If no argument is sharded, `func` is simply called.
 
     Args:
         func: a function of plain tensors. Left out, a decorator is returned.
@@ -40,21 +45,18 @@ def local_map(
             those, one for each flattened result; None for a result that is not a tensor.
         in_placements: how the arguments must lie, one for each flattened positional argument; None for those that are not
             sharded. By default they are taken as they lie.
-        in_grad_placements: how the gradients of the parts make up those of the arguments, where that is not as the arguments
-            lie: an argument that is replicated and meets another part of the data on every rank has a pending gradient,
-            `[Partial()]`.
-        device_mesh: the mesh of the results; by default that of the first sharded argument.
+        in_grad_placements: how the gradients of the parts make up those of the arguments. By default as in `shard_map`: those of
+            what is replicated add up over the ranks.
+        device_mesh: the mesh; by default that of the first sharded argument.
         redistribute_inputs: redistribute arguments that do not lie as `in_placements` say.
 
     Raises:
         ValueError: another number of placements than arguments or results, an argument that does not lie as it must, placements
             for what is not a tensor, or none for what is one.
-        TypeError: `func` returned a `ShardedTensor`.
-        RuntimeError: this rank is outside the mesh and has no parts; in backward, if the replicas of an argument have different
-            gradients and `in_grad_placements` does not say that they add up.
+        TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the call before with such arguments.
+        RuntimeError: this rank is outside the mesh and has no parts.
 
-    Communication: that of redistributing inputs; where a result is split, a small all_gather of its local shapes (so that
-        uneven parts are right). Backward: as `to_local` and `from_local`.
+    Communication: that of redistributing inputs; the first time with such arguments a small all_gather of the results' shapes.
 
     Example:
         >>> @local_map(out_placements=[Shard(0)], in_placements=([Shard(0)], [Replicate()]), in_grad_placements=([Shard(0)], [Partial()]))
@@ -66,7 +68,8 @@ def local_map(
             local_map, out_placements=out_placements, in_placements=in_placements, in_grad_placements=in_grad_placements,
             device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
         )  # fmt: skip
-    function = func
+    function: Callable[..., Any] = func
+    known: dict[Any, _Flat] = {}
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -74,23 +77,51 @@ def local_map(
         first = next((x for x in flat if isinstance(x, ShardedTensor)), None)
         if first is None:
             return function(*args, **kwargs)
-        mesh = first.mesh if device_mesh is None else device_mesh
-        _check_inside(mesh)
         placed = _one_each("in_placements", in_placements, flat)
-        placed_grads = _one_each("in_grad_placements", in_grad_placements, flat)
-        _check_places(flat, placed, placed_grads, in_placements is not None, redistribute_inputs)
-        parts = [_part(*each) for each in zip(flat, placed, placed_grads, strict=True)]
-        return _wrapped(function(*pytree.tree_unflatten(parts, tree), **kwargs), mesh, out_placements)
+        grads = _one_each("in_grad_placements", in_grad_placements, flat)
+        _check_places(flat, placed, grads, in_placements is not None, redistribute_inputs)
+        layouts = [x._layout.replace(place) if isinstance(x, ShardedTensor) else None for x, place in zip(flat, placed, strict=True)]
+        key = (tree, *layouts)
+        if key not in known:
+            keep(known, key, _Flat(function, tree, layouts, grads, out_placements, device_mesh or first.mesh))
+        return known[key](flat, kwargs)
 
     return mapped
 
 
+class _Flat:
+    """The function over flattened arguments and results, mapped."""
+
+    def __init__(self, function: Any, tree: Any, layouts: Any, grads: Any, out_placements: Any, mesh: DeviceMesh) -> None:
+        self.function, self.tree, self.layouts, self.grads, self.out_placements = function, tree, layouts, grads, out_placements
+        specs = tuple(None if layout is None else layout.spec for layout in layouts)
+        outs = out_placements if isinstance(out_placements, tuple) and _is_one_each(out_placements) else (out_placements,)
+        self.mapped = Mapped(self.on_parts, mesh, specs, outs, None, False)
+        self.mapped.name = f"local_map({getattr(function, '__name__', 'function')})"
+        self.places = outs
+        self.local = threading.local()
+
+    def __call__(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return pytree.tree_unflatten(self.mapped(*flat, **kwargs), self.local.tree)
+
+    def on_parts(self, *parts: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = [_with_gradient(*each) for each in zip(parts, self.layouts, self.grads, strict=True)]
+        flat, self.local.tree = pytree.tree_flatten(self.function(*pytree.tree_unflatten(given, self.tree), **kwargs))
+        if len(self.places) != len(flat):
+            raise ValueError(
+                f"local_map: {len(self.places)} out_placements for {len(flat)} flattened results; give a tuple with one for each"
+            )
+        for i, each in enumerate(zip(flat, self.places, strict=True)):
+            _check_result(i, *each)
+        return tuple(flat)
+
+
+def _with_gradient(part: Any, layout: Layout | None, grad_place: SpecLike) -> Any:
+    """The part, whose gradient lies as the placements say."""
+    return part if layout is None or grad_place is None else leaving(part, layout, layout.replace(grad_place))
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def _check_inside(mesh: DeviceMesh) -> None:
-    if mesh.coordinate is None:
-        raise RuntimeError(f"local_map: rank {mesh.world.rank} is outside {mesh} and has no parts; call it on the ranks of the mesh")
 
 
 def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[SpecLike]:
@@ -122,25 +153,7 @@ def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) 
         )
 
 
-def _part(x: Any, place: SpecLike, grad_place: SpecLike) -> Any:
-    if not isinstance(x, ShardedTensor):
-        return x
-    return (x if place is None else x.redistribute(place)).to_local(grad_placements=grad_place)
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
-
-
-def _wrapped(out: Any, mesh: DeviceMesh, placements: Any) -> Any:
-    """The results as `ShardedTensor`s."""
-    flat, tree = pytree.tree_flatten(out)
-    places = placements if isinstance(placements, tuple) and _is_one_each(placements) else (placements,)
-    if len(places) != len(flat):
-        raise ValueError(f"local_map: {len(places)} out_placements for {len(flat)} flattened results; give a tuple with one for each")
-    for i, each in enumerate(zip(flat, places, strict=True)):
-        _check_result(i, *each)
-    made = [from_local(x, mesh, place) if isinstance(x, Tensor) else x for x, place in zip(flat, places, strict=True)]
-    return pytree.tree_unflatten(made, tree)
 
 
 def _is_one_each(placements: tuple[Any, ...]) -> bool:

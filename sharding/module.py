@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
+from .module_repr import show_layouts_in_repr
 from .tensor import ShardedTensor
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
@@ -25,6 +26,8 @@ def distribute_module(
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """distribute_module(module, mesh, partition_fn) -> the module, its parameters and buffers sharded in place.
+
+    Its `repr` says from then on how each of them lies.
 
     Args:
         module: any module.
@@ -54,6 +57,7 @@ def distribute_module(
     _tie(tied)
     for submodule in module.modules():
         _replicate_rest(submodule, mesh, src_data_rank)
+        show_layouts_in_repr(submodule)
     _tie(tied)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))

@@ -236,8 +236,13 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     if local is None:
         piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
         return moved.clone(memory_format=torch.contiguous_format) if piece else moved
-    shared = storage.data_ptr() == local.untyped_storage().data_ptr()
+    shared = _place(storage) == _place(local.untyped_storage())
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
+
+
+def _place(storage: Any) -> int:
+    """Where a storage lies; one on "meta" lies nowhere and is told by its own number."""
+    return storage.data_ptr() or storage._cdata
 
 
 def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:

@@ -1,18 +1,25 @@
-"""How tensors look in print: `repr`, and `visualize`, a picture of which rank holds what."""
+"""How tensors look: `repr`, and `visualize`, which rank holds what, as text, in colour or as a picture."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch import nn
 
-from .layout import Layout, dtype_name
+from .grid import Grid
+from .layout import Layout
+from .module_repr import module_rich, module_table, module_tree
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.table import Table
+
     from .tensor import ShardedTensor
+
+Style: TypeAlias = Literal["text", "tree", "rich", "picture"]
+_STYLES = ("text", "tree", "rich", "picture")
 
 
 def tensor_repr(x: ShardedTensor) -> str:
@@ -25,11 +32,36 @@ def tensor_repr(x: ShardedTensor) -> str:
     return f"{kind}({x._layout!r}{grad},\n{local}" + (")" * kind.count("(")) + ")"
 
 
-def visualize(x: ShardedTensor | Layout | nn.Module) -> str:
-    """A picture of which ranks hold which part of a tensor, or a table of how a module's tensors lie, as text.
+@overload
+def visualize(x: ShardedTensor | Layout | nn.Module, *, style: Literal["text", "tree"] = "text") -> str: ...
+@overload
+def visualize(x: ShardedTensor | Layout | nn.Module, *, style: Literal["rich"]) -> Table: ...
+@overload
+def visualize(
+    x: ShardedTensor | Layout, *, style: Literal["picture"], path: str | PathLike[str] | None = None
+) -> Figure: ...
+def visualize(
+    x: ShardedTensor | Layout | nn.Module, *, style: Style = "text", path: str | PathLike[str] | None = None
+) -> Any:
+    """visualize(x, style="text") -> str: which ranks hold which part of a tensor, or how a module's tensors lie.
 
-    One-dimensional tensors are a row; of tensors with more dims the last two are drawn, at index 0 of the others.
-    Ranks that hold the same part share a cell; `+` marks values that are still pending.
+    Ranks that hold the same part share a cell. Where values are pending, `+` stands behind ranks that hold contributions to
+    a sum; ` max` and so on for the other kinds. Of tensors with more dims than two the last two that are split are the rows
+    and columns, and further split dims make pages. Of long tables the first and last rows, columns and pages are shown,
+    and the last line says what is not.
+
+    Args:
+        x: a tensor or a layout (on an `AbstractMesh` too) of any number of dims, or a module.
+        style: "text"; "rich", a `rich.table.Table` in which each cell has the colour of the ranks that hold it: notebooks show
+            it, `rich.print` prints it; "picture", a `matplotlib.figure.Figure` with a panel for each page, for up to 64
+            ranks; or for modules "tree", the text of `repr(module)` with how each tensor lies.
+        path: of "picture", a file to write as well: .png, .svg, .pdf or what else matplotlib knows.
+
+    Raises:
+        TypeError: `x` is something else, such as a plain tensor.
+        ValueError: a style that there is not for this `x`, a path for another style than "picture", a picture of more than 64
+            ranks, or a kind of file that matplotlib does not know.
+        ImportError: rich or matplotlib is asked for and not installed.
 
     Communication: none.
 
@@ -40,61 +72,40 @@ def visualize(x: ShardedTensor | Layout | nn.Module) -> str:
         rows 0:2         0         1
         rows 2:4         2         3
     """
+    _check_style(x, style, path)
     if isinstance(x, nn.Module):
-        return _module_table(x)
-    layout: Any = x if isinstance(x, Layout) else x._layout
-    cells = _cells(layout)
-    rows, cols = sorted({r for r, _ in cells}, key=_interval_key), sorted({c for _, c in cells}, key=_interval_key)
-    mark = "+" if layout.pending else ""
-    table = [["", *[_interval("cols", c) for c in cols]]]
-    table += [[_interval("rows", r), *[_ranks(cells[r, c]) + mark for c in cols]] for r in rows]
-    return "\n".join([str(layout), *(_aligned(table, str.rjust) if cells else ["no elements"])])
+        return {"text": module_table, "tree": module_tree, "rich": module_rich}[style](x)
+    layout = layout_of(x, "visualize")
+    if style == "picture":
+        from .picture import layout_picture
+
+        return layout_picture(layout, path)
+    grid = Grid.of(layout)
+    return grid.rich() if style == "rich" else grid.text()
 
 
-def _cells(layout: Layout) -> dict[tuple[Any, Any], list[int]]:
-    """(row interval, column interval) -> the ranks that hold it, in the last two dims at index 0 of the others."""
-    cells: dict[tuple[Any, Any], list[int]] = {}
-    for coordinate, box in layout.boxes():
-        if all(start == 0 for start, _ in box[:-2]) and all(stop > start for start, stop in box):
-            row, col = [None, None, *box][-2:]
-            cells.setdefault((row, col), []).append(int(layout.mesh.ranks[coordinate]))
-    return cells
+def layout_of(x: Any, what: str) -> Layout:
+    """The layout of a `ShardedTensor`, or of a layout itself.
+
+    Raises:
+        TypeError: anything else; `what` is the function that was called with it.
+    """
+    layout = x if isinstance(x, Layout) else getattr(x, "_layout", None)
+    if isinstance(layout, Layout):
+        return layout
+    instead = "give a ShardedTensor or a Layout"
+    if isinstance(x, nn.Module):
+        instead = f"give one of its tensors, such as {what}(module.weight), or print visualize(module)"
+    elif isinstance(x, torch.Tensor):
+        instead = "a plain tensor lies on this rank alone; place it with distribute_tensor or device_put first"
+    raise TypeError(f"{what}({type(x).__name__}): {instead}")
 
 
-def _interval_key(interval: Any) -> tuple[int, int]:
-    return interval or (0, 0)
-
-
-def _interval(what: str, interval: Any) -> str:
-    return f"{what} {interval[0]}:{interval[1]}" if interval else "all"
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Ranks with runs of three or more shortened: `0-3,8,9`."""
-    parts: list[str] = []
-    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        found = [rank for _, rank in run]
-        parts += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else map(str, found)
-    return ",".join(parts)
-
-
-def _module_table(module: nn.Module) -> str:
-    """One line per parameter and buffer: name, what it is, how it lies, and this rank's part."""
-    header = ["tensor", "global", "spec", "local"]
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return "\n".join(_aligned([header, *[_tensor_row(name, x) for name, x in named]], str.ljust))
-
-
-def _tensor_row(name: str, x: Any) -> list[str]:
-    if hasattr(x, "_layout"):
-        return [name, _kind(x.dtype, x.shape), repr(x._layout.spec), str(list(x._local.shape))]
-    return [name, _kind(x.dtype, x.shape), "plain", str(list(x.shape))]
-
-
-def _kind(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype_name(dtype)}{list(shape)}"
-
-
-def _aligned(table: list[list[str]], justify: Callable[[str, int], str]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(justify(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+def _check_style(x: Any, style: Any, path: Any) -> None:
+    known = _STYLES[:3] if isinstance(x, nn.Module) else (_STYLES[0], *_STYLES[2:])
+    if style not in known:
+        of = "a module" if isinstance(x, nn.Module) else "a tensor or a layout"
+        other = "; draw its tensors one by one" if style == "picture" else ""
+        raise ValueError(f"visualize(style={style!r}): of {of} there are the styles {', '.join(map(repr, known))}{other}")
+    if path is not None and style != "picture":
+        raise ValueError(f"visualize(style={style!r}, path={str(path)!r}): only a picture is written; add style='picture'")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from ..mesh.device_mesh import DeviceMesh, unpickled_mesh
 from .layout import Layout, make_layout
 from .redistribute import redistribute_local
 from .spec import P, Placement, make_spec
+
+if TYPE_CHECKING:
+    from .arrays import AddressableShard
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
@@ -156,6 +159,11 @@ class ShardedTensor(Tensor):
     def is_fully_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
         return self._layout.is_fully_replicated
+
+    @property
+    def addressable_shards(self) -> list[AddressableShard]:
+        """The part that this rank holds and where it lies, as a list of one; of none on a rank outside the mesh."""
+        return arrays.addressable_shards(self)
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
@@ -425,6 +433,6 @@ def _called_by(func: Any) -> bool:
 
 
 # These make ShardedTensors, and its methods call them.
-from . import boundary, dispatch, gradients, reshard, show  # noqa: E402
+from . import arrays, boundary, dispatch, gradients, reshard, show  # noqa: E402
 
 ShardedTensor.__torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]

@@ -51,11 +51,32 @@ def _attention_local(
     """torch's own, which leaves an empty part out of the graph."""
     shape = (*query.shape[:-1], value.shape[-1])
     if math.prod(shape):
+        if query.is_meta:
+            return _fused_on_meta(query, key, value, attn_mask, *args, **kwargs)
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
     query, key, value = map(with_elements, (query, key, value))
     mask = None if attn_mask is None else with_elements(attn_mask)
     out = F.scaled_dot_product_attention(query, key, value, mask, *args, **kwargs)
     return out[tuple(map(slice, shape))]
+
+
+def _fused_on_meta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As a fused kernel does it: torch's choice on "meta" would keep the scores in memory, which no device does."""
+    learned = attn_mask is not None and attn_mask.requires_grad
+    if enable_gqa or query.ndim != 4 or query.shape[-1] != value.shape[-1] or learned:
+        options: Any = {"scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 # -- with dropout -----------------------------------------------------------------------------------------------------

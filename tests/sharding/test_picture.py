@@ -12,7 +12,7 @@ from hypothesis import given
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.picture import states
+from shardmesh.sharding.picture import page_states, states
 from tests.sharding.strategies import AXES, ragged_moves
 
 MOVES = [
@@ -159,3 +159,34 @@ def test_a_tensor_can_be_explained_and_drawn():
         return len(sm.explain(x, P(None, "x")).picture().axes)
 
     assert sm.simulate(2)(program)() == [2, 2]
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@given(ragged_moves(("sum", "max")))
+def test_the_pages_of_a_layout_show_every_box_once(move):
+    mesh_shape, shape, src, _ = move
+    layout = sm.Layout.of(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), src, shape)
+    boxes = {box for _, box in layout.boxes() if all(start < stop for start, stop in box)}
+    shown = [part.box for state in page_states(layout) for part in state.parts]
+    assert sorted(shown) == sorted(boxes)
+
+
+@pytest.mark.parametrize(("shape", "spec"), [((5, 4, 3), P("a", "b", "c")), ((6,), P("a")), ((), P()), ((0, 3), P("a"))])
+def test_a_panel_for_each_page_of_a_layout(shape, spec, tmp_path):
+    layout = sm.Layout.of(sm.AbstractMesh((2, 2, 2), ("a", "b", "c")), spec, shape)
+    figure = sm.visualize(layout, style="picture", path=tmp_path / "one.svg")
+    sm.visualize(layout, style="picture", path=tmp_path / "two.svg")
+    assert [axes.get_title() for axes in figure.axes if len(shape) == 3] == ["[0:3, :, :]", "[3:5, :, :]"][: len(shape) // 3 * 2]
+    assert sum(len(axes.patches) for axes in figure.axes) == len({box for _, box in layout.boxes()} if 0 not in shape else ())
+    assert str(layout) in texts(figure)[0].replace("\n", " ")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_many_pages_are_set_in_rows():
+    layout = sm.Layout.of(sm.AbstractMesh((8, 2, 2), ("a", "b", "c")), P("a", "b", "c"), (8, 2, 2))
+    places = [axes.get_position().bounds for axes in sm.visualize(layout, style="picture").axes]
+    assert len(set(places)) == 8
+    assert len({round(place[1], 6) for place in places}) == 2
+    assert all(x >= 0 and y >= 0 and x + w <= 1 and y + h <= 1 for x, y, w, h in places)

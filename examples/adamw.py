@@ -1,0 +1,155 @@
+"""AdamW as a pure function over trees of tensors: it steps plain tensors and sharded ones, and knows nothing of the mesh.
+
+    w1 P("dp", "tp")      what travels in a step of training                            what travels in `update`: nothing
+    +----+----+
+    | r0 | r1 |   w1  ->  all_gather over dp to compute with, P(None, "tp")             r0:  its part of w1, g, m, v
+    +----+----+   dw1 ->  reduce_scatter over dp, backward, to P("dp", "tp")            r1:  its part of w1, g, m, v
+    | r2 | r3 |           all_reduce over tp of what `x @ w1 ... @ w2` leaves pending   ...
+    +----+----+
+
+A gradient lies as its parameter, and so do both moments, from the beginning: a rank has the moments of its part alone. The update
+works element by element, so every operator in it is the same one on the parts.
+
+    python examples/adamw.py                         4 ranks simulated in this process
+    python examples/adamw.py --launch 4              4 local processes
+    torchrun --nproc-per-node 4 examples/adamw.py    the same, started by torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import shardmesh as sm
+from shardmesh import P
+
+STEPS, RATE, WIDTH, HIDDEN = 30, 1e-2, 10, 27
+Params = dict[str, Tensor]
+
+
+class State(NamedTuple):
+    """What AdamW remembers: the number of steps, and moving averages of gradients and of their squares, as trees."""
+
+    step: int
+    m: Any
+    v: Any
+
+
+def init(params: Any) -> State:
+    """The state before the first step; moments lie as their parameters."""
+    return State(0, pytree.tree_map(torch.zeros_like, params), pytree.tree_map(torch.zeros_like, params))
+
+
+def update(
+    params: Any, grads: Any, state: State, *,
+    rate: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decay: float = 1e-2,
+) -> tuple[Any, State]:  # fmt: skip
+    """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
+
+    Args:
+        params, grads: trees of the same form.
+        state: what `init` or the last step returned; its tensors are not changed.
+
+    Communication: none, where gradients lie as their parameters.
+
+    Example:
+        >>> loss, grads = sm.value_and_grad(loss_of)(params, x, y)
+        >>> params, state = update(params, grads, state, rate=1e-3)
+    """
+    step, (beta_m, beta_v) = state.step + 1, betas
+    m = pytree.tree_map(lambda m, g: beta_m * m + (1 - beta_m) * g, state.m, grads)
+    v = pytree.tree_map(lambda v, g: beta_v * v + (1 - beta_v) * g * g, state.v, grads)
+
+    def stepped(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+        direction = m / (1 - beta_m**step) / ((v / (1 - beta_v**step)).sqrt() + eps)  # averages that began at zero
+        return p * (1 - rate * decay) - rate * direction
+
+    return pytree.tree_map(stepped, params, m, v), State(step, m, v)
+
+
+# -- a model on a mesh -------------------------------------------------------------------------------------------------
+
+STORED = {"w1": P("dp", "tp"), "b1": P("tp"), "w2": P("tp", "dp"), "b2": P()}  # 27 columns over 2 ranks: 14 and 13
+USED = {"w1": P(None, "tp"), "b1": P("tp"), "w2": P("tp"), "b2": P()}
+BATCH = P("dp")
+
+
+def model(params: Params, x: Tensor) -> Tensor:
+    """Plain PyTorch: a small MLP."""
+    return F.gelu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
+
+
+def loss_of(params: Params, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of parameters that lie as `STORED`; gradients come back the same way, and so lie as `STORED` too."""
+    used = dict(zip(params, sm.redistribute_many(list(params.values()), [USED[name] for name in params]), strict=True))
+    return F.mse_loss(model(used, x), y)
+
+
+def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[Params, State, list[Tensor]]:
+    """Parameters and state after `STEPS` steps, and the losses on the way."""
+    params = {name: sm.device_put(p, mesh, STORED[name]) for name, p in params.items()}
+    x, y, state, losses = sm.device_put(x, mesh, BATCH), sm.device_put(y, mesh, BATCH), init(params), []
+    for _ in range(STEPS):
+        loss, grads = sm.value_and_grad(loss_of)(params, x, y)
+        with sm.comm_budget(launches=0):  # an update that communicates is an error
+            params, state = update(params, grads, state, rate=RATE)
+        losses.append(loss)
+    return params, state, losses
+
+
+# -- the same in one process, to compare -------------------------------------------------------------------------------
+
+
+def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Tensor]]:
+    """With `torch.optim.AdamW`."""
+    params, losses = {name: p.clone().requires_grad_() for name, p in params.items()}, []
+    optimizer = torch.optim.AdamW(params.values(), RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(F.mse_loss(model(params, x), y))
+        losses[-1].backward()
+        optimizer.step()
+    return params, losses
+
+
+def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
+    """Parameters to begin with, and a function to learn: every rank draws the same."""
+    random = torch.Generator().manual_seed(0)
+    shapes = {"w1": (WIDTH, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, WIDTH), "b2": (WIDTH,)}
+    params = {name: torch.randn(shape, generator=random) / shape[0] ** 0.5 for name, shape in shapes.items()}
+    x = torch.randn(rows, WIDTH, generator=random)
+    return params, x, torch.sin(x.cumsum(1))
+
+
+def main(ranks: int = 4) -> float:
+    """Train on a mesh of this many ranks, and compare; the largest difference of a parameter or loss."""
+    tp = 2 if ranks % 2 == 0 else 1
+    mesh = sm.init_device_mesh("cpu", (ranks // tp, tp), axis_names=("dp", "tp"))
+    params, x, y = problem(rows=16 * ranks)
+    trained, state, losses = train(mesh, params, x, y)
+    expected, expected_losses = train_single(params, x, y)
+    pairs = [(trained[name].full_tensor(), expected[name]) for name in params]
+    pairs += [(loss.full_tensor(), other) for loss, other in zip(losses, expected_losses, strict=True)]
+    difference = max((ours - plain).abs().max().item() for ours, plain in pairs)
+    if mesh.get_rank() == 0:
+        print(f"AdamW on (dp={ranks // tp}, tp={tp}): loss {pairs[len(params)][0]:.4f} -> {pairs[-1][0]:.4f}; m of w1: {state.m['w1'].layout}")
+        print(f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}")
+    return difference
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="AdamW as a pure function on sharded tensors, compared with one process")
+    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    processes = parser.parse_args().launch
+    if "RANK" in os.environ:  # torchrun has started the ranks
+        main(int(os.environ["WORLD_SIZE"]))
+    elif processes:
+        sm.launch(main, processes, (processes,))
+    else:
+        sm.simulate(4, prints="first")(main)(4)

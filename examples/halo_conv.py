@@ -1,0 +1,116 @@
+r"""A convolution over an image that is split along its height: each rank needs a few rows of its neighbours, its halo.
+
+    image P(None, None, "sp"): [b c h/4 w] on each rank                with a kernel of 3 rows the halo is 1 row
+
+             0 0 0 0 0 0      nobody sends to the first rank: zeros, which is what padding is
+    rank 0   . . . . . .
+             . . . . . .  --\  its last row goes down
+    rank 1   . . . . . .  --/  its first row goes up
+             . . . . . .
+             ...
+    rank 3   . . . . . .
+             0 0 0 0 0 0      and nobody sends to the last one from below
+
+Two `ppermute`s fetch the halo, whatever the size of the image. Backward is the same the other way: the gradient of a row that was
+lent to a neighbour comes back, and is added. Heights need not be multiples of the ranks, only every part as high as the halo.
+
+    python examples/halo_conv.py                         4 ranks simulated in this process
+    python examples/halo_conv.py --launch 4              4 local processes
+    torchrun --nproc-per-node 4 examples/halo_conv.py    the same, started by torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh import P
+
+ROWS = P(None, None, "sp")  # how an image [b c h w] lies
+
+
+def conv(image: sm.ShardedTensor, kernel: Tensor) -> Any:
+    """`F.conv2d(image, kernel, padding="same")` of an image that lies as `ROWS`; the result lies so too.
+
+    Args:
+        image: [b c h w].
+        kernel: [c' c k k] with an odd k, replicated.
+
+    Raises: ValueError where a rank has fewer rows than its neighbours need of it.
+    """
+    check_rows(height=image.shape[2], ranks=image.mesh.size("sp"), size=kernel.shape[2])
+    return conv_part(image, kernel)
+
+
+def check_rows(height: int, ranks: int, size: int) -> None:
+    """Raises: ValueError, on every rank before anything moves, where the halo is more than the next rank has."""
+    if size % 2 == 0:
+        raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
+    most = -(-height // ranks)  # cut as torch.chunk cuts: the last part has what the others leave
+    fewest, halo = max(height - (ranks - 1) * most, 0), size // 2
+    if fewest < halo:
+        raise ValueError(
+            f"{height} rows over {ranks} ranks leave {fewest} to the last one, and for a kernel of {size} rows its neighbour "
+            f"borrows {halo}: use fewer ranks, or add rows of zeros until there are {ranks * max(most, halo)}"
+        )
+
+
+@sm.shard_map(in_specs=(ROWS, P()), out_specs=ROWS)
+def conv_part(image: Tensor, kernel: Tensor) -> Tensor:
+    """The convolution, as each rank sees it: its own rows of the image."""
+    (halo, margin), last = (n // 2 for n in kernel.shape[2:]), sm.axis_size("sp") - 1
+    if halo == 0:
+        return F.conv2d(image, kernel, padding=(0, margin))
+    above = sm.ppermute(image[:, :, -halo:], "sp", [(i, i + 1) for i in range(last)])
+    below = sm.ppermute(image[:, :, :halo], "sp", [(i + 1, i) for i in range(last)])
+    return F.conv2d(torch.cat([above, image, below], dim=2), kernel, padding=(0, margin))
+
+
+# -- a network of two, and the same in one process ---------------------------------------------------------------------
+
+
+def network(image: sm.ShardedTensor, first: Tensor, second: Tensor) -> Tensor:
+    """A number that depends on all of the image: only the convolutions know that it is split."""
+    return conv(conv(image, first).tanh(), second).square().mean()
+
+
+def network_single(image: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    hidden = F.conv2d(image, first, padding="same").tanh()
+    return F.conv2d(hidden, second, padding="same").square().mean()
+
+
+def main(ranks: int = 4) -> float:
+    """Compare loss and gradients with one process; the largest difference relative to the largest element."""
+    mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("sp",))
+    random = torch.Generator().manual_seed(0)  # every rank draws the same
+    shapes = [(2, 3, 8 * ranks - 1, 10), (4, 3, 3, 3), (2, 4, 5, 5)]  # the last rank has a row less
+    plain = [torch.randn(shape, generator=random).requires_grad_() for shape in shapes]
+    expected = network_single(*plain)
+    expected_grads = torch.autograd.grad(expected, plain)
+    given = [sm.device_put(x.detach(), mesh, spec) for x, spec in zip(plain, (ROWS, P(), P()), strict=True)]
+    loss, grads = sm.value_and_grad(network, argnums=(0, 1, 2))(*given)
+    pairs = zip([loss, *grads], [expected, *expected_grads], strict=True)
+    differences = [(ours.full_tensor() - other).abs().max() / other.abs().max() for ours, other in pairs]
+    difference = torch.stack(differences).max().item()
+    if mesh.get_rank() == 0:
+        print(f"{shapes[0][2]} rows over {ranks} ranks, convolved with 3x3 and 5x5 kernels: loss {expected:.4f}")
+        print(f"largest relative difference from one process, of the loss or any gradient: {difference:.1e}")
+    return difference
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Convolution with halo exchange, compared with one process")
+    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    processes = parser.parse_args().launch
+    if "RANK" in os.environ:  # torchrun has started the ranks
+        main(int(os.environ["WORLD_SIZE"]))
+    elif processes:
+        sm.launch(main, processes, (processes,))
+    else:
+        sm.simulate(4, prints="first")(main)(4)

@@ -1,0 +1,157 @@
+"""A mixture of experts with the experts spread over the ranks: tokens travel to the experts that they choose, and back.
+
+    tokens P("ep"), experts P("ep"), router P()                   here every token chooses one expert, of two on each rank
+
+    rank 0  tokens  a b c d    by expert  [b | a d |   | c]       arrived  [b e | a d f]     experts 0 and 1 work on them
+                  ->  1 0 3 1               0   1    2   3
+    rank 1  tokens  e f g      by expert  [e | f | g |  ]         arrived  [g | c]           experts 2 and 3
+                  ->  0 1 2                 0   1   2   3
+
+    and what they made of them goes back the same way:   rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]  ->  e f g
+
+Ranks tell each other how many rows go where (one all_gather of counts); then `ragged_all_to_all` moves exactly these rows. So no
+token is dropped and nothing is padded, whatever the router decides. The way back is the way there with the counts transposed, and
+backward runs both the other way.
+
+    python examples/mixture_of_experts.py                         4 ranks simulated in this process
+    python examples/mixture_of_experts.py --launch 4              4 local processes
+    torchrun --nproc-per-node 4 examples/mixture_of_experts.py    the same, started by torchrun
+
+Tensor names end in one letter per dim where that helps: t token, k choice, e expert, r row (a token on its way), d width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh import P
+
+CHOICES, WIDTH, HIDDEN = 2, 16, 24
+Params = dict[str, Tensor]
+LAYOUT = {"router": P(), "up": P("ep"), "down": P("ep")}  # [d e], [e d f], [e f d]: experts are split over the ranks
+TOKENS = P("ep")  # [t d]
+
+
+def choose(x_td: Tensor, router_de: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch: for each token the experts that it chooses [t k], and how much it takes of each [t k]."""
+    score_tk, expert_tk = (x_td @ router_de).topk(CHOICES)
+    return expert_tk, score_tk.softmax(-1)
+
+
+def expert(x_rd: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Plain PyTorch: what one expert makes of rows."""
+    return F.silu(x_rd @ up) @ down
+
+
+# -- what makes it expert-parallel -------------------------------------------------------------------------------------
+
+
+@sm.shard_map(in_specs=(LAYOUT, TOKENS), out_specs=TOKENS)
+def mixture(params: Params, x_td: Tensor) -> Tensor:
+    """For each of this rank's tokens the weighted sum of what its experts make of it.
+
+    Raises: ValueError, on every rank, where ranks would have different numbers of experts.
+    """
+    ranks, experts = sm.axis_size("ep"), params["router"].shape[1]
+    if experts % ranks:
+        raise ValueError(f"{experts} experts over {ranks} ranks; give each rank equally many, such as {experts + -experts % ranks}")
+    expert_tk, share_tk = choose(x_td, params["router"])
+    by_expert_r = expert_tk.flatten().argsort(stable=True)  # rows in the order of experts, and so of ranks
+    token_r = by_expert_r // CHOICES
+    mine_e = torch.bincount(expert_tk.flatten(), minlength=experts)
+    counts = sm.all_gather(mine_e, "ep").unflatten(1, (ranks, -1))  # [source, destination, its expert]
+    rows = counts.sum(-1)
+    here = work(params, travel(x_td[token_r], rows), counts[:, int(sm.axis_index("ep"))])
+    back_rd = travel(here, rows.T) * share_tk.flatten()[by_expert_r, None]
+    return torch.zeros_like(x_td).index_add(0, token_r, back_rd)
+
+
+def travel(x_rd: Tensor, rows: Tensor) -> Tensor:
+    """Send the first rows to rank 0, the next to rank 1, and so on; what arrives, from rank 0 first.
+
+    Args:
+        x_rd: this rank's rows.
+        rows: [source, destination]: how many go from rank to rank; the same on all.
+    """
+    leave, arrive, me = rows.cumsum(1) - rows, rows.cumsum(0) - rows, int(sm.axis_index("ep"))
+    room = x_rd.new_zeros(int(rows[:, me].sum()), x_rd.shape[1])
+    return sm.ragged_all_to_all(x_rd, room, leave[me], rows[me], arrive[me], rows[:, me], axis_name="ep")
+
+
+def work(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
+    """What this rank's experts make of the rows that arrived; they lie by source, and for each source by expert.
+
+    Args:
+        counts: [source, expert]: how many there are.
+    """
+    ranks, experts = counts.shape
+    expert_r = torch.arange(experts).repeat(ranks).to(counts.device).repeat_interleave(counts.flatten())
+    order_r = expert_r.argsort(stable=True)
+    parts = zip(x_rd[order_r].split(counts.sum(0).tolist()), params["up"], params["down"], strict=True)
+    return torch.zeros_like(x_rd).index_copy(0, order_r, torch.cat([expert(*part) for part in parts]))
+
+
+# -- the same in one process, to compare -------------------------------------------------------------------------------
+
+
+def mixture_dense(params: Params, x_td: Tensor) -> Tensor:
+    """Every expert works on every token; what was not chosen counts nothing."""
+    expert_tk, share_tk = choose(x_td, params["router"])
+    share_te = x_td.new_zeros(len(x_td), params["router"].shape[1]).scatter(1, expert_tk, share_tk)
+    made_etd = torch.stack([expert(x_td, up, down) for up, down in zip(params["up"], params["down"], strict=True)])
+    return torch.einsum("te,etd->td", share_te, made_etd)
+
+
+def problem(experts: int, seed: int = 0) -> Params:
+    """Weights, which every rank draws alike."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"router": (WIDTH, experts), "up": (experts, WIDTH, HIDDEN), "down": (experts, HIDDEN, WIDTH)}
+    return {name: torch.randn(shape, generator=random) / shape[-2] ** 0.5 for name, shape in shapes.items()}
+
+
+def compare(mesh: sm.DeviceMesh, params: Params, x: Tensor) -> float:
+    """How far outputs and gradients are from those of the dense computation, relative to the largest element."""
+    plain = [p.requires_grad_() for p in params.values()] + [x.requires_grad_()]
+    expected = mixture_dense(params, x)
+    expected_grads = torch.autograd.grad(expected.square().mean(), plain)
+
+    def loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = mixture(params, x)
+        return y.square().mean(), y
+
+    placed = {name: sm.device_put(p.detach(), mesh, LAYOUT[name]) for name, p in params.items()}
+    tokens = sm.device_put(x.detach(), mesh, TOKENS)
+    (_, y), (grads, x_grad) = sm.value_and_grad(loss, argnums=(0, 1), has_aux=True)(placed, tokens)
+    pairs = zip([y, *grads.values(), x_grad], [expected, *expected_grads], strict=True)
+    return max(((ours.full_tensor() - other).abs().max() / other.abs().max()).item() for ours, other in pairs)
+
+
+def main(ranks: int = 4) -> float:
+    """Compare three batches, whose tokens choose differently; the largest relative difference."""
+    mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
+    params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
+    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) for _ in range(3)]  # the last rank has a token less
+    difference = max(compare(mesh, params, x) for x in batches)
+    if mesh.get_rank() == 0:
+        loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)
+        print(f"{2 * ranks} experts on {ranks} ranks, {len(batches[0])} tokens choose {CHOICES} each: {loads.tolist()} tokens")
+        print(f"largest relative difference from all experts on all tokens, of the output or any gradient: {difference:.1e}")
+    return difference
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A mixture of experts over ranks, compared with the dense computation")
+    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    processes = parser.parse_args().launch
+    if "RANK" in os.environ:  # torchrun has started the ranks
+        main(int(os.environ["WORLD_SIZE"]))
+    elif processes:
+        sm.launch(main, processes, (processes,))
+    else:
+        sm.simulate(4, prints="first")(main)(4)

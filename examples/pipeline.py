@@ -1,0 +1,125 @@
+"""A pipeline: each rank has one stage of the network, and microbatches go from stage to stage.
+
+    stages over "pp"; time goes right; a number is the microbatch that a stage works on
+
+    stage 0    0  1  2  3  4  5  .  .  .         each tick: work, then hand the result to the next stage (`ppermute`);
+    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage works on zeros, or on a microbatch again, and
+    stage 2    .  .  0  1  2  3  4  5  .         nobody uses the result: m microbatches over n stages take m + n - 1 ticks,
+    stage 3    .  .  .  0  1  2  3  4  5         so the idle share is (n - 1) / (m + n - 1)
+
+The schedule is GPipe's (Huang et al. 2018): a loop in one mapped function. Nobody writes a backward schedule: the gradient of a
+`ppermute` is the `ppermute` the other way, so backward runs the same picture from right to left.
+
+    python examples/pipeline.py                         4 ranks simulated in this process
+    python examples/pipeline.py --launch 4              4 local processes
+    torchrun --nproc-per-node 4 examples/pipeline.py    the same, started by torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import shardmesh as sm
+from shardmesh import P
+
+MICROBATCHES, ROWS, WIDTH = 6, 5, 16
+Params = dict[str, Tensor]
+
+
+def stage(params: Params, x: Tensor) -> Tensor:
+    """One stage of the network, plain PyTorch: [rows width] -> [rows width]."""
+    return x + torch.tanh(x @ params["w"] + params["b"])
+
+
+# -- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+@sm.shard_map(in_specs=(P("pp"), P()), out_specs=P())
+def pipeline(params: Params, batches: Tensor) -> Tensor:
+    """What all stages, one after the other, make of microbatches, as each rank sees it.
+
+    Args:
+        params: of its own stage, with a first dim of size 1 left of those of all stages.
+        batches: all microbatches [m rows width]; only the first stage uses them.
+
+    Returns: results [m rows width], the same on every rank.
+    """
+    mine = pytree.tree_map(lambda p: p.squeeze(0), params)
+    here, stages, m = sm.axis_index("pp"), sm.axis_size("pp"), len(batches)
+    onward = [(i, i + 1) for i in range(stages - 1)]
+    arriving, finished = torch.zeros_like(batches[0]), []
+    for tick in range(m + stages - 1):
+        x = torch.where(here == 0, batches[min(tick, m - 1)], arriving)
+        y = stage(mine, x)
+        if tick >= stages - 1:
+            finished.append(y)  # in the last stage: microbatch number tick - (stages - 1)
+        if tick < m + stages - 2:
+            arriving = sm.ppermute(y, "pp", onward)
+    return sm.pbroadcast(torch.stack(finished), "pp", stages - 1)
+
+
+# -- the same in one process, to compare -------------------------------------------------------------------------------
+
+
+def one_after_the_other(params: Params, batches: Tensor) -> Tensor:
+    """All stages in one process."""
+    for i in range(len(params["b"])):
+        batches = stage({name: p[i] for name, p in params.items()}, batches)
+    return batches
+
+
+def loss_and_grads(network: Callable[[Params, Tensor], Tensor], *given: Any) -> Any:
+    """The mean square error of a network, and its gradients with respect to parameters and microbatches."""
+
+    def loss_of(params: Params, batches: Tensor, targets: Tensor) -> Tensor:
+        return (network(params, batches) - targets).square().mean()
+
+    return sm.value_and_grad(loss_of, argnums=(0, 1))(*given)
+
+
+def problem(stages: int) -> tuple[Params, Tensor, Tensor]:
+    """Parameters of all stages, microbatches, and what is to be made of them: every rank draws the same."""
+    random = torch.Generator().manual_seed(0)
+    w = torch.randn(stages, WIDTH, WIDTH, generator=random) / math.sqrt(WIDTH)
+    b = torch.randn(stages, WIDTH, generator=random)
+    batches, targets = torch.randn(2, MICROBATCHES, ROWS, WIDTH, generator=random)
+    return {"w": w, "b": b}, batches, targets
+
+
+def main(ranks: int = 4) -> float:
+    """Compare loss and gradients with one process; the largest difference."""
+    mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("pp",))
+    params, batches, targets = problem(stages=ranks)
+
+    expected = loss_and_grads(one_after_the_other, params, batches, targets)
+
+    stages = {name: sm.device_put(p, mesh, P("pp")) for name, p in params.items()}
+    ours = loss_and_grads(pipeline, stages, sm.device_put(batches, mesh, P()), sm.device_put(targets, mesh, P()))
+
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(expected), strict=True)
+    difference = torch.stack([(x.full_tensor() - other).abs().max() for x, other in pairs]).max().item()
+    if mesh.get_rank() == 0:
+        idle = (ranks - 1) / (MICROBATCHES + ranks - 1)
+        print(f"{MICROBATCHES} microbatches, {ranks} stages, idle for {idle:.0%} of the ticks: loss {expected[0]:.4f}")
+        print(f"largest difference from the stages in one process, of the loss or any gradient: {difference:.1e}")
+    return difference
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Pipeline of stages, compared with one process")
+    parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
+    processes = parser.parse_args().launch
+    if "RANK" in os.environ:  # torchrun has started the ranks
+        main(int(os.environ["WORLD_SIZE"]))
+    elif processes:
+        sm.launch(main, processes, (processes,))
+    else:
+        sm.simulate(4, prints="first")(main)(4)

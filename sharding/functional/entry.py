@@ -1,0 +1,162 @@
+"""How the arguments of a mapped function go in: which layout each must have, and the part of it that the function sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...mesh.device_mesh import DeviceMesh
+from ...mesh.source import DESCRIBERS, OperatorCall
+from .. import dispatch
+from ..boundary import from_local
+from ..layout import Layout
+from ..redistribute import redistribute_local, redistribute_locals
+from ..spec import P, as_spec
+from ..tensor import ShardedTensor
+from .signature import STATIC
+from .types import REPLICATED, Type
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """How one argument goes in.
+
+    Attributes:
+        path: how to name it.
+        src: how it lies; None for what is passed as it is.
+        dst: how it must lie.
+        inner: how this rank's part lies on the axes that stay global; None where there are none.
+        type: its type inside.
+    """
+
+    path: str
+    src: Layout | None = None
+    dst: Layout | None = None
+    inner: Layout | None = None
+    type: Type = REPLICATED
+
+    @property
+    def plain(self) -> bool:
+        """Whether the part goes in as it is."""
+        return self.src is not None and self.src is self.dst and self.inner is None
+
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the ranks' parts differ in shape."""
+        dst = self.dst
+        return (dst is not None and any(
+            n % dst.mesh.size(axes) for n, axes in zip(dst.shape, dst.spec.dims, strict=True) if axes
+        )) or bool(dst is not None and dst.spec.sizes)
+
+
+def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], inner: DeviceMesh | None) -> Entrance:
+    """How a leaf goes in under a spec of the manual axes; `spec` is None where it is to be taken as it lies.
+
+    Raises:
+        TypeError: a sharded tensor passed as static.
+        ValueError: a tensor on another mesh, or a spec that does not fit.
+    """
+    if not isinstance(leaf, Tensor) or spec is STATIC:
+        if isinstance(leaf, ShardedTensor):
+            raise TypeError(f"{path} is sharded, {leaf.layout}, and its spec is None, which is for what is passed as it is; write a P")
+        return Entrance(path)
+    src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
+    if src.mesh is not mesh:
+        raise ValueError(f"{path} lies on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first")
+    manual = only_axes(src.spec, names) if spec is None else as_spec(spec, mesh.axis_names, len(src.shape))
+    check_manual(path, manual, names)
+    _check_sums(path, manual)
+    dst = src.replace(_with_global(manual, src.spec, names))
+    part = None if inner is None else _inner_layout(dst, manual, names, inner)
+    varying = frozenset(axis for axes in manual.dims for axis in axes)
+    return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
+
+
+def only_axes(spec: P, names: Sequence[str]) -> P:
+    """What a spec says of these axes."""
+    if set(spec.axes) <= set(names):
+        return spec
+    pending = {axis: kind for axis, kind in spec.unreduced if axis in names}
+    return P(*[[axis for axis in axes if axis in names] for axes in spec.dims], unreduced=pending)
+
+
+def check_manual(path: str, spec: P, names: Sequence[str]) -> None:
+    """Raises: ValueError where a spec names an axis that is not manual."""
+    other = [axis for axis in spec.axes if axis not in names]
+    if other:
+        raise ValueError(f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name manual axes only")
+
+
+def _check_sums(path: str, spec: P) -> None:
+    other = [(axis, kind) for axis, kind in spec.unreduced if kind != "sum"]
+    if other:
+        axis, kind = other[0]
+        raise ValueError(f"{path}: a {kind} is pending over {axis!r}, and a mapped function takes pending sums only; reduce it first")
+
+
+def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
+    """The spec whose manual axes lie as the one says and the others as the other: manual axes cut first."""
+    if set(given.axes) <= set(names):
+        return manual
+    rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
+    pending = {axis: kind for axis, kind in given.unreduced if axis not in names} | dict(manual.unreduced)
+    dims = [(*axes, *more) for axes, more in zip(manual.padded(len(rest)).dims, rest, strict=True)]
+    return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
+
+
+def _inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+    part = dst.replace(manual.with_unreduced({})).local_shape
+    rest = only_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
+    return Layout.of(inner, rest, part, dst.dtype)
+
+
+# -- going in ----------------------------------------------------------------------------------------------------------
+
+
+def enter(name: str, leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[Any]:
+    """What the function sees of each leaf.
+
+    Communication: that of redistributing leaves, in buckets.
+    """
+    parts = [_local(leaf, way) for leaf, way in zip(leaves, ways, strict=True)]
+    moving = [i for i, way in enumerate(ways) if way.src is not way.dst]
+    if moving:
+        for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [ways[i] for i in moving]), strict=True):
+            parts[i] = part
+    return [part if way.inner is None else ShardedTensor._make(part, way.inner) for part, way in zip(parts, ways, strict=True)]
+
+
+def _local(leaf: Any, way: Entrance) -> Any:
+    if way.src is None:
+        return leaf
+    if isinstance(leaf, ShardedTensor):
+        return dispatch.known_local(leaf)
+    return dispatch.known_local(from_local(leaf, way.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
+
+
+def _redistributed(name: str, parts: list[Tensor], ways: list[Entrance]) -> list[Tensor]:
+    pairs: Any = [(way.src, way.dst) for way in ways]
+    if len(pairs) == 1:
+        return [redistribute_local(parts[0], *pairs[0])]
+    return redistribute_locals(parts, pairs)
+
+
+def aliased(part: Any) -> Any:
+    """The same part as another object, which types can be noted on."""
+    if not isinstance(part, Tensor):
+        return part
+    return ShardedTensor._make(part._local, part._layout) if isinstance(part, ShardedTensor) else part.view_as(part)
+
+
+def _describe(frame: dict[str, Any]) -> OperatorCall:
+    """The arguments that do not lie as a mapped function wants them, for `sm.implicit` and reports."""
+    ways: list[Entrance] = frame["ways"]
+    advice = ", ".join(f"{way.path} to {way.dst.spec}" for way in ways if way.dst is not None)
+    return OperatorCall(f"shard_map({frame['name']})", ", ".join(str(way.src) for way in ways), f"Redistribute {advice} before the call")
+
+
+DESCRIBERS[_redistributed.__code__] = _describe

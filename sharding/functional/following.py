@@ -1,0 +1,348 @@
+"""Following types through a mapped function: a torch function mode that looks at every operator as it runs.
+
+    y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at train.py:12, of argument 0"
+    y = psum(y, "dp")  replicated again
+
+A tensor carries what is known of it as an attribute; one without is a constant of the function and replicated. Memory that
+something varying was written into varies, under whatever view it is read.
+
+Numbers are not followed. When the program turns a varying tensor into a number (`.item()`, `if x:`), whatever it makes from
+then on may depend on that, and counts as varying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import engine_hooks
+from ..decide import name_of
+from ..rules.registry import writes_first_operand
+from ..tensor import ShardedTensor
+from .pending import stays_pending
+from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
+
+_NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout})
+unfollowed = torch._C.DisableTorchFunction  # a context in which operators are not followed
+
+
+_SEEDS = ("grad_outputs", "grad_tensors", "gradient")
+
+
+class Following(TorchFunctionMode):
+    """The types of all values of one call of a mapped function.
+
+    Attributes:
+        names: the manual axes.
+        looked: what the program knows in numbers: the type of everything that it looked at.
+        random: the type of what random operators give.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = frozenset(names)
+        self.replicated = Tag(REPLICATED, {}, self)
+        self.looked = self.replicated
+        self.random = Type.of(self.names)  # of what random operators give
+        self._written: dict[int, tuple[Tag, Tensor]] = {}
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def varying(self, origin: Origin, type_: Type) -> Tag:
+        """The tag of what is of this type, for this reason."""
+        return self.replicated if type_ is REPLICATED else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self)
+
+    def argument(self, leaf: Any) -> Tag:
+        """What is known already of an argument of a mapped function inside another one."""
+        tag = getattr(leaf, "_mapped_tag", None)
+        return self.replicated if tag is None or tag.owner is not self else self.of(leaf)
+
+    def gradient(self, type_: Type) -> Tag:
+        """The tag of a gradient."""
+        return self.varying(Origin("the gradient of what is not replicated", place()), type_)
+
+    def without(self, names: Sequence[str], x: Any) -> Tag:
+        """What is known of a result, for the function around the one that made these axes manual."""
+        tag = self.joined(tensors_in((x,)), self.looked)
+        return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
+
+    @contextmanager
+    def also(self, names: Sequence[str]) -> Iterator[None]:
+        """Inside, these axes are manual too."""
+        before, self.names = self.names, self.names | frozenset(names)
+        try:
+            yield
+        finally:
+            self.names = before
+
+    def set(self, x: Any, tag: Tag) -> None:
+        """From now on this is known of `x`."""
+        x._mapped_tag = tag
+
+    def of(self, x: Tensor) -> Tag:
+        """What is known of a tensor.
+
+        Raises: ShardingTypeError for a tensor from outside that requires grad.
+        """
+        tag = getattr(x, "_mapped_tag", None)
+        if tag is None or tag.owner is not self:
+            tag = self._of_unknown(x)
+        if self._written:
+            tag = self._with_written(x, tag)
+        return tag
+
+    def _of_unknown(self, x: Tensor) -> Tag:
+        with unfollowed():
+            if engine_hooks.is_transformed(x):
+                return self.of(engine_hooks.untransformed(x))
+            if x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
+                raise ShardingTypeError(_from_outside(x))
+        return self.replicated
+
+    def joined(self, items: Iterator[Tensor], found: Tag) -> Tag:
+        """What is known of a value that is made of these."""
+        for x in items:
+            tag = self.of(x)
+            if tag is not found:
+                found = self.join(found, tag)
+        return found
+
+    def join(self, one: Tag, other: Tag) -> Tag:
+        """What is known of a value that is made of two; where it varies is told by the first that does."""
+        if one.type is REPLICATED:
+            return other
+        if other.type is REPLICATED or other.type is one.type:
+            return one
+        type_ = one.type.join(other.type)
+        return one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self)
+
+    # -- operators -----------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        special = _special.get(func, func)
+        if special is func:
+            special = _special[func] = _special_of(func)
+        if special is not None:
+            return special(self, func, args, kwargs or {})
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if type(result) not in _NO_TENSORS:
+            self.note(result, self.made(func, args, kwargs))
+            if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
+                self.wrote(result)
+        return result
+
+    def made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
+        """What is known of an operator's results."""
+        tag = self.joined(tensors_in(args), self.looked)
+        if kwargs:
+            tag = self.joined(tensors_in(kwargs.values()), tag)
+        if tag.type.pending:
+            tag = self._of_pending(func, args, kwargs or {}, tag)
+        return tag if all(origin.place for origin in tag.origins.values()) else self._begun(func, tag)
+
+    def _begun(self, func: Any, tag: Tag) -> Tag:
+        """The same, with this operator as the place where it began to vary, if it did by an argument."""
+        here = place()
+        origins = {a: o if o.place else Origin(name_of(func), here, str(o)) for a, o in tag.origins.items()}
+        return Tag(tag.type, origins, self)
+
+    def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+        """The same where an operand is pending: over each axis it goes through, if the operator is linear in it."""
+        kept = frozenset(a for a in tag.type.pending if stays_pending(self, a, func, args, kwargs))
+        return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
+
+    def note(self, result: Any, tag: Tag) -> None:
+        """Note the same of every tensor of a result; inside a transform of torch.func, of what it wraps too."""
+        if isinstance(result, Tensor):
+            result._mapped_tag = tag  # type: ignore[attr-defined]
+            while engine_hooks.is_transformed(result):
+                result = engine_hooks.untransformed(result)
+                result._mapped_tag = tag  # type: ignore[attr-defined]
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self.note(part, tag)
+
+    def wrote(self, x: Any) -> None:
+        """`x` has been written to: so have all tensors that share its memory."""
+        tag = getattr(x, "_mapped_tag", self.replicated)
+        if tag.type is not REPLICATED and not isinstance(x, ShardedTensor):
+            with unfollowed():
+                self._written[_memory(x)] = (tag, x)
+
+    def _with_written(self, x: Tensor, tag: Tag) -> Tag:
+        """What is known of a tensor, and of what has been written into its memory."""
+        with unfollowed():
+            found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
+        return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
+
+    def look(self, func: Any, tag: Tag) -> None:
+        """The program turns a value into a number, and may go on as that says."""
+        if tag.type.pending:
+            raise ShardingTypeError(
+                f"{place()}: {name_of(func)} of a value that {tag.type}: each rank holds a share of it; psum it first"
+            )
+        if not tag.type.varying <= self.looked.type.varying:
+            why = Origin(f"{name_of(func)}, after which the program may go its own way on every rank,", place())
+            self.looked = self.join(self.looked, self.varying(why, tag.type))
+
+
+    def check_seed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """What backward starts from by itself is 1 on every rank: right for a sum of losses that each rank has of its own.
+
+        Raises: ShardingTypeError for a loss that is replicated, whose gradients would be n times too large.
+        """
+        position = 2 if func is torch.autograd.grad else 1
+        if args[position : position + 1] not in ((), (None,)) or any(kwargs.get(name) is not None for name in _SEEDS):
+            return
+        for out in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+            same = sorted(self.names - self.of(out).type.varying)
+            if same:
+                raise ShardingTypeError(
+                    f"{place()}: {name_of(func)} of a loss that is replicated over {', '.join(map(repr, same))} starts from 1 on every "
+                    "rank, and gradients would be as many times too large as there are ranks; use sm.grad or sm.value_and_grad, which know"
+                )
+
+
+# -- operators of their own kind ---------------------------------------------------------------------------------------
+
+Special = Callable[[Following, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+def _write(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that writes to its first operand."""
+    tag = following.made(func, args, kwargs)
+    result = func(*args, **kwargs)
+    following.note(args[0], tag)
+    following.wrote(args[0])
+    return result
+
+
+def _constant(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that takes but the shape of its first operand."""
+    result = func(*args, **kwargs)
+    following.note(result, following.joined(tensors_in((*args[1:], *kwargs.values())), following.looked))
+    return result
+
+
+def _look(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that gives a number."""
+    following.look(func, following.made(torch.Tensor.clone, args[:1], None))
+    return func(*args, **kwargs)
+
+
+def _draw(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that may take random numbers: it did if the generator has moved on."""
+    with unfollowed():
+        before = _generator_states()
+    writes = writes_first_operand(func)
+    tag = following.made(func, args, kwargs)
+    result = func(*args, **kwargs)
+    drew = kwargs.get("generator") is not None or not all(map(torch.equal, before, _generator_states()))
+    if drew:
+        tag = following.join(tag, following.varying(Origin(f"{name_of(func)} outside of sm.seeded(key)", place()), following.random))
+    following.note(result, tag)
+    if writes or kwargs.get("inplace") is True:
+        following.wrote(result)
+    return result
+
+
+_LOOKS = (
+    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__ is_nonzero equal allclose __dlpack__ "
+    "untyped_storage storage data_ptr"
+)  # fmt: skip
+_DRAWS = (
+    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial rrelu rrelu_ dropout "
+    "dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
+    "feature_alpha_dropout_ native_dropout gumbel_softmax scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d "
+    "fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
+)  # fmt: skip
+_CONSTANTS = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
+_BY_NAME: dict[str, Special] = {
+    **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LOOKS.split(), _look), **dict.fromkeys(_DRAWS.split(), _draw)
+}  # fmt: skip
+_special: dict[Any, Special | None] = {}
+
+
+def special(*functions: Any) -> Callable[[Special], Special]:
+    """Register how to follow these functions."""
+
+    def register(how: Special) -> Special:
+        _special.update(dict.fromkeys(functions, how))
+        return how
+
+    return register
+
+
+def _special_of(func: Any) -> Special | None:
+    """How to follow a function that no one has registered; None for an ordinary operator."""
+    found = _BY_NAME.get(getattr(func, "__name__", ""))
+    return found if found is not None else _write if writes_first_operand(func) else None
+
+
+@special(torch.autograd.grad)
+def _grad(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.autograd.grad` on parts: each gradient is of the type dual to its input's."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    following.check_seed(func, args, kwargs)
+    found = func(*args, **kwargs)
+    for x, g in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True):
+        if g is not None:
+            following.note(g, following.gradient(following.of(x).type.dual_over(following.names)))
+    return found
+
+
+@special(Tensor.backward, torch.autograd.backward)
+def _backward(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    following.check_seed(func, args, kwargs)
+    return func(*args, **kwargs)
+
+
+@special(Tensor.grad.__get__)  # type: ignore[attr-defined]
+def _read_grad(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    found = func(*args, **kwargs)
+    if found is not None:
+        following.note(found, following.gradient(following.of(args[0]).type.dual_over(following.names)))
+    return found
+
+
+@special(Tensor.requires_grad_, Tensor.retain_grad, Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.detach_)  # type: ignore[attr-defined]
+def _leave(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """No values change."""
+    return func(*args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, also those in lists, tuples and dicts."""
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from tensors_in(item)
+        elif isinstance(item, dict):
+            yield from tensors_in(item.values())
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _generator_states() -> list[Tensor]:
+    states = [torch.default_generator.get_state()]
+    return [*states, *torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else states
+
+
+def _from_outside(x: Tensor) -> str:
+    return (
+        f"{place()}: a tensor of shape {list(x.shape)} that requires grad comes into a mapped function from outside: its gradient would be "
+        "each rank's own. Pass it as an argument (with a spec of its own), or use it detached: x.detach()"
+    )

@@ -1,0 +1,352 @@
+"""`grad`, `value_and_grad`, `vjp`, `jvp` over trees of tensors: outside of mapped functions on `ShardedTensor`s, inside on parts.
+
+Gradients come in the layout (inside: of the type) of what they are gradients of. What is pending at the end is reduced once,
+everything in one bucket per set of axes and dtype.
+
+Inside a mapped function the seed of backward depends on the type of the loss. A replicated one seeds 1/n on each of n ranks, so
+that the pending gradient of what is replicated adds up to 1. Types are known while the checker follows; a signature that is
+trusted remembers them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
+
+from .. import gradients
+from ..random import replay_random
+from ..tensor import ShardedTensor
+from .collectives import psum
+from .following import unfollowed
+from .linear import KeepFirst
+from .mapping import Mapping, current_mapping
+from .types import ShardingTypeError, Type
+
+
+class _Thread(threading.local):
+    depth = 0
+
+
+_thread = _Thread()
+
+
+def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """value_and_grad(f) -> a function that gives (f(...), the gradient of f with respect to an argument).
+
+    Args:
+        f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
+        argnums: the argument or arguments: any trees of tensors.
+        has_aux: the value is then the pair.
+
+    Returns:
+        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf
+        laid out as the argument's. `grad` of a function that calls `grad` works, and so on.
+
+    Raises:
+        TypeError: an argument that is not made of floating tensors; a loss that is no scalar; inside a mapped function
+            (`ShardingTypeError`) a loss that varies or is pending, with what to write.
+        RuntimeError: inside a mapped function with check=False, where types are not known.
+
+    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for what is replicated.
+
+    Example:
+        >>> loss, grads = sm.value_and_grad(loss_fn)(params, batch)
+    """
+
+    @functools.wraps(f)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        leaves, tree = pytree.tree_flatten([args[i] for i in nums])
+        _check_floating("value_and_grad", leaves)
+        with _watched(leaves) as fresh:
+            given = list(args)
+            for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+                given[i] = branch
+            value = f(*given, **kwargs)
+            loss = value[0] if has_aux else value
+            found = _gradients([_checked_loss(loss)], fresh, None)
+        branches = pytree.tree_unflatten(found, tree)
+        done = pytree.tree_map(_finished, value)
+        return done, branches[0] if isinstance(argnums, int) else tuple(branches)
+
+    return evaluated
+
+
+def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """grad(f) -> a function that gives the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
+
+    Communication: as `value_and_grad`.
+    """
+    both = value_and_grad(f, argnums, has_aux)
+
+    @functools.wraps(f)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        value, found = both(*args, **kwargs)
+        return (found, value[1]) if has_aux else found
+
+    return evaluated
+
+
+def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
+
+    Args:
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        primals: its arguments.
+
+    Returns:
+        The result, a function that takes a tree like the result (each cotangent laid out, or of the type, as its result) and can be
+        called any number of times, and with `has_aux` the second of the pair.
+
+    Raises: TypeError for primals that are not made of floating tensors.
+
+    Communication: that of f; `back`: as `value_and_grad`.
+    """
+    leaves, tree = pytree.tree_flatten(list(primals))
+    _check_floating("vjp", leaves)
+    mapping = current_mapping()
+    with _watched(leaves) as fresh:
+        value = f(*pytree.tree_unflatten(fresh, tree))
+    result, *aux = value if has_aux else (value,)
+    outs, out_tree = pytree.tree_flatten(result)
+    record = None if mapping is None else _record(mapping, outs, fresh)
+
+    def back(cotangents: Any) -> tuple[Any, ...]:
+        given, given_tree = pytree.tree_flatten(cotangents)
+        if given_tree != out_tree:
+            raise ValueError(f"vjp: cotangents {given_tree} for results {out_tree}; give a tree like that of the results")
+        found = _gradients(outs, fresh, given, record)
+        return tuple(pytree.tree_unflatten(found, tree))
+
+    return (pytree.tree_map(_finished, result), back, *aux)
+
+
+def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f in the direction of the tangents).
+
+    Inside a mapped function this is `torch.func.jvp`. On `ShardedTensor`s, for which torch has no forward mode, it is two backward
+    passes: the gradient of the gradient with respect to the cotangent.
+
+    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree.
+
+    Communication: that of f, and of backward twice.
+    """
+    leaves, tree = pytree.tree_flatten(list(primals))
+    directions, directions_tree = pytree.tree_flatten(list(tangents))
+    _check_floating("jvp", leaves)
+    if directions_tree != tree:
+        raise ValueError(f"jvp: tangents {directions_tree} for primals {tree}; give a tree like that of the primals")
+    if not any(isinstance(x, ShardedTensor) for x in leaves):
+        return torch.func.jvp(f, tuple(primals), tuple(tangents))  # type: ignore[return-value]
+    with _watched(leaves) as fresh:
+        result = f(*pytree.tree_unflatten(fresh, tree))
+        outs, out_tree = pytree.tree_flatten(result)
+        cotangents = [torch.zeros_like(out).requires_grad_() for out in outs]
+        found = gradients.grad(outs, fresh, cotangents, create_graph=True, allow_unused=True, materialize_grads=True)
+        used = [(g, d) for g, d in zip(found, directions, strict=True) if g.requires_grad]
+        derivative: Any = [torch.zeros_like(out) for out in outs]
+        if used:
+            derivative = gradients.grad([g for g, _ in used], cotangents, [d for _, d in used], allow_unused=True, materialize_grads=True)
+    return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in derivative], out_tree)
+
+
+def stop_gradient(x: Any) -> Any:
+    """stop_gradient(x) -> the same values, through which no gradient flows; any tree. Communication: none."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+
+
+def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
+    """checkpoint(f) -> f whose intermediate values are not kept for backward, but computed again: `torch.utils.checkpoint`.
+
+    Collectives inside are called again too, with the same axes; random numbers are the same.
+
+    Communication: that of f, once more in backward.
+
+    Example:
+        >>> y = sm.checkpoint(block)(params, x)
+    """
+
+    @functools.wraps(f)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return torch_checkpoint.checkpoint(f, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+
+    return recomputed
+
+
+def _contexts() -> tuple[Any, Any]:
+    """The contexts in which a piece runs first, and again."""
+    mapping, (_, replay) = current_mapping(), replay_random()
+    return nullcontext(), _Both(replay, nullcontext() if mapping is None else mapping)
+
+
+class _Both:
+    """Two contexts as one that can be entered again and again."""
+
+    def __init__(self, replay: Any, mapping: Any) -> None:
+        self.replay, self.mapping = replay, mapping
+        self.stacks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self.replay)
+        stack.enter_context(self.mapping.entered() if isinstance(self.mapping, Mapping) else self.mapping)
+        self.stacks.append(stack)
+
+    def __exit__(self, *error: Any) -> None:
+        self.stacks.pop().__exit__(*error)
+
+
+# -- leaves ------------------------------------------------------------------------------------------------------------
+
+
+def _check_floating(name: str, leaves: Sequence[Any]) -> None:
+    for i, x in enumerate(leaves):
+        if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
+            raise TypeError(f"{name}: leaf {i} of the arguments to differentiate is a {kind}; only floating tensors have gradients")
+
+
+@contextmanager
+def _watched(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The leaves as new ones that require grad; inside another `grad`, still part of its graph."""
+    nested = _thread.depth > 0
+    _thread.depth += 1
+    try:
+        with torch.enable_grad():
+            yield [x.view_as(x) if nested and x.requires_grad else _fresh(x) for x in leaves]
+    finally:
+        _thread.depth -= 1
+
+
+def _fresh(x: Tensor) -> Tensor:
+    if isinstance(x, ShardedTensor):
+        return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout)
+    return x.detach().requires_grad_()
+
+
+def _finished(x: Any) -> Any:
+    """A result, outside of the graph unless another `grad` goes on with it."""
+    return x.detach() if isinstance(x, Tensor) and not _thread.depth else x
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; reduce it: .sum() or .mean()")
+    return loss
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """What gradients inside a mapped function need to know of types.
+
+    Attributes:
+        outs: for each result, the manual axes on which it is replicated.
+        inputs: for each input, those on which it is replicated.
+        types: of the inputs' gradients, while types are followed.
+    """
+
+    outs: tuple[tuple[str, ...], ...]
+    inputs: tuple[tuple[str, ...], ...]
+    types: tuple[Type, ...]
+
+
+def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: Record | None = None) -> list[Tensor]:
+    """The gradients of the inputs, each as its input lies; from a scalar, or from given cotangents that lie as their results."""
+    mapping = current_mapping()
+    record = _record(mapping, outs, inputs, given is None) if record is None and mapping is not None else record
+    with unfollowed() if mapping is not None else nullcontext():
+        seeds = given if record is None or mapping is None else _seeds(mapping, record, outs, given)
+        connected = [(out, seed) for out, seed in zip(outs, seeds or [None] * len(outs), strict=True) if out.requires_grad]
+        if not connected:
+            return [torch.zeros_like(x) for x in inputs]
+        found = gradients.grad(
+            [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
+            create_graph=_thread.depth > 1, allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+    return list(found) if record is None or mapping is None else _reduced(mapping, record, found)
+
+
+def _seeds(mapping: Mapping, record: Record, outs: Sequence[Tensor], given: Sequence[Any] | None) -> list[Any]:
+    """What backward starts from on this rank."""
+    if given is None:
+        return [_seed(out, 1 / mapping.size(axes)) for out, axes in zip(outs, record.outs, strict=True)]
+    return [KeepFirst(mapping.axes(axes))(g) if axes else g for g, axes in zip(given, record.outs, strict=True)]
+
+
+def _seed(loss: Tensor, share: float) -> Any:
+    if not isinstance(loss, ShardedTensor):
+        return torch.full_like(loss, share)
+    return ShardedTensor._make(gradients.seed(loss, None) * share, loss._layout.dual)
+
+
+def _reduced(mapping: Mapping, record: Record, found: Iterable[Tensor]) -> list[Tensor]:
+    """Gradients with what is pending over manual axes added up, in buckets."""
+    out = list(found)
+    if mapping.checker is not None:
+        for g, type_ in zip(out, record.types, strict=True):
+            mapping.checker.note(g, mapping.checker.gradient(type_))
+    for axes in dict.fromkeys(record.inputs):
+        mine = [i for i, own in enumerate(record.inputs) if own == axes]
+        if axes:
+            for i, total in zip(mine, psum([out[i] for i in mine], axes), strict=True):
+                out[i] = total
+    return out
+
+
+def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> Record:
+    """The types of results and inputs: followed, or remembered from when they were.
+
+    Raises:
+        ShardingTypeError: a loss that is not replicated.
+        RuntimeError: types that nobody knows.
+    """
+    if mapping.checker is None:
+        return _remembered(mapping, outs, inputs)
+    types = [mapping.checker.joined(iter((out,)), mapping.checker.looked).type for out in outs]
+    if is_loss:
+        _check_loss_type(types[0])
+    given = [mapping.checker.of(x).type for x in inputs]
+    duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
+    record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
+    if mapping.recording:
+        mapping.seeds.append(record)
+    return record
+
+
+def _replicated(mapping: Mapping, type_: Type) -> tuple[str, ...]:
+    return tuple(a for a in mapping.names if a not in type_.varying and a not in type_.pending)
+
+
+def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) -> Record:
+    if mapping.cursor < len(mapping.seeds):
+        record = mapping.seeds[mapping.cursor]
+        mapping.cursor += 1
+        if (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
+            return record
+    raise RuntimeError(
+        "grad inside a mapped function: the types of its loss and inputs are not known. With check=False nobody follows them; else this "
+        "call was not made when the signature was first seen: use shard_map(check='always')"
+    )
+
+
+def _check_loss_type(type_: Type) -> None:
+    axes = sorted(type_.varying | type_.pending)
+    names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+    if type_.varying:
+        raise ShardingTypeError(
+            f"grad inside a mapped function: the loss {type_}, so that every rank has one of its own; which is meant? pmean(loss, {names}) "
+            f"for their mean, psum(loss, {names}) for their sum"
+        )
+    if type_.pending:
+        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}; psum(loss, {names}) first")

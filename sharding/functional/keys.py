@@ -1,0 +1,100 @@
+"""Random keys, as in JAX: which random numbers a function draws is said by a value, so that it is known which ranks draw the same.
+
+    key = sm.random_key(0)                                       the same on every rank
+    with sm.seeded(key): mask = dropout(x)                        the same mask on every rank
+    own = sm.fold_in(key, sm.axis_index("dp"))                    another one on every rank of dp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..random import fork_rng, manual_seed
+from .following import unfollowed
+from .mapping import current_mapping
+from .types import Type
+
+_MASK = (1 << 64) - 1
+
+
+class Key(NamedTuple):
+    """A key for random numbers.
+
+    Attributes:
+        seed: 63 bits.
+        varying: the manual axes along which ranks have different ones.
+    """
+
+    seed: int
+    varying: frozenset[str] = frozenset()
+
+
+def random_key(seed: int) -> Key:
+    """random_key(seed) -> R: a key, the same on every rank that gives the same seed. Communication: none."""
+    return Key(_mixed(seed & _MASK))
+
+
+def fold_in(key: Key, data: int | Tensor) -> Key:
+    """fold_in(key, data) -> a new key from a key and a number; it varies as they do.
+
+    Args:
+        key: a key.
+        data: an integer, or a 0-d integer tensor such as `axis_index(...)`.
+
+    Communication: none.
+    """
+    varying, mapping = key.varying, current_mapping()
+    if mapping is not None and mapping.checker is not None:
+        found = mapping.checker.joined(iter((data,) if isinstance(data, Tensor) else ()), mapping.checker.looked)
+        varying = varying | found.type.varying
+    with unfollowed():
+        return Key(_mixed(key.seed ^ _mixed((int(data) + 1) & _MASK)), varying)
+
+
+def _mixed(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), cut to 63 bits, which any generator takes as a seed."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (x ^ (x >> 31)) >> 1
+
+
+@contextmanager
+def seeded(key: Key) -> Iterator[None]:
+    """with seeded(key): random operators draw from the key; afterwards as if nothing had been drawn.
+
+    Inside a mapped function what they give is known to be the same on the ranks that have the same key. Random numbers of
+    `ShardedTensor`s are drawn from it too.
+
+    Communication: none.
+
+    Example:
+        >>> with sm.seeded(sm.fold_in(key, sm.axis_index("dp"))):
+        ...     x = torch.nn.functional.dropout(x, 0.1)
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices), fork_rng(), _drawing(Type.of(key.varying)):
+        with unfollowed():
+            torch.manual_seed(key.seed)
+            manual_seed(key.seed)
+        yield
+
+
+@contextmanager
+def _drawing(type_: Type) -> Iterator[None]:
+    """Inside, what random operators give is of this type."""
+    mapping = current_mapping()
+    if mapping is None or mapping.checker is None:
+        yield
+        return
+    checker = mapping.checker
+    before, checker.random = checker.random, type_
+    try:
+        yield
+    finally:
+        checker.random = before

@@ -1,0 +1,71 @@
+"""Pending values in operators: which are linear in them is what the operator table says.
+
+    u pending:   2 * u, u + u, u @ w, u.sum()   pending            u * u, relu(u), u + r   not linear: psum first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.abstract_mesh import AbstractMesh
+from ..decide import decide, name_of
+from ..layout import Layout
+from ..rules.engine import CannotKeep
+from ..spec import P
+from ..tensor import ShardedTensor
+from .types import ShardingTypeError, place
+
+if TYPE_CHECKING:
+    from .following import Following
+
+_MESH = AbstractMesh((2,), ("ranks",))  # a sum over two ranks behaves as one over any number
+_WHOLE, _PENDING = P(), P(unreduced="ranks")
+
+
+def stays_pending(following: Following, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator's result is pending over an axis over which some operand is.
+
+    An operand that varies counts as pending beside one that is.
+
+    Raises: ShardingTypeError where the operator is not linear in what is pending.
+    """
+    with torch._C.DisableTorchFunction():
+        operands: list[Any] = []
+        laid = _laid(following, axis, args, operands)
+        named = dict(zip(kwargs, _laid(following, axis, kwargs.values(), operands), strict=True))
+        layouts = [x._layout for x in operands]
+        try:
+            decision = decide(func, laid, named, operands, [object()])
+        except CannotKeep as error:
+            raise _not_linear(func, axis) from error
+        if decision.form is not None or decision.moves or any(t is not s for t, s in zip(decision.targets, layouts, strict=True)):
+            raise _not_linear(func, axis)
+        outputs = decision.outputs if isinstance(decision.outputs, list) else [decision.outputs]
+        return decision.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
+
+
+def _laid(following: Following, axis: str, items: Any, operands: list[Any]) -> list[Any]:
+    """The arguments with every tensor as a sharded one that is pending or whole over two ranks."""
+    found = []
+    for item in items:
+        if isinstance(item, Tensor):
+            type_ = following.of(item).type
+            spec = _PENDING if axis in type_.pending or axis in type_.varying else _WHOLE
+            layout = Layout.of(_MESH, spec, item.shape, item.dtype)
+            item = ShardedTensor._make(torch.empty(item.shape, dtype=item.dtype, device="meta"), layout)
+            operands.append(item)
+        elif isinstance(item, (list, tuple)):
+            item = type(item)(_laid(following, axis, item, operands))
+        found.append(item)
+    return found
+
+
+def _not_linear(func: Any, axis: str) -> ShardingTypeError:
+    return ShardingTypeError(
+        f"{place()}: {name_of(func)} of a value that is pending over {axis!r}, each rank holding a share of a sum: the operator is not "
+        f"linear in it, and would not give the share of a result; psum(x, {axis!r}) first"
+    )

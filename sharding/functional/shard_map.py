@@ -1,0 +1,282 @@
+r"""`shard_map`: a plain PyTorch function over local tensors, mapped over the ranks of a mesh.
+
+    x: P("dp")   w: P()             f(x, w) = psum((x @ w).sum(), "dp")           out: P()
+    rank 0   [x0]  [w]    ->        x0 @ w ----sum---\                            [loss]
+                                                       psum  -> the same on both
+    rank 1   [x1]  [w]    ->        x1 @ w ----sum---/                            [loss]
+
+At the boundary nothing happens to the tensors: the local tensor that goes in is the part that this rank holds, and autograd
+runs on it as it is. The gradient of a value is laid out as the dual of its type (S <-> S, R <-> pending), which is what a
+`ShardedTensor` of that layout expects: so gradients are right without a node at the boundary, and a parameter that is used many
+times is reduced once.
+
+A call is known by its signature: layouts, shapes and dtypes, static values. The first time, the types of all values are followed
+(`following.py`) and ranks exchange the shapes of their results. After that a call looks its signature up and trusts it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...mesh import current
+from ...mesh.device_mesh import DeviceMesh
+from .. import dispatch
+from ..cache import keep
+from ..spec import P
+from ..tensor import ShardedTensor
+from .entry import Entrance, aliased, enter, entrance
+from .exits import Exit, check_type, checked_spec, first_exits, wrapped
+from .following import Following, unfollowed
+from .mapping import Mapping, current_mapping, swap
+from .replicas import check_replicas
+from .signature import key_of, leaves_of, paths_of, position, specs_for
+from .types import Origin, ShardingTypeError
+
+CHECKS = (True, False, "always", "values")
+
+
+def shard_map(
+    f: Callable[..., Any] | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any,
+    axis_names: Collection[str] | None = None,
+    check: bool | str = True,
+) -> Callable[..., Any]:
+    """shard_map(f, mesh=, in_specs=, out_specs=) -> f over `ShardedTensor`s: it runs on every rank's parts.
+
+        @sm.shard_map(mesh=mesh, in_specs=(P("dp", None), P(None, "tp")), out_specs=P("dp", "tp"))
+        def matmul(a, b):          # plain tensors: this rank's rows of a, its columns of b
+            return a @ b
+
+    Args:
+        f: a function of local tensors. Left out, a decorator is returned.
+        mesh: the mesh; by default that of the first sharded argument, or the one of `sm.set_mesh`.
+        in_specs: how the arguments lie, as a tree of `P`s (or placements) that is a prefix of theirs; None for what is passed as
+            it is (static). Left out: as they lie, plain tensors replicated. An argument that lies otherwise is redistributed,
+            which is implicit communication (`sm.implicit`). A plain tensor is the same on every rank, whatever its spec.
+        out_specs: how the results lie, likewise; None for what is no tensor.
+        axis_names: the axes that are manual, over which `f` sees parts and may call collectives: all by default. Over the others
+            tensors stay global: `f` sees `ShardedTensor`s on the mesh of these. Specs name manual axes only.
+        check: True: the first time a signature is seen, types are followed, and a result that varies where its spec says that it
+            is replicated is an error that names the line where it began to. "always": at every call. "values": also compare
+            replicas bit for bit, at every call. False: trust f.
+
+    Returns:
+        The mapped function. Keyword arguments go to `f` as they are.
+
+    Raises:
+        ValueError: specs that do not match arguments or results, or name an axis that is not manual.
+        ShardingTypeError: on every rank, what the checker finds.
+        TypeError: an argument or result of the wrong kind; a result whose shape is not that of the call before with this signature.
+        RuntimeError: this rank is outside the mesh.
+
+    Communication: that of redistributing arguments, in as few collectives as possible; for a signature never seen one small
+        all_gather of the results' shapes. Else none.
+
+    Example:
+        >>> loss = sm.shard_map(lambda x, w: sm.psum((x @ w).square().sum(), "dp"), mesh=mesh, in_specs=(P("dp"), P()), out_specs=P())
+        >>> loss(x, w).backward()
+    """
+    if check not in CHECKS:
+        raise ValueError(f"shard_map(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
+    if f is None:
+        return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check=check)
+    return functools.update_wrapper(Mapped(f, mesh, in_specs, out_specs, axis_names, check), f, updated=())
+
+
+@dataclass
+class Known:
+    """What is known of calls with one signature.
+
+    Attributes:
+        mapping: the axes that are bound inside.
+        own: the mesh of those that this function makes manual.
+        inner: the mesh of the axes that stay global; None where there are none.
+        mesh: the mesh that the function is mapped over.
+        ways: how each argument goes in.
+        plain: whether every argument's part goes in as it is.
+        exits: how each result comes out; None before the first one did.
+        seeds: what `grad` needs to know inside.
+        uneven: whether parts of some argument differ in shape.
+    """
+
+    mapping: Mapping
+    own: DeviceMesh
+    inner: DeviceMesh | None
+    mesh: DeviceMesh
+    ways: Sequence[Entrance]
+    plain: bool = False
+    exits: Sequence[Exit] | None = None
+    seeds: list[Any] = field(default_factory=list)
+    uneven: bool = False
+
+
+class Mapped:
+    """A mapped function; see `shard_map`."""
+
+    def __init__(self, f: Any, mesh: DeviceMesh | None, in_specs: Any, out_specs: Any, axis_names: Any, check: bool | str) -> None:
+        self.f, self.mesh, self.in_specs, self.out_specs, self.check = f, mesh, in_specs, out_specs, check
+        self.axis_names = None if axis_names is None else frozenset(axis_names)
+        self.name = getattr(f, "__name__", type(f).__name__)
+        self._known: dict[Any, Known] = {}
+        self._trusting = check in (True, False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer = current_mapping()
+        key: list[Any] = [outer]
+        parts: list[Any] = []
+        for x in args:
+            if type(x) is not ShardedTensor:
+                return self._call(args, kwargs)
+            key.append(x._layout)
+            parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
+        known = None if kwargs else self._known.get(tuple(key))
+        if known is None or known.exits is None or not known.plain or (outer is not None and outer.checker is not None):
+            return self._call(args, kwargs)
+        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)
+
+    def _run(self, known: Known, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
+        """The function itself, on parts."""
+        f = self.f if f is None else f
+        mapping = known.mapping
+        mapping.seeds, mapping.cursor = known.seeds, 0
+        before = swap(mapping)
+        try:
+            if tree is None and known.inner is None:
+                return f(*parts, **kwargs)
+            with known.inner or nullcontext():
+                return f(*(parts if tree is None else pytree.tree_unflatten(list(parts), tree)), **kwargs)
+        finally:
+            swap(before)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    # -- any call ------------------------------------------------------------------------------------------------------
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, tree = leaves_of(args)
+        known = self._known_for(args, leaves, tree, kwargs)
+        outer = current_mapping()
+        with nullcontext() if outer is None or outer.checker is None else unfollowed():
+            parts = enter(self.name, leaves, known.ways)
+        if known.exits is None or not self._trusting or (outer is not None and outer.checker is not None):
+            return self._carefully(known, leaves, parts, tree, kwargs)
+        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
+
+    def _known_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Known:
+        mesh, outer = self._mesh_for(leaves), current_mapping()
+        key = (mesh, outer, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
+        known = self._known.get(key)
+        if known is None:
+            known = keep(self._known, key, self._learn(mesh, outer, args, leaves, kwargs))
+            if self._trusting and known.plain and tree is None and not kwargs:
+                keep(self._known, (outer, *map(key_of, leaves)), known)
+        return known
+
+    def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
+        if self.mesh is not None:
+            return self.mesh
+        first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
+        return current.given_or_current(None) if first is None else first.mesh
+
+    def _learn(self, mesh: DeviceMesh, outer: Mapping | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> Known:
+        """What follows from a signature before the function has run."""
+        if mesh.coordinate is None:
+            where = f"rank {mesh.world.rank} is outside {mesh} and has no parts"
+            raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh")
+        for name, x in kwargs.items():
+            if any(isinstance(t, ShardedTensor) for t in pytree.tree_leaves(x)):
+                raise TypeError(f"shard_map({self.name}): {name}= holds a ShardedTensor; pass it by position, where it can have a spec")
+        names = self._manual(mesh)
+        inner = mesh[tuple(a for a in mesh.axis_names if a not in names)] if len(names) < mesh.ndim else None
+        specs = [None] * len(leaves) if self.in_specs is None else specs_for("in_specs", self.in_specs, args)
+        paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
+        ways = [entrance(*each, mesh, names, inner) for each in zip(paths, leaves, specs, strict=True)]
+        mapping = Mapping(mesh, names) if outer is None else outer.inside(mesh, names)
+        uneven = any(way.uneven for way in ways)
+        return Known(mapping, mesh[names], inner, mesh, ways, all(way.plain for way in ways), uneven=uneven)
+
+    def _manual(self, mesh: DeviceMesh) -> tuple[str, ...]:
+        unknown = sorted((self.axis_names or frozenset()) - set(mesh.axis_names))
+        if unknown or (self.axis_names is not None and not self.axis_names):
+            given = sorted(self.axis_names or ())
+            raise ValueError(f"shard_map({self.name}): axis_names={given}, and the axes of the mesh are {list(mesh.axis_names)}")
+        return tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
+
+    # -- with types ----------------------------------------------------------------------------------------------------
+
+    def _carefully(self, known: Known, leaves: Sequence[Any], parts: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Any:
+        """A call whose types are followed, or whose results are not known yet."""
+        outer = current_mapping()
+        around = None if outer is None else outer.checker
+        if around is None and self.check is False:
+            return self._out(known, self._run(known, parts, tree, kwargs), parts, None)
+        checker = Following(known.mapping.names) if around is None else around
+        with unfollowed():
+            parts = [aliased(part) for part in parts]
+        for leaf, part, way in zip(leaves, parts, known.ways, strict=True):
+            if isinstance(part, Tensor) and way.src is not None:
+                checker.note(part, checker.join(checker.argument(leaf), checker.varying(Origin(way.path.partition(': ')[2]), way.type)))
+        if self.check == "values":
+            check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
+        out = self._followed(known, parts, tree, kwargs, checker, around)
+        with unfollowed():
+            result = self._out(known, out, parts, checker)
+        if around is not None:
+            for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
+                checker.note(after, checker.without(known.own.axis_names, before))
+        return result
+
+    def _followed(self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any) -> Any:
+        mapping, before = known.mapping, known.seeds
+        mapping.checker, mapping.recording, known.seeds = checker, True, []
+        try:
+            with checker.also(mapping.names), checker if around is None else nullcontext():
+                return self._run(known, parts, tree, kwargs, uncompiled(self.f))
+        except BaseException:
+            known.seeds = before
+            raise
+        finally:
+            mapping.checker, mapping.recording = None, False
+
+    def _out(self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None) -> Any:
+        """The results, checked."""
+        leaves, _ = pytree.tree_flatten(out)
+        error, specs = None, []
+        try:
+            specs = self._checked_specs(known, out, leaves, checker)
+        except (ShardingTypeError, TypeError, ValueError) as found:
+            error = found
+        if known.exits is None or not self._trusting:
+            paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
+            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, known.uneven and checker is not None)
+        elif error is not None:
+            raise error
+        result = wrapped(self.name, out, known.exits, parts)
+        if self.check == "values":
+            check_replicas([(way.path, x, way.layout) for x, way in zip(leaves, known.exits, strict=True)], known.own)
+        return result
+
+    def _checked_specs(self, known: Known, out: Any, leaves: Sequence[Any], checker: Following | None) -> list[P | None]:
+        names, paths = known.own.axis_names, [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
+        given = specs_for("out_specs", self.out_specs, out)
+        specs = [checked_spec(*each, known.mesh, names, known.inner is not None) for each in zip(paths, leaves, given, strict=True)]
+        for path, x, spec in zip(paths, leaves, specs, strict=True):
+            if checker is not None and spec is not None:
+                check_type(path, spec, checker.joined(iter((x,)), checker.looked), names)
+        return specs
+
+
+def uncompiled(f: Any) -> Any:
+    """The function that `torch.compile` was given, since types are followed operator by operator."""
+    return getattr(f, "_torchdynamo_orig_callable", getattr(f, "_orig_mod", f))

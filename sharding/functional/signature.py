@@ -1,0 +1,96 @@
+"""What a mapped function is called with: trees of arguments, specs for them, and the signature under which a call is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..spec import P, Placement
+from ..tensor import ShardedTensor
+
+
+class _Static:
+    """The spec of what is passed as it is."""
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+STATIC = _Static()
+
+
+def is_spec(x: Any) -> bool:
+    """Whether this is the spec of one leaf: a `P`, a placement for each axis, or None."""
+    return x is None or isinstance(x, P) or (isinstance(x, (list, tuple)) and bool(x) and all(isinstance(p, Placement) for p in x))
+
+
+def specs_for(what: str, specs: Any, tree: Any) -> list[Any]:
+    """The spec of every leaf of a tree, from specs for it or for whole branches of it.
+
+    Raises: ValueError where the two trees do not match, naming the branch.
+    """
+    found: list[Any] = []
+    _spread(what, specs, tree, "", found)
+    return found
+
+
+def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> None:
+    if is_spec(specs):
+        found += [STATIC if specs is None else specs] * len(pytree.tree_leaves(tree))
+    elif isinstance(specs, dict):
+        _spread_dict(what, specs, tree, path, found)
+    elif isinstance(specs, (list, tuple)):
+        if not isinstance(tree, (list, tuple)) or len(specs) != len(tree):
+            raise _no_match(what, specs, tree, path)
+        for i, (one, branch) in enumerate(zip(specs, tree, strict=True)):
+            _spread(what, one, branch, f"{path}[{i}]", found)
+    else:
+        raise ValueError(f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a tree of them")
+
+
+def _spread_dict(what: str, specs: dict[Any, Any], tree: Any, path: str, found: list[Any]) -> None:
+    if not isinstance(tree, dict) or specs.keys() != tree.keys():
+        raise _no_match(what, specs, tree, path)
+    for name, branch in tree.items():
+        _spread(what, specs[name], branch, f"{path}[{name!r}]", found)
+
+
+def _no_match(what: str, specs: Any, tree: Any, path: str) -> ValueError:
+    given = f"{len(specs)} for {len(tree)}" if isinstance(tree, (list, tuple)) else f"a {type(specs).__name__} for a {type(tree).__name__}"
+    if isinstance(specs, dict) and isinstance(tree, dict):
+        given = f"keys {sorted(map(str, specs))} for keys {sorted(map(str, tree))}"
+    return ValueError(f"{what}{path} do not match what they describe: {given}; give a spec for each branch, or one for all of it")
+
+
+def leaves_of(args: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of the arguments and their tree, which is None where each argument is a leaf."""
+    if any((not isinstance(x, Tensor) and type(x) in pytree.SUPPORTED_NODES) or isinstance(x, tuple) for x in args):
+        return pytree.tree_flatten(tuple(args))
+    return args, None
+
+
+def paths_of(tree: Any) -> list[str]:
+    """How to name every leaf of a tree: `[0]['w']`."""
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def position(path: str) -> str:
+    """The path of a leaf of the arguments, for a message: `0['w']`."""
+    number, _, rest = path.removeprefix("[").partition("]")
+    return number + rest
+
+
+def key_of(leaf: Any) -> Any:
+    """What of a leaf belongs to the signature of a call."""
+    if isinstance(leaf, ShardedTensor):
+        return leaf._layout
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return type(leaf), leaf

@@ -1,0 +1,36 @@
+"""docs/looking.md shows what really comes out, and its pictures are those that the script draws."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+from tests.docs.pages import DOCS, blocks, check_python_examples
+
+PAGE = (DOCS / "looking.md").read_text()
+
+
+def images():
+    spec = importlib.util.spec_from_file_location("make_images", DOCS / "make_images.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_python_examples():
+    assert len(blocks(PAGE, "python")) > 4
+    check_python_examples(PAGE)
+
+
+def test_the_pictures_are_those_that_the_script_draws(tmp_path, capsys):
+    script = images()
+    assert set(re.findall(r"\(images/(\w+)\.svg\)", PAGE)) == set(script.LAYOUTS)
+    script.draw_layouts(tmp_path)
+    assert capsys.readouterr().out.split() == [f"{name}.svg" for name in script.LAYOUTS]
+    for name in script.LAYOUTS:
+        drawn = (DOCS / "images" / f"{name}.svg").read_text()
+        texts = [re.findall(r">([^<>\n]+)</text>", svg) for svg in (drawn, (tmp_path / f"{name}.svg").read_text())]
+        assert texts[0] == texts[1]
+        assert len(texts[0]) > 8

@@ -1,0 +1,273 @@
+"""What simulated ranks print: whole lines, the rank in front, where the caller's prints go; and `sys.stdout` comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+
+from shardmesh.mesh import MeshError, current_world, simulate
+
+
+def barrier() -> None:
+    current_world().group(range(current_world().size)).barrier()
+
+
+def printed(fn: object, n: int = 2, prints: str = "all") -> str:
+    """All that a run prints, seen by a caller who has redirected."""
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        simulate(n, prints)(fn)()  # type: ignore[arg-type]
+    return stream.getvalue()
+
+
+def rank() -> int:
+    return current_world().rank
+
+
+def test_lines_name_their_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(3)(lambda: print("hello", rank()))()
+    assert capsys.readouterr().out == "[rank 0] hello 0\n[rank 1] hello 1\n[rank 2] hello 2\n"
+
+
+def test_lines_do_not_interleave() -> None:
+    def fn() -> None:
+        print("one", end=" ")
+        barrier()
+        print("line", flush=True)
+        barrier()
+        sys.stdout.writelines(["a", "b\n", "c\nd"])
+
+    # Rank 1 arrives last at the first barrier and goes on; rank 0 arrives last at the second.
+    first, second = "[rank 0] one line", "[rank 1] one line"
+    text = printed(fn).splitlines()
+    assert text[:2] == [second, first]
+    assert sorted(text[2:]) == [f"[rank {r}] {what}" for r in range(2) for what in ("ab", "c", "d")]
+    assert [line for line in text[2:] if "rank 0" in line] == [f"[rank 0] {what}" for what in ("ab", "c", "d")]
+
+
+def test_several_lines_of_one_print_and_empty_ones() -> None:
+    assert printed(lambda: print("a\n\nb")) == "".join(f"[rank {r}] a\n[rank {r}] \n[rank {r}] b\n" for r in range(2))
+
+
+def test_a_line_without_end_is_ended_with_its_rank() -> None:
+    assert printed(lambda: print(rank(), end="")) == "[rank 0] 0\n[rank 1] 1\n"
+    assert printed(lambda: None) == ""
+
+
+@pytest.mark.parametrize("form", ["\r{}%", "{}%\r"])
+def test_a_progress_bar_leaves_one_line(form: str) -> None:
+    def fn() -> None:
+        for done in (0, 50, 100):
+            print(form.format(done), end="", flush=True)
+            barrier()
+        print()
+
+    assert sorted(printed(fn).splitlines()) == ["[rank 0] 100%", "[rank 1] 100%"]
+
+
+def test_carriage_returns_before_newlines() -> None:
+    assert printed(lambda: print("a\r\nb", end="\r\n")) == "[rank 0] a\n[rank 0] b\n[rank 1] a\n[rank 1] b\n"
+
+
+def test_first_passes_on_rank_0_as_it_is() -> None:
+    def fn() -> None:
+        print("\rhalf", end="")
+        barrier()
+        print("of", rank(), file=sys.stdout)
+
+    assert printed(fn, 3, "first") == "\rhalfof 0\n"
+
+
+def test_plain_adds_nothing() -> None:
+    assert printed(lambda: print("a", end=""), 3, "plain") == "aaa"
+
+
+@pytest.mark.parametrize("prints", ["all", "first", "plain"])
+def test_one_rank_prints_as_always(prints: str) -> None:
+    assert printed(lambda: print("a", end=""), 1, prints) == "a"
+
+
+@pytest.mark.parametrize("prints", ["none", None, 3, [0]])
+def test_unknown_choices(prints: object) -> None:
+    with pytest.raises(MeshError, match="write 'all'"):
+        simulate(2, prints=prints)  # type: ignore[arg-type]
+
+
+def test_nested_runs_name_both_ranks() -> None:
+    def outer() -> None:
+        simulate(2)(lambda: print("inner"))()
+        print("after")
+
+    lines = ["[rank 0] inner", "[rank 1] inner", "after"]
+    assert printed(outer).splitlines() == [f"[rank {r}] {line}" for r in range(2) for line in lines]
+
+
+def test_each_rank_may_redirect_its_own() -> None:
+    def fn() -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as mine:
+            print("kept by", rank())
+            barrier()
+            print("and", rank())
+        print("shown by", rank())
+        return mine.getvalue()
+
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        assert simulate(2)(fn)() == [f"kept by {r}\nand {r}\n" for r in range(2)]
+    assert sorted(stream.getvalue().splitlines()) == ["[rank 0] shown by 0", "[rank 1] shown by 1"]
+
+
+def test_the_stream_is_the_callers_in_all_else() -> None:
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), encoding="latin-1")) as stream:
+        assert simulate(2)(lambda: (sys.stdout.encoding, sys.stdout.isatty()))() == [("latin-1", False)] * 2
+        stream.flush()
+
+
+def test_no_stdout_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert simulate(2)(lambda: print("nowhere"))() == [None, None]
+    assert sys.stdout is None
+
+
+def test_what_is_not_text_is_refused_as_by_any_stream() -> None:
+    with pytest.raises(TypeError):
+        simulate(2)(lambda: sys.stdout.write(3))()  # type: ignore[arg-type]
+
+
+def test_a_stream_that_fails_ends_the_run_with_its_error() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("disk full")
+
+    for end in ("", "\n"):  # at the end of the rank, and in the print
+        with contextlib.redirect_stdout(Full()), pytest.raises(OSError, match="disk full") as caught:
+            simulate(2)(lambda: print("a", end=end))()  # noqa: B023
+        assert caught.value.__notes__ == ["raised on rank 0 of simulate(2)"]
+
+
+def test_stdout_comes_back_after_success_and_failure() -> None:
+    def fn() -> None:
+        sys.stdout = io.StringIO()
+        barrier()
+        if rank() == 1:
+            raise ValueError("mine")
+
+    before = sys.stdout
+    simulate(2)(lambda: None)()
+    assert sys.stdout is before
+    with pytest.raises(ValueError, match="mine"):
+        simulate(2)(fn)()
+    assert sys.stdout is before
+
+
+def test_prints_of_ranks_that_unwind_are_their_own() -> None:
+    def fn() -> None:
+        try:
+            if rank() == 1:
+                raise ValueError("mine")
+            barrier()
+        finally:
+            print("cleaned up", end="")
+
+    with contextlib.redirect_stdout(io.StringIO()) as stream, pytest.raises(ValueError, match="mine"):
+        simulate(3)(fn)()
+    found = sorted(stream.getvalue().splitlines())
+    assert found == ["[rank 0] cleaned up", "[rank 1] cleaned up"]  # rank 2 had not begun
+
+
+def interrupt_soon() -> None:
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_stdout_comes_back_after_ctrl_c(nested: bool) -> None:
+    cleaned = []
+
+    def busy() -> None:
+        if rank() == 0:
+            barrier()
+        interrupt_soon()
+        try:
+            while True:
+                time.sleep(0.01)
+        finally:
+            cleaned.append(rank())
+
+    def fn() -> None:
+        if nested:
+            simulate(2)(busy)()
+        else:
+            busy()
+
+    before = sys.stdout
+    with pytest.raises(KeyboardInterrupt):
+        simulate(2)(fn)()
+    assert sys.stdout is before
+    assert cleaned == [1]  # it has unwound before the caller goes on
+    assert printed(lambda: print("on")) == "[rank 0] on\n[rank 1] on\n"
+
+
+def test_a_rank_that_cannot_be_interrupted_is_left_behind() -> None:
+    go, gone = threading.Event(), threading.Event()
+
+    def fn() -> None:
+        interrupt_soon()
+        try:
+            go.wait()  # Python does not interrupt the wait of a thread
+        finally:
+            print("too late")
+            gone.set()
+
+    before = sys.stdout
+    with pytest.raises(KeyboardInterrupt):
+        simulate(2)(fn)()
+    assert sys.stdout is before
+    go.set()
+    assert gone.wait(5)
+    assert simulate(2)(rank)() == [0, 1]
+    assert sys.stdout is before
+
+
+def test_runs_of_several_threads_leave_stdout_as_it_was() -> None:
+    before, meet = sys.stdout, threading.Barrier(2)
+
+    def fn() -> None:
+        if rank() == 0:
+            meet.wait()  # both runs are under way
+        barrier()
+
+    threads = [threading.Thread(target=simulate(2)(fn)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.stdout is before
+
+
+def test_logging_and_warnings_are_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as stream, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+
+        def fn() -> None:
+            logging.getLogger("someone").warning("from %d", rank())
+            warnings.warn(f"by {rank()}", UserWarning, stacklevel=1)
+            print("error", file=sys.stderr)
+
+        assert printed(fn) == ""
+    assert caplog.messages == ["from 0", "from 1"]
+    assert [str(w.message) for w in seen] == ["by 0", "by 1"]
+    assert stream.getvalue() == "error\nerror\n"
+
+
+def test_a_stream_kept_beyond_the_run_still_works() -> None:
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        handler = logging.StreamHandler(simulate(2)(lambda: sys.stdout)()[1])
+        handler.emit(logging.makeLogRecord({"msg": "later"}))
+    assert stream.getvalue() == "[rank 1] later\n"

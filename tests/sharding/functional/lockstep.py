@@ -1,0 +1,378 @@
+"""Mapped programs as data, and what they mean in one process: every step is done for all ranks before the next one begins.
+
+    step                      rank 0      rank 1              a variable is a list of tensors, one for each rank, and all of
+    v0 = x0.sin()             sin(.)      sin(.)              them hang in one graph of torch.autograd, whose leaves are the
+    v1 = sm.psum(v0, "a")     +-----------+                   global tensors: so results and gradients are those of a
+                              same        same                function of global tensors, with no library in between
+
+A pending sum is cut here into unequal shares, and in the library the first rank has all of it: whoever reads a share as a value is
+found out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardmesh import P
+from tests.sharding.functional import oracle
+
+Env = dict[str, Any]
+CONSTANTS = torch.linspace(-1, 1, 12, dtype=torch.float64)
+NAMES = {"torch": torch, "F": F, "K": CONSTANTS}
+SHARES = {1: (1.0,), 2: (0.3, 0.7), 3: (0.2, 0.5, 0.3)}
+
+
+class Step(Protocol):
+    """A line or two of a program."""
+
+    def lines(self) -> list[str]:
+        """As Python."""
+        ...
+
+    def run(self, world: Lockstep, envs: list[Env]) -> None:
+        """Do it for every rank, whose variables are `envs[rank]`."""
+        ...
+
+
+class Lockstep:
+    """All ranks of a mesh with axes a and b.
+
+    Attributes:
+        mesh: its shape.
+        unequal: whether ranks turned out to hold different values of what should be the same.
+        graphs: whether a gradient taken inside can be differentiated again.
+    """
+
+    def __init__(self, mesh: Sequence[int], graphs: bool = True) -> None:
+        self.mesh, self.size, self.graphs, self.unequal = tuple(mesh), math.prod(mesh), graphs, False
+        self.oracle, self._groups = oracle.Oracle(mesh), {}
+        self.coordinates = [dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))]
+        self.names = [{**NAMES, "sm": _Rank(self.oracle, rank)} for rank in range(self.size)]
+
+    def run(self, steps: Sequence[Step], envs: list[Env]) -> None:
+        for step in steps:
+            step.run(self, envs)
+
+    def groups(self, axis: str | Sequence[str]) -> list[list[int]]:
+        key = tuple(axis)
+        if key not in self._groups:
+            self._groups[key] = self.oracle.groups(axis) if axis else [[rank] for rank in range(self.size)]
+        return self._groups[key]
+
+    def along(
+        self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]
+    ) -> list[Tensor]:
+        """The definition of a collective on every group of ranks along the axis.
+
+        Raises: ValueError for parts of different shapes.
+        """
+        if any(len({xs[rank].shape for rank in group}) > 1 for group in self.groups(axis)):
+            raise ValueError("parts differ in shape")
+        return self.each(axis, definition, xs)
+
+    def each(self, axis: str | Sequence[str], definition: Callable[[list[Tensor]], list[Tensor]], xs: list[Tensor]) -> list[Tensor]:
+        """The same, of parts of any shapes."""
+        found: dict[int, Tensor] = {}
+        for group in self.groups(axis):
+            found |= zip(group, (own(part) for part in definition([xs[rank] for rank in group])), strict=True)
+        return [found[rank] for rank in range(self.size)]
+
+    def same(self, xs: list[Tensor]) -> bool:
+        return all(x.shape == xs[0].shape and torch.allclose(x, xs[0], rtol=1e-9, atol=1e-11) for x in xs)
+
+    def enter(self, whole: Tensor, spec: P) -> list[Tensor]:
+        """Every rank's part of a global tensor."""
+        pending = [axis for axis, _ in spec.unreduced]
+        parts = []
+        for place in self.coordinates:
+            part = whole
+            for dim, axes in enumerate(spec.dims):
+                for axis in axes:
+                    part = oracle.cut(part, dim, self.mesh["ab".index(axis)], True)[place[axis]]
+            parts.append(own(part * self.share(pending, place)) if pending else own(part))
+        return parts
+
+    def share(self, pending: Sequence[str], place: dict[str, int]) -> float:
+        return math.prod(SHARES[self.mesh["ab".index(axis)]][place[axis]] for axis in pending)
+
+    def leave(self, xs: list[Tensor], spec: P) -> Tensor:
+        """The global tensor of a result.
+
+        Raises: ValueError where parts are not as torch.chunk cuts.
+        """
+        same = [a for a in "ab" if a not in spec.axes]
+        if not all(self.same([xs[rank] for rank in group]) for group in self.groups(same)):
+            self.unequal = True
+        xs = self.along(same, lambda parts: [parts[0]] * len(parts), xs)
+        for axis, _ in spec.unreduced:
+            xs = self.along(axis, oracle.psum, xs)
+        whole = self._together(xs, list(enumerate(spec.dims)))
+        parts = self.enter(whole.detach(), spec.with_unreduced({}))
+        if any(part.shape != x.shape for part, x in zip(parts, xs, strict=True)):
+            raise ValueError("uneven in another way than torch.chunk cuts")
+        return whole
+
+    def _together(self, xs: list[Tensor], dims: list[tuple[int, tuple[str, ...]]]) -> Tensor:
+        for dim, axes in dims:
+            for axis in reversed(axes):
+                xs = self.each(axis, lambda parts, dim=dim: [torch.cat(parts, dim)] * len(parts), xs)
+        return xs[0]
+
+
+def own(x: Tensor) -> Tensor:
+    """The same values as a tensor of its own."""
+    return x.view_as(x)
+
+
+class _Rank:
+    """What a line that communicates nothing may ask the library for, on one rank."""
+
+    def __init__(self, meaning: oracle.Oracle, rank: int) -> None:
+        self.meaning, self.rank = meaning, rank
+
+    def axis_index(self, axis: Any) -> Tensor:
+        return self.meaning.axis_index(axis).values[self.rank].clone()
+
+    def axis_size(self, axis: Any) -> int:
+        return self.meaning.axis_size(axis)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Local:
+    """Lines in which each rank works by itself."""
+
+    text: str
+
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+    @cached_property
+    def code(self) -> Any:
+        return compile(self.text, "<local lines of a program>", "exec")
+
+    def run(self, world: Lockstep, envs: list[Env]) -> None:
+        for names, env in zip(world.names, envs, strict=True):
+            exec(self.code, names, env)
+
+
+@dataclass
+class Collective:
+    """A collective on one variable, or on several as a tuple.
+
+    Attributes:
+        targets, args: names of variables.
+        options: of the call.
+        started: whether it is started and waited for.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    args: tuple[str, ...]
+    axis: str | tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    started: bool = False
+
+    def lines(self) -> list[str]:
+        given = self.args[0] if len(self.args) == 1 else f"({', '.join(self.args)})"
+        inside = ", ".join([given, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())])
+        call = f"sm.start(sm.{self.name}, {inside}).wait()" if self.started else f"sm.{self.name}({inside})"
+        return [f"{', '.join(self.targets)} = {call}"]
+
+    def run(self, world: Lockstep, envs: list[Env]) -> None:
+        for target, arg in zip(self.targets, self.args, strict=True):
+            xs = [env[arg] for env in envs]
+            for env, x in zip(envs, world.along(self.axis, self.meaning, xs), strict=True):
+                env[target] = x
+
+    def meaning(self, parts: list[Tensor]) -> list[Tensor]:
+        options = {k: v for k, v in self.options.items() if k != "to"}
+        if self.name != "pcast":
+            return getattr(oracle, self.name)(parts, **options)
+        if self.options["to"] in ("sharded", "varying"):
+            return parts
+        shares = [s for s in itertools.accumulate(parts[1:], lambda s, _: s / 2, initial=1.0)]
+        return [part * (share / sum(shares)) for part, share in zip(parts, shares, strict=True)]
+
+
+@dataclass
+class Block:
+    """A function within the program, and what is done with it.
+
+    Attributes:
+        kind: "checkpoint", "vmap", "grad" or "value_and_grad".
+        targets: what the result is called; of value_and_grad the value and the gradient.
+        arg: what it is called with.
+        body: the function's lines; its argument is `p`.
+        result: what it returns.
+        summed: of gradients: the axes over which the argument is replicated.
+    """
+
+    kind: str
+    targets: tuple[str, ...]
+    arg: str
+    body: list[Any]
+    result: str
+    summed: tuple[str, ...] = ()
+
+    @property
+    def function(self) -> str:
+        return f"f_{self.targets[0]}"
+
+    def lines(self) -> list[str]:
+        body = [f"    {line}" for step in self.body for line in step.lines()]
+        module = "torch.func" if self.kind == "vmap" else "sm"
+        call = f"{', '.join(self.targets)} = {module}.{self.kind}({self.function})({self.arg})"
+        return [f"def {self.function}(p):", *body, f"    return {self.result}", call]
+
+    def run(self, world: Lockstep, envs: list[Env]) -> None:
+        xs = [env[self.arg] for env in envs]
+        found = getattr(self, f"_{'gradient' if 'grad' in self.kind else self.kind}")(world, envs, xs)
+        for env, values in zip(envs, found, strict=True):
+            env.update(zip(self.targets, values, strict=True))
+
+    def _call(self, world: Lockstep, envs: list[Env], xs: Sequence[Tensor]) -> list[Tensor]:
+        inner = [{**env, "p": x} for env, x in zip(envs, xs, strict=True)]
+        world.run(self.body, inner)
+        return [env[self.result] for env in inner]
+
+    def _checkpoint(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
+        return [(y,) for y in self._call(world, envs, xs)]
+
+    def _vmap(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
+        rows = [self._call(world, envs, each) for each in zip(*(x.unbind(0) for x in xs), strict=True)]
+        return [(torch.stack(column),) for column in zip(*rows, strict=True)]
+
+    def _gradient(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """The gradient of a loss that all ranks have: of a replicated argument, of all its uses."""
+        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        losses = self._call(world, envs, mine)
+        if not world.same(losses):
+            world.unequal = True
+        grads = torch.autograd.grad(losses[0], mine, create_graph=True, allow_unused=True, materialize_grads=True)
+        summed = world.along(self.summed, oracle.psum, list(grads))
+        values = [own(g) if world.graphs else g.detach() for g in summed]
+        return list(zip(losses, values, strict=True)) if self.kind == "value_and_grad" else [(g,) for g in values]
+
+
+@dataclass
+class Gradient:
+    """`torch.autograd.grad` of losses that each rank has of its own: the gradient of their sum."""
+
+    target: str
+    loss: str
+    by: str
+
+    def lines(self) -> list[str]:
+        return [f"{self.target} = torch.autograd.grad({self.loss}, {self.by}, create_graph=True)[0]"]
+
+    def run(self, world: Lockstep, envs: list[Env]) -> None:
+        total = sum(env[self.loss] for env in envs)
+        found = torch.autograd.grad(total, [env[self.by] for env in envs], create_graph=True, allow_unused=True)  # type: ignore[arg-type]
+        if all(g is None for g in found):
+            raise ValueError("not connected")
+        for env, g in zip(envs, found, strict=True):
+            env[self.target] = torch.zeros_like(env[self.by]) if g is None else g
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Program:
+    """A program and what goes in and out.
+
+    Attributes:
+        seed: by which it was made.
+        mesh: shape, of axes a and b.
+        shapes: of the global arguments, x0, x1, ...
+        given: how each lies before the call; no pending ones.
+        in_specs, out_specs: how arguments go in, and results come out.
+        results: names of variables.
+        outside: how its gradient is taken, "backward" or "grad".
+    """
+
+    seed: int
+    mesh: tuple[int, ...]
+    shapes: list[tuple[int, ...]]
+    given: list[P]
+    in_specs: list[P]
+    steps: list[Any] = field(default_factory=list)
+    results: list[str] = field(default_factory=list)
+    out_specs: list[P] = field(default_factory=list)
+    outside: str = "backward"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [f"x{i}" for i in range(len(self.shapes))]
+
+    def source(self) -> str:
+        body = [f"    {line}" for step in self.steps for line in step.lines()]
+        return "\n".join(
+            [f"def program({', '.join(self.arguments)}):", *body, f"    return {', '.join(self.results)},\n"]
+        )
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={n}" for name, n in zip("ab", self.mesh, strict=True))
+        given = [f"x{i}: {list(s)} {p}" for i, (s, p) in enumerate(zip(self.shapes, self.given, strict=True))]
+        specs = f"in_specs=({', '.join(map(str, self.in_specs))},), out_specs=({', '.join(map(str, self.out_specs))},)"
+        return f"# program {self.seed} on ({sizes}); gradient by {self.outside}; {'; '.join(given)}\n# {specs}\n{self.source()}"
+
+    def uses(self, word: str) -> bool:
+        return re.search(word, self.source()) is not None
+
+    def inputs(self, call: int) -> list[Tensor]:
+        """The global arguments of one call."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + call)
+        return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
+
+    def begin(self, world: Lockstep, leaves: Sequence[Tensor]) -> list[Env]:
+        """The variables of each rank before the first step."""
+        parts = [world.enter(leaf, spec) for leaf, spec in zip(leaves, self.in_specs, strict=True)]
+        return [dict(zip(self.arguments, each, strict=True)) for each in zip(*parts, strict=True)]
+
+
+def weight(x: Tensor) -> Tensor:
+    """What each element of a result counts in the loss."""
+    return torch.linspace(0.3, 1.1, x.numel(), dtype=torch.float64).cos().reshape(x.shape)
+
+
+@dataclass
+class Meaning:
+    """What a call of a program gives: results and gradients, and whether ranks disagree on one of them."""
+
+    results: list[Tensor]
+    gradients: list[Tensor]
+    unequal: bool
+
+
+def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: list[Env]) -> Meaning:
+    """Results and gradients, of variables after the last step."""
+    results = [
+        world.leave([env[name] for env in envs], spec)
+        for name, spec in zip(program.results, program.out_specs, strict=True)
+    ]
+    loss = sum((y * weight(y)).sum() for y in results)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
+    return Meaning([y.detach() for y in results], list(grads), world.unequal)
+
+
+def meaning(program: Program, call: int) -> Meaning:
+    """What the program means, on the arguments of one call."""
+    world = Lockstep(program.mesh)
+    leaves = [x.requires_grad_() for x in program.inputs(call)]
+    envs = program.begin(world, leaves)
+    world.run(program.steps, envs)
+    return finish(program, world, leaves, envs)

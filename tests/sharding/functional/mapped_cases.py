@@ -1,0 +1,108 @@
+"""The programs of `table.py` through `shard_map`, and by their definitions; how the two, and JAX's answers, are compared.
+
+Numbers have few bits, so that sums are exact in any order, and results have to be equal to the last bit; half precision, where
+gradients are rounded on the way, has a tolerance of a few units in the last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import shardmesh as sm
+from shardmesh import P
+from tests.sharding.functional import oracle
+from tests.sharding.functional.jax_oracle import Answer
+from tests.sharding.functional.table import Case, Input, loss, weights
+
+# -- our side ----------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(x: Input, seed: int) -> torch.Tensor:
+    return torch.from_numpy(x.values(seed)).to(getattr(torch, x.dtype))
+
+
+def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
+    """The program of the case over ShardedTensors."""
+
+    def run(*local: torch.Tensor) -> Any:
+        out = case.program(sm, *local)
+        return out if case.out is not None else tree_map(lambda leaf: leaf[None], out)
+
+    out_specs = P(case.axes) if case.out is None else P(*case.out)
+    return sm.shard_map(run, mesh=mesh, in_specs=tuple(P(*x.spec) for x in case.inputs), out_specs=out_specs)
+
+
+def ours(case: Case) -> Answer:
+    """What becomes of the case on this rank. The function is called twice: the types are followed, then trusted."""
+    mesh = sm.init_device_mesh("cpu", case.mesh, axis_names=case.axes)
+    xs = [sm.device_put(tensor_of(x, seed), mesh, P(*x.spec)) for seed, x in enumerate(case.inputs)]
+    by = [xs[i].requires_grad_() for i in case.differentiable]
+    function = mapped(case, mesh)
+    first, out = (tree_leaves(function(*xs)) for _ in range(2))
+    for one, two in zip(first, out, strict=True):
+        assert one.layout is two.layout
+        assert torch.equal(one.to_local(), two.to_local())
+    values = [y.full_tensor() for y in out]
+    grads, second = derivatives(case, mesh, out, by) if by else ([], [])
+    return Answer(numpy_of(values), dtypes_of(values), grads, second)
+
+
+def derivatives(case: Case, mesh: sm.DeviceMesh, out: list[Any], by: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The same losses as on JAX's side."""
+    total: Any = sum(loss(y.double(), laid_out(mesh, weights(y.shape, k), y)) for k, y in enumerate(out))
+    grads = torch.autograd.grad(total, by, create_graph=case.second)
+    found = numpy_of([g.full_tensor() for g in grads])
+    if not case.second:
+        return found, []
+    again: Any = sum(
+        (g.double() * laid_out(mesh, weights(g.shape, k), x)).sum()
+        for k, (g, x) in enumerate(zip(grads, by, strict=True))
+    )
+    return found, numpy_of([g.full_tensor() for g in torch.autograd.grad(again, by)])
+
+
+def laid_out(mesh: sm.DeviceMesh, values: np.ndarray, like: sm.ShardedTensor) -> sm.ShardedTensor:
+    return sm.device_put(torch.from_numpy(values), mesh, like.spec)
+
+
+def numpy_of(xs: list[torch.Tensor]) -> list[np.ndarray]:
+    return [x.detach().double().numpy() for x in xs]
+
+
+def dtypes_of(xs: list[torch.Tensor]) -> list[str]:
+    return [str(x.dtype).removeprefix("torch.") for x in xs]
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def close(case: Case, ours: list[np.ndarray], theirs: list[np.ndarray], what: str) -> None:
+    """Equal; where gradients travel in half precision, but for a few roundings."""
+    assert len(ours) == len(theirs), what
+    half = max(
+        (torch.finfo(getattr(torch, x.dtype)).eps for x in case.inputs if "16" in x.dtype and "float" in x.dtype),
+        default=0,
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        slack = 4 * half * np.abs(other).max(initial=0)
+        np.testing.assert_allclose(one, other, rtol=0, atol=slack, err_msg=what, strict=True)
+
+
+def same_answer(case: Case, one: Answer, other: Answer) -> None:
+    close(case, one.values, other.values, "values")
+    close(case, one.grads, other.grads, "gradients")
+    close(case, one.second, other.second, "second derivatives")
+
+
+def defined(case: Case) -> Answer:
+    """What becomes of the case by the definitions in `oracle.py`."""
+    xs = [tensor_of(x, seed) for seed, x in enumerate(case.inputs)]
+    by = [xs[i].requires_grad_() for i in case.differentiable]
+    values = oracle.evaluate(case.mesh, case.program, xs, [x.spec for x in case.inputs], case.out)
+    grads, second = oracle.derivatives(values, by, case.second) if by else ([], [])
+    return Answer(numpy_of(values), dtypes_of(values), numpy_of(grads), numpy_of(second))

@@ -1,0 +1,408 @@
+"""Random small programs for `shard_map`: operators and collectives over the axes a and b, in the order in which they were drawn.
+
+A program grows step by step. Each step is done at once for all ranks (`lockstep.py`), and dropped if torch refuses it or the numbers get
+large. Most steps are such that a sensible program would have them, by a rough account of which axes a value varies over and is pending
+over (a `Kind`); some are drawn at random, so that the library has something to refuse.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmesh import P
+from tests.sharding.functional.lockstep import (
+    Block,
+    Collective,
+    Env,
+    Gradient,
+    Local,
+    Lockstep,
+    Meaning,
+    Program,
+    finish,
+    meaning,
+)
+
+MESHES = [(2, 2)] * 14 + [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)]
+SHAPES = [(2, 3), (3, 2), (2, 2), (3,), (2,), (), (2, 2, 2), (4, 2)]
+SENSE = 0.9  # how often a step is one that a sensible program would have
+LARGE, MOST = 1e3, 150  # the largest number, and the most elements
+
+# What a pending sum goes through: x and s stand for variables, d for a dim, n for the length of the last dim.
+LINEAR = """
+{x} * 0.7 | -{x} | {x}.sum({d}) | {x}.sum() | {x}.mean({d}, keepdim=True) | {x}.transpose(0, -1) | {x}.reshape(-1) | {x}.flip({d}) |
+{x}[..., :1] | {x}[0] | {x}[..., -1] | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) | {x}.unsqueeze({d}) | {x} + {x} |
+{x} * K[:{n}] | {x} @ K[:{n}] | {x}.narrow({d}, 0, 1) | {x}.expand(2, *{x}.shape) | {x} / 3 | {x}.unbind({d})[0] | {x}.clone() |
+{x}.cumsum({d}) | {x}.chunk(2, {d})[-1] | torch.einsum('...i->...', {x}) | {x}.roll(1, {d}) | {x}.contiguous() | {x}.double()
+"""
+UNARY = """
+{x}.sin() | {x}.tanh() | torch.relu({x} + 0.3137) | {x}.softmax({d}) | F.layer_norm({x}, {x}.shape[-1:]) | {x} ** 2 | torch.exp({x} * 0.3) |
+{x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 0.177).abs() | torch.sqrt({x} * {x} + 1) | {x}.amax({d}) | F.gelu({x}) |
+{x}.clamp(-0.91, 0.83) | {x} + 1 | {x} + K[:{n}] | {x}.detach() | {x}.detach() * {x} | {x} / ({x}.square().sum() + 1) | F.softplus({x}) |
+torch.where({x} > 0.2137, {x}, 0.5 * {x}) | {x}.cumprod({d}) | {x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() |
+{x} * {x}.shape[0] | torch.zeros_like({x}) | torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.float().double() | F.linear(K[:{n}], {x}) |
+{x}.new_ones({n}) | torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1)
+"""
+BINARY = """
+{x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) | torch.cat([{x}, {y}], {d}) | F.linear({x}, {y}) |
+torch.stack([{x}, {y}], {d}) | torch.einsum('...i,...i->...', {x}, {y}) | {x} * {y}.sum() | {x} + {y}.mean() | {x} * {y}.sin() |
+torch.maximum({x}, {y} + 0.1171) | {x}.expand_as({y}) | torch.lerp({x}, {y}, 0.3) | torch.addcmul({x}, {y}, {y}) | {x} @ {y}.transpose(0, -1) |
+F.layer_norm({x}, {x}.shape[-1:], {y}) | torch.outer({x}.reshape(-1), {y}.reshape(-1)) | {x}.masked_fill({y} > 0.2137, 0.5) | {y}.detach() * {x}
+"""
+WRITES = [
+    "{z} = {x}.clone()\n{z}.add_({y})",
+    "{z} = {x}.clone()\n{w} = {z}.transpose(0, -1)\n{z}.mul_({y}.sum())",
+    "{z} = {x}.clone()\n{w} = {z}[..., :1]\n{w}.mul_({y}.mean())",
+    "{z} = {x} * 1.0\n{w} = {z}.detach()\n{z}[0].mul_(2.0 + {y}.sum())",
+    "{z} = {x}.clone()\n{w} = {z}.reshape(-1)\n{z}.transpose(0, -1).copy_({y}.transpose(0, -1))",
+    "{z} = {x} + 0\n{z}[0] = {y}.sum()",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\n{z} += {x}.reshape(-1)[0]\n{w} = {z} * {y}.sum()",
+    "{z} = torch.zeros(2, dtype=torch.float64)\n{w} = {z}.view(2, 1)\n{w}[0].copy_({x}.sum())\n{w} = {w} * {y}.sum()",
+    "{z} = {x}.clone()\n{z}.unbind(0)[-1].zero_()\n{w} = {z} + {y}",
+]
+LOOKS = [
+    "{z} = {x} * (1.5 if {y}.sum().item() > 0.1931 else -0.5)",
+    "if {y}.mean() > 0.1177:\n    {z} = {x} * 2.0 + {y}.sum()\nelse:\n    {z} = {x} - {y}.sum()",
+    "{z} = {x} * float({y}.sum())",
+    "{z} = {x} * (int(sm.axis_index('{a}')) + 1)",
+    "if int(sm.axis_index('{a}')) == 0:\n    {z} = {x} * 0.5\nelse:\n    {z} = {x} * 1.5",
+]
+INDEX = ["{z} = {x} * (sm.axis_index('{a}') + 1)", "{z} = {x} + 0.3 * sm.axis_index(('{a}', '{b}'))", "{z} = torch.where(sm.axis_index('{a}') == 0, {x}, -{x})"]
+ROUGH = [  # how often which
+    (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (5, "write"), (1, "look"), (3, "index"), (3, "gradient"),
+    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"),
+]  # fmt: skip
+REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
+MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)  # of a step that torch cannot do
+
+
+def _texts(table: str) -> list[str]:
+    return [text.strip() for text in table.replace("\n", " ").split("|")]
+
+
+TEXTS = {"linear": _texts(LINEAR), "unary": _texts(UNARY), "binary": _texts(BINARY)}
+
+
+class Kind(NamedTuple):
+    """Over which axes a value varies, and is pending."""
+
+    varying: frozenset[str] = frozenset()
+    pending: frozenset[str] = frozenset()
+
+    def join(self, other: Kind) -> Kind:
+        pending = self.pending | other.pending
+        return Kind((self.varying | other.varying) - pending, pending)
+
+
+REPLICATED = Kind()
+
+
+class Maker:
+    """Draws one program.
+
+    Attributes:
+        program: as far as it has been drawn.
+        kinds: of its variables.
+        looked: what it knows in numbers.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        mesh = rng.choice(MESHES)
+        self.program = Program(seed, mesh, [], [], [])
+        self.kinds: dict[str, Kind] = {}
+        self.looked, self.count, self.in_vmap = REPLICATED, 0, False
+        for _ in range(rng.choice([1, 2, 2, 3])):
+            self._argument()
+        self.world = Lockstep(mesh)
+        self.leaves = [x.requires_grad_() for x in self.program.inputs(0)]
+        self.envs = self.program.begin(self.world, self.leaves)
+
+    def chance(self, p: float) -> bool:
+        return self.rng.random() < p
+
+    # -- arguments -----------------------------------------------------------------------------------------------------
+
+    def _argument(self) -> None:
+        rng, mesh = self.rng, self.program.mesh
+        shape, spec = list(rng.choice(SHAPES)), self._spec(-1)
+        spec = P(*spec.dims[: len(shape)], unreduced=dict(spec.unreduced))
+        for dim, axes in enumerate(spec.dims):
+            for axis in axes:
+                shape[dim] *= mesh["ab".index(axis)]
+            shape[dim] -= len(axes) > 0 and self.chance(0.08)
+        given = spec if self.chance(0.7) else self._spec(0)
+        self.kinds[f"x{len(self.program.shapes)}"] = Kind(frozenset(a for d in spec.dims for a in d), frozenset(a for a, _ in spec.unreduced))
+        self.program.shapes.append(tuple(shape))
+        self.program.in_specs.append(spec)
+        self.program.given.append(P(*given.dims[: len(shape)]))
+
+    def _spec(self, pending: int) -> P:
+        """At random: each axis on a dim, nowhere, or (where `pending` is not 0) pending."""
+        dims: list[list[str]] = [[], [], []]
+        unreduced = []
+        for axis in self.rng.sample("ab", 2):
+            where = self.rng.choice([0, 0, 1, 2, "nowhere", "nowhere", "pending"])
+            if isinstance(where, int):
+                dims[where].append(axis)
+            elif where == "pending" and pending and self.chance(0.6):
+                unreduced.append(axis)
+        return P(*map(tuple, dims), unreduced=unreduced)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def new(self) -> str:
+        self.count += 1
+        return f"v{self.count - 1}"
+
+    def pick(self, kinds: dict[str, Kind], wanted: Any = None) -> str:
+        """A variable, late ones more often; one with a wanted kind, if sense has it and there is one."""
+        names = list(kinds)
+        if wanted is not None and self.chance(SENSE):
+            names = [name for name in names if wanted(kinds[name])] or names
+        return names[-1] if self.chance(0.4) else self.rng.choice(names)
+
+    def attempt(self, step: Any, kind: Kind, names: Sequence[str]) -> bool:
+        """Do a step, and keep it if that goes well."""
+        envs: list[Env] = [dict(env) for env in self.envs]
+        before = self.world.unequal
+        try:
+            step.run(self.world, envs)
+            good = all(fits(env[name]) for env in envs for name in names)
+        except REFUSALS:
+            good = False
+        if not good:
+            self.world.unequal = before
+            return False
+        self.envs = envs
+        self.program.steps.append(step)
+        self.kinds |= dict.fromkeys(names, kind.join(self.looked))
+        return True
+
+    def grow(self) -> bool:
+        """Try one step at random."""
+        weights, kinds = zip(*ROUGH, strict=True)
+        step, kind, names = getattr(self, f"_{self.rng.choices(kinds, weights)[0]}")(self.kinds)
+        return self.attempt(step, kind, names)
+
+    def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[Local, Kind, list[str]]:
+        x, z = self.pick(kinds, wanted), self.new()
+        y = self.pick(kinds, other) if other is not None else x
+        return self._filled(f"{{z}} = {self.rng.choice(TEXTS[name])}", x, y, z), kinds[x].join(kinds[y]), [z]
+
+    def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> Local:
+        shape = self.envs[0][x].shape if x in self.envs[0] else (2,)
+        a, b = self.rng.sample("ab", 2)
+        dim = self.rng.randrange(-1, max(len(shape), 1))
+        return Local(text.format(x=x, y=y, z=z, w=w, a=a, b=b, d=dim, n=shape[-1] if shape else 1))
+
+    def _linear(self, kinds: dict[str, Kind]) -> Any:
+        return self._operator(kinds, "linear")
+
+    def _unary(self, kinds: dict[str, Kind]) -> Any:
+        return self._operator(kinds, "unary", not_pending)
+
+    def _binary(self, kinds: dict[str, Kind]) -> Any:
+        return self._operator(kinds, "binary", not_pending, not_pending)
+
+    def _with_two(self, kinds: dict[str, Kind], texts: list[str]) -> tuple[Local, Kind, list[str]]:
+        x, y, z, w = self.pick(kinds, not_pending), self.pick(kinds, not_pending), self.new(), self.new()
+        step = self._filled(self.rng.choice(texts), x, y, z, w)
+        return step, kinds[x].join(kinds[y]), [z, w] if f"{w} =" in step.text else [z]
+
+    def _write(self, kinds: dict[str, Kind]) -> Any:
+        return self._with_two(kinds, WRITES)
+
+    def _look(self, kinds: dict[str, Kind]) -> Any:
+        step, kind, names = self._with_two(kinds, LOOKS)
+        kind = kind if "axis_index" not in step.text else kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text)))
+        self.looked = self.looked.join(Kind(kind.varying))
+        return step, kind, names
+
+    def _index(self, kinds: dict[str, Kind]) -> Any:
+        step, kind, names = self._with_two(kinds, INDEX)
+        return step, kind.join(Kind(frozenset(a for a in "ab" if f"'{a}'" in step.text))), names
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _collective(self, kinds: dict[str, Kind]) -> Any:
+        axis = self.rng.choice(["a", "b", "a", "b", ("a", "b"), ("b", "a")])
+        name = self.rng.choice(REDUCE if self.chance(0.45) else MOVE)
+        x = self.pick(kinds, lambda kind: sensible(name, kind, frozenset(axis)))
+        return self.call(kinds, name, axis, x)
+
+    def call(self, kinds: dict[str, Kind], name: str, axis: Any, x: str) -> tuple[Collective, Kind, list[str]]:
+        """A collective on a variable, sometimes on two at once."""
+        shape = tuple(self.envs[0][x].shape) if x in self.envs[0] else (2,)
+        options = self._options(name, axis, shape)
+        args = (x, self.pick(kinds, lambda kind: kind == kinds[x])) if self.chance(0.1) else (x,)
+        step = Collective(name, tuple(self.new() for _ in args), args, axis, options, self.chance(0.1))
+        given = REPLICATED
+        for arg in args:
+            given = given.join(kinds[arg])
+        step.started = step.started and not self.in_vmap
+        return step, law(name, options.get("to"), given, frozenset(axis)), list(step.targets)
+
+    def _options(self, name: str, axis: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Arguments of a collective."""
+        rng, n, dim = self.rng, self.world.oracle.axis_size(axis), self.rng.randrange(max(len(shape), 1))
+        tiled = {} if self.chance(0.3) else {"tiled": True}
+        if name == "psum_scatter":
+            return {"scatter_dimension": dim, **tiled}
+        if name == "all_gather":
+            return {"axis": dim, **tiled, **({"to": "sharded"} if self.chance(0.3) else {})}
+        if name == "all_to_all":
+            return {"split_axis": dim, "concat_axis": rng.randrange(max(len(shape), 1)), **tiled}
+        if name == "ppermute":
+            pairs = list(zip(rng.sample(range(n), n), rng.sample(range(n), n), strict=True))
+            return {"perm": pairs[: rng.randrange(1, n + 1)]}
+        if name == "pshuffle":
+            return {"perm": rng.sample(range(n), n)}
+        if name == "pbroadcast":
+            return {"source": rng.randrange(n)}
+        return {"to": rng.choice(["sharded", "unreduced", "pending"])} if name == "pcast" else {}
+
+    # -- functions within ----------------------------------------------------------------------------------------------
+
+    def _body(self, arg: Kind, makers: Sequence[Any], length: int) -> tuple[list[Any], str, Kind]:
+        """Steps on `p` and variables from around."""
+        own = {"p": arg}
+        steps = []
+        for _ in range(length):
+            kinds = own if self.chance(0.8) else {**self.kinds, **own}
+            step, kind, names = self.rng.choice(makers)(kinds)
+            steps.append(step)
+            own |= dict.fromkeys(names, kind)
+        return steps, list(own)[-1], own[list(own)[-1]]
+
+    def _block(self, name: str, makers: Sequence[Any]) -> Any:
+        arg = self.pick({name: kind for name, kind in self.kinds.items() if not self.in_vmap or self.envs[0][name].ndim > 1} or self.kinds, not_pending)
+        body, result, kind = self._body(self.kinds[arg], makers, self.rng.choice([1, 2, 3]))
+        target = self.new()
+        return Block(name, (target,), arg, body, result), kind, [target]
+
+    def _checkpoint(self, _: Any) -> Any:
+        return self._block("checkpoint", [self._linear, self._unary, self._collective, self._binary])
+
+    def _vmap(self, _: Any) -> Any:
+        self.in_vmap = True
+        try:
+            return self._block("vmap", [self._linear, self._unary, self._collective])
+        finally:
+            self.in_vmap = False
+
+    def _gradient(self, kinds: dict[str, Kind]) -> Any:
+        """Of a loss that each rank has of its own."""
+        loss = self.pick(kinds, lambda kind: kind.varying == {"a", "b"})
+        by, total, target = self.pick(kinds), self.new(), self.new()
+        if not self.attempt(Local(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
+            return Local("pass"), REPLICATED, []
+        kind = Kind(kinds[by].varying, frozenset("ab") - kinds[by].varying - kinds[by].pending)
+        return Gradient(target, total, by), kind, [target]
+
+    def _sm_gradient(self, kinds: dict[str, Kind]) -> Any:
+        """By an argument, whose kind is known, of a loss that all ranks have."""
+        arg = self.rng.choice(self.program.arguments)
+        body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary, self._collective], self.rng.choice([1, 2, 3]))
+        total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.looked.varying))
+        body.append(Local(f"{total} = {result}.sum()"))
+        if over or self.chance(0.1):
+            name = "psum" if kind.pending or self.chance(0.5) else "pmean"
+            body.append(Collective(name, (total,), (total,), tuple(over) or "a"))
+        own, both = kinds[arg], self.chance(0.4)
+        targets = (self.new(), self.new()) if both else (self.new(),)
+        summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
+        return Block("value_and_grad" if both else "grad", targets, arg, body, total, summed), Kind(own.varying), list(targets)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Results and their specs."""
+        for name in self._last():
+            name = self._settled(name) if self.chance(SENSE) else name
+            self.program.results.append(name)
+            self.program.out_specs.append(self._out_spec(name))
+        inner = self.program.uses(r"sm\.(value_and_)?grad\(")
+        self.program.outside = "grad" if self.chance(0.8 if inner else 0.2) else "backward"
+
+    def _last(self) -> list[str]:
+        names = [name for name in self.kinds if name.startswith("v")] or list(self.kinds)
+        return [names[-1]] if self.chance(0.6) else [names[-1], self.rng.choice(names)]
+
+    def _settled(self, name: str) -> str:
+        """Reduced over the axes over which it is not replicated, or some of them."""
+        kind = self.kinds[name]
+        for axis in sorted(kind.varying | kind.pending):
+            if self.chance(0.6):
+                how = self.rng.choice(["psum", "psum", "pmean"] if axis in kind.pending else ["psum", "pmean", "pmax", "all_gather"])
+                step, after, names = self.call({name: self.kinds[name]}, how, axis, name)
+                step.options.pop("to", None)
+                if self.attempt(step, law(how, None, self.kinds[name], frozenset(axis)) if after else after, names):
+                    name = names[0]
+        return name
+
+    def _out_spec(self, name: str) -> P:
+        """One that fits the kind of the result, where there is one and sense has it."""
+        xs, kind = [env[name] for env in self.envs], self.kinds[name]
+        tries = [self._spec(-1) for _ in range(12)]
+        tries = [P(*spec.dims[: xs[0].ndim], unreduced=dict(spec.unreduced)) for spec in tries]
+        fitting = [spec for spec in tries if fits_kind(spec, kind)] if self.chance(SENSE) else tries[:2]
+        for spec in [*fitting, P(unreduced=kind.varying | kind.pending)]:
+            try:
+                Lockstep(self.program.mesh).leave([x.detach() for x in xs], spec)
+            except REFUSALS:
+                continue
+            return spec
+        return P(unreduced=kind.varying | kind.pending)
+
+
+def fits(x: Any) -> bool:
+    """Whether a value is one to go on with."""
+    good = isinstance(x, Tensor) and x.dtype == torch.float64 and 0 < x.numel() <= MOST
+    return good and bool(x.detach().abs().max() < LARGE)
+
+
+def not_pending(kind: Kind) -> bool:
+    return not kind.pending
+
+
+def fits_kind(spec: P, kind: Kind) -> bool:
+    """Whether a result of this kind may leave so."""
+    split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
+    return kind.pending <= pending and kind.varying <= split | pending and pending <= kind.varying | kind.pending
+
+
+def sensible(name: str, kind: Kind, axes: frozenset[str]) -> bool:
+    """Whether one would call this collective on such a value."""
+    if kind.pending:
+        return (name in ("psum", "pmean", "psum_scatter") and kind.pending <= axes) or (name not in REDUCE and not kind.pending & axes)
+    return not (name == "pcast" and kind.varying & axes)
+
+
+def law(name: str, to: str | None, kind: Kind, axes: frozenset[str]) -> Kind:
+    """The kind of a collective's result."""
+    if to in ("unreduced", "pending"):
+        return Kind(kind.varying - axes, kind.pending | axes)
+    varies = name not in (*REDUCE, "pbroadcast") and (name != "all_gather" or to == "sharded")
+    return Kind(kind.varying | axes if varies else kind.varying - axes, kind.pending - axes)
+
+
+def make(seed: int) -> tuple[Program, list[Meaning]]:
+    """A program by its number, and what it gives in two calls, with different arguments."""
+    while True:
+        maker = Maker(seed)
+        for _ in range(maker.rng.choice([2, 4, 6, 8])):
+            any(maker.grow() for _ in range(8))
+        maker.end()
+        program = maker.program
+        try:
+            first = finish(program, maker.world, maker.leaves, maker.envs)
+            return program, [first, meaning(program, 1)]
+        except REFUSALS:  # torch has no gradient for it, or parts do not make a whole
+            seed += 1 << 32

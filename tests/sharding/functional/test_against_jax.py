@@ -1,0 +1,58 @@
+"""The table of collectives against JAX: values, dtypes, first and second derivatives."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import shardmesh as sm
+from tests.sharding.functional.differences import DIFFERENCES
+from tests.sharding.functional.jax_oracle import Jax
+from tests.sharding.functional.mapped_cases import defined, ours, same_answer
+from tests.sharding.functional.table import CASES
+
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="needs the extra jax-oracle")
+pytestmark = [needs_jax, pytest.mark.xdist_group("jax")]  # one worker of `pytest -n` has the JAX process
+
+
+@pytest.fixture(scope="session")
+def jax() -> Iterator[Jax]:
+    with Jax() as process:
+        yield process
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_case(case, jax):
+    """Values, dtypes and derivatives are JAX's, on every rank."""
+    found = sm.simulate(math.prod(case.mesh))(lambda: ours(case))()
+    answer = jax.answer(case.name)
+    assert not answer.refused, answer.refused
+    for mine in found:
+        same_answer(case, mine, answer)
+        assert case.dtypes or mine.dtypes == answer.dtypes
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_difference(name, jax):
+    """Where we are not like JAX (`Case.differs` says why), JAX is as the table says, and we do what the plain definition says."""
+    case = DIFFERENCES[name]
+    answer, wanted = jax.answer(name), defined(case)
+    if case.refused:
+        assert case.refused in answer.refused
+    else:
+        assert not answer.refused, answer.refused
+        assert not np.array_equal(answer.values[0], wanted.values[0]), "no difference any more"
+    for mine in sm.simulate(math.prod(case.mesh))(lambda: ours(case))():
+        same_answer(case, mine, wanted)
+        assert mine.dtypes == wanted.dtypes
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_definition(case, jax):
+    """JAX does what the plain definitions say: so those can stand in for it where it refuses."""
+    answer = jax.answer(case.name)
+    same_answer(case, defined(case), answer)

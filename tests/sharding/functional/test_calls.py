@@ -1,0 +1,301 @@
+"""Calls of mapped functions: what they communicate, what they refuse and say, what they leave behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.functional.mapping import current_mapping
+from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
+from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
+
+X, W = values(6, 4), values(4, 5, seed=1)
+
+
+def mean_loss(x, w):
+    return sm.psum((x @ w).square().sum(), "a")
+
+
+# -- what is moved -----------------------------------------------------------------------------------------------------
+
+
+@every_rank(2)
+def test_a_known_signature_communicates_what_the_function_does_and_nothing_else(mesh):
+    mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    x, w = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True)
+    counts = []
+    for _ in range(3):
+        with collectives() as records:
+            loss = mapped(x, w)
+        counts.append(launched(records))
+        with collectives() as records:
+            loss.backward()
+        assert launched(records) == ["all_reduce", "all_reduce"], "of the psum; of the gradient of w"
+    assert counts[1:] == [["all_reduce"]] * 2
+    assert len(counts[0]) == 2, "the shapes of the results too"
+
+
+@every_rank(2)
+def test_without_checks_types_are_not_followed_and_shapes_exchanged_once(mesh):
+    mapped = sm.shard_map(lambda x: x.exp(), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check=False)
+    for expected in (1, 0, 0):
+        with collectives() as records:
+            same_later = mapped(put(mesh, X, P("a")))
+        assert len(records) == expected
+        same(same_later, X.exp())
+
+
+@every_rank(2)
+def test_arguments_that_lie_otherwise_are_redistributed(mesh):
+    mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    for _ in range(2):
+        x, w, px, pw = put(mesh, X, P(None, "a"), grad=True), put(mesh, W, P("a"), grad=True), leaf(X), leaf(W)
+        same_gradients([x, w], [px, pw], mapped(x, w), (px @ pw).square().sum())
+    identity = sm.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    identity(put(mesh, X))
+    same(identity(put(mesh, X, P(None, "a"))), X)
+    with sm.comm_budget(bytes=3 * 2 * 8, launches=1) as used:  # the other half of my rows
+        identity(put(mesh, X, P(None, "a")))
+    assert used.by_operator == {"shard_map(<lambda>)": (1, 48)}
+
+
+@every_rank(2)
+def test_several_arguments_are_redistributed_in_one_go(mesh):
+    mapped = sm.shard_map(lambda x, y, w: (x + y) @ w, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a"))
+    given = [put(mesh, X, P(None, "a")), put(mesh, 2 * X, P(None, "a")), put(mesh, W)]
+    mapped(*given)
+    with collectives() as records:
+        y = mapped(*given)
+    assert len(records) == 1
+    same(y, 3 * X @ W)
+
+
+@every_rank(2)
+def test_redistribution_of_arguments_is_implicit(mesh):
+    mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    x, w = put(mesh, X, P(None, "a")), put(mesh, W)
+    for _ in range(2):
+        with sm.implicit("forbid"), collectives() as records:
+            with pytest.raises(sm.ImplicitCommError, match=r"shard_map\(mean_loss\)") as caught:
+                mapped(x, w)
+            assert not records
+        for words in ("test_calls.py:", "argument 0", "P('a'"):
+            assert words in str(caught.value)
+        mapped(x, w)
+    with sm.implicit("forbid"):
+        same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())  # what f itself calls is explicit
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def identity(mesh, in_specs=P("a"), out_specs=P("a"), **more):
+    def f(*xs):
+        return xs[0] if len(xs) == 1 else xs
+
+    return sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
+
+
+WRONG = {
+    "another check": (lambda m: identity(m, check="sometimes"), ValueError, "check='sometimes'"),
+    "specs for fewer arguments": (lambda m: identity(m, (P("a"),))(X, X), ValueError, "in_specs do not match"),
+    "specs of another tree": (lambda m: identity(m, ({"x": P()},))([X]), ValueError, "in_specs[0] do not match"),
+    "another key": (lambda m: identity(m, ({"x": P()},))({"y": X}), ValueError, "keys ['x'] for keys ['y']"),
+    "no spec": (lambda m: identity(m, ("a",))(X), ValueError, "in_specs[0]: 'a' is not a spec"),
+    "an axis that the mesh has not": (lambda m: identity(m, P("z"))(X), ValueError, "'z'"),
+    "more dims than the argument has": (lambda m: identity(m, P(None, None, "a"))(X), ValueError, ""),
+    "a sharded tensor as static": (lambda m: identity(m, (None,))(put(m, X, P("a"))), TypeError, "argument 0 is sharded"),
+    "sharded, in a tree": (lambda m: identity(m, ({"w": None},))({"w": put(m, X)}), TypeError, "argument 0['w'] is sharded"),
+    "a pending maximum": (lambda m: identity(m, P(unreduced={"a": "max"}))(X), ValueError, "a max is pending over 'a'"),
+    "another mesh": (
+        lambda m: identity(m)(put(sm.init_device_mesh("cpu", (2,), axis_names=("b",)), X)), ValueError, "argument 0 lies on",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    program, kind, text = WRONG[name]
+    assert text in same_error((2,), program, kind)
+
+
+WRONG_RESULTS = {
+    "specs for fewer results": (lambda m: identity(m, P("a"), (P("a"),))(X, X), ValueError, "out_specs do not match"),
+    "another tree": (lambda m: identity(m, P("a"), {"y": P("a")})(X), ValueError, "out_specs do not match"),
+    "an axis that the mesh has not": (lambda m: identity(m, P("a"), P("z"))(X), ValueError, "'z'"),
+    "a tensor without a spec": (lambda m: identity(m, P("a"), None)(X), TypeError, "is a tensor, and its out_specs are None"),
+    "in a tree": (lambda m: identity(m, P("a"), (P("a"), None))(X, X), TypeError, "result [1] is a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESULTS)
+def test_wrong_out_specs(name):
+    program, kind, text = WRONG_RESULTS[name]
+    assert text in same_error((2,), program, kind, silent=False)
+
+
+def test_a_sharded_tensor_as_a_result():
+    def program(mesh):
+        captured = put(mesh, X, P("a"))
+        sm.shard_map(lambda x: captured, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(X)
+
+    assert "is a ShardedTensor" in same_error((2,), program, TypeError, silent=False)
+
+
+def test_unbound_axes():
+    def outside(mesh):
+        sm.psum(X, "a")
+
+    assert "unbound axis name 'a'" in same_error((2,), outside, sm.UnboundAxisError)
+
+    def unknown(mesh):
+        sm.shard_map(lambda x: sm.psum(x, "z"), mesh=mesh, in_specs=P("a"), out_specs=P())(X)
+
+    text = same_error((2,), unknown, sm.UnboundAxisError)
+    assert "'z'" in text
+    assert "['a']" in text
+
+
+def test_ranks_outside_the_mesh():
+    def program(mesh):
+        half = sm.DeviceMesh("cpu", [0, 1], axis_names=("x",))
+        mapped = sm.shard_map(lambda x: sm.psum(x.sum(), "x"), mesh=half, in_specs=P("x"), out_specs=P())
+        if half.coordinate is None:
+            with pytest.raises(RuntimeError, match=r"rank \d is outside"):
+                mapped(X)
+        else:
+            same(mapped(X), X.sum())
+
+    on_mesh((4,), program)
+
+
+@every_rank(2)
+def test_results_whose_shape_depends_on_the_data(mesh):
+    mapped = sm.shard_map(lambda x: x[x[:, 0] > 0], mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    positive = X.abs()
+    same(mapped(put(mesh, positive, P("a"))), positive)
+    with pytest.raises(TypeError, match=r"result .*has the local shape \[0, 4\], and had \[3, 4\]"):
+        mapped(put(mesh, -positive, P("a")))
+    same(mapped(put(mesh, positive, P("a"))), positive)
+
+
+@every_rank(2)
+def test_results_of_another_number_or_kind_than_before(mesh):
+    what = []
+    mapped = sm.shard_map(lambda x: what[-1](x), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    x = put(mesh, X, P("a"))
+    what.append(lambda x: x + 1)
+    same(mapped(x), X + 1)
+    what.append(lambda x: (x, x))
+    with pytest.raises(TypeError, match="returned 2 results, and 1 when"):
+        mapped(x)
+    what.append(lambda x: (x > 0))
+    same(mapped(x), X > 0)  # another dtype needs no one else
+
+
+# -- what is left behind -----------------------------------------------------------------------------------------------
+
+
+@every_rank(2)
+def test_an_exception_leaves_nothing(mesh):
+    fail = [True]
+
+    @sm.shard_map(mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    def f(x, w):
+        if fail[0]:
+            raise KeyError("mine")
+        return mean_loss(x, w)
+
+    x, w = put(mesh, X, P("a")), put(mesh, W)
+    for _ in range(2):
+        fail[0] = True
+        for _ in range(2):
+            with pytest.raises(KeyError, match="mine"):
+                f(x, w)
+            assert current_mapping() is None
+            assert not torch.overrides._get_current_function_mode_stack()
+            with pytest.raises(sm.UnboundAxisError):
+                sm.psum(X, "a")
+        fail[0] = False
+        same(f(x, w), (X @ W).square().sum())
+
+
+@every_rank(2)
+def test_a_type_error_is_raised_again_at_the_next_call(mesh):
+    mapped = sm.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("a"), out_specs=P())
+    texts = []
+    for _ in range(2):
+        with pytest.raises(sm.ShardingTypeError) as caught:
+            mapped(put(mesh, X, P("a")))
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+
+
+@every_rank(2)
+def test_shapes_in_alternation(mesh):
+    mapped = sm.shard_map(lambda x, w: ((x @ w).exp(), mean_loss(x, w)), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
+    for rows, dtype in [(6, torch.float64), (5, torch.float64), (6, torch.float32), (1, torch.float64)] * 2:
+        whole, weight = values(rows, 4, dtype=dtype), W.to(dtype)
+        x, w, px, pw = put(mesh, whole, P("a"), grad=True), put(mesh, weight, grad=True), leaf(whole), leaf(weight)
+        y, loss = mapped(x, w)
+        same(y, (whole @ weight).exp())
+        same_gradients([x, w], [px, pw], loss, (px @ pw).square().sum())
+
+
+@every_rank(2)
+def test_autocast_on_and_off(mesh):
+    mapped = sm.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    whole, weight = X.float(), W.float()
+    x, w = put(mesh, whole, P("a")), put(mesh, weight)
+    for dtype in (torch.float32, torch.bfloat16) * 2:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            y = mapped(x, w)
+            same(y, whole @ weight)
+            assert y.dtype is dtype
+
+
+@every_rank(2)
+def test_with_and_without_grad(mesh):
+    mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    for how in (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
+        with how():
+            loss = mapped(x, w)
+        assert loss.requires_grad == (how is torch.enable_grad)
+        if loss.requires_grad:
+            same_gradients([x, w], [px, pw], loss, (px @ pw).square().sum())
+        else:
+            same(loss, (X @ W).square().sum())
+    with torch.inference_mode():
+        same(sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(x.detach(), w), (X @ W).square().sum())
+
+
+@every_rank(2)
+def test_double_backward(mesh):
+    mapped = sm.shard_map(lambda x, w: mean_loss(x, w.sin()), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    for _ in range(2):
+        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
+        (g,) = torch.autograd.grad(mapped(x, w), [w], create_graph=True)
+        (pg,) = torch.autograd.grad((px @ pw.sin()).square().sum(), [pw], create_graph=True)
+        same_gradients([x, w], [px, pw], g.square().sum(), pg.square().sum())
+
+
+@every_rank(2)
+def test_in_place_writes_reach_the_argument(mesh):
+    mapped = sm.shard_map(lambda x: x.mul_(2), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    x = put(mesh, X.clone(), P("a"))
+    for factor in (2, 4):
+        same(mapped(x), factor * X)
+        same(x, factor * X)
+
+
+@every_rank(2)
+def test_the_gradient_of_a_result_that_nobody_uses(mesh):
+    mapped = sm.shard_map(lambda x, w: (x * w, sm.psum(x.sum(), "a")), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
+    for _ in range(2):
+        x, w = put(mesh, X, P("a"), grad=True), put(mesh, X[:1], grad=True)
+        mapped(x, w)[1].backward()
+        same(x.grad, torch.ones_like(X))
+        assert w.grad is None

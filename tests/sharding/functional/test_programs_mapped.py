@@ -1,0 +1,140 @@
+"""Random programs under `shard_map(check=True)`: values and gradients of the single process, or a type error, never a wrong gradient.
+
+5,000 programs in slices. Each is called twice on the same layouts: first its types are followed, then they are trusted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh import P
+from tests.sharding.functional.lockstep import NAMES, Lockstep, Meaning, Program, weight
+from tests.sharding.functional.programs import make
+from tests.sharding.ranks import on_mesh, place
+
+SLICES, LENGTH = 20, 250
+
+
+class Outcome(NamedTuple):
+    """What became of a program on one rank.
+
+    Attributes:
+        kind: "equal", "refused", "wrong" or "failed".
+        text: of the refusal, or what is wrong.
+    """
+
+    kind: str
+    text: str = ""
+
+
+# -- in the library ----------------------------------------------------------------------------------------------------
+
+
+def mapped(program: Program, mesh: sm.DeviceMesh) -> Callable[..., Any]:
+    names = {**NAMES, "sm": sm}
+    exec(compile(program.source(), f"<program {program.seed}>", "exec"), names)
+    return sm.shard_map(names["program"], mesh=mesh, in_specs=tuple(program.in_specs), out_specs=tuple(program.out_specs))
+
+
+def call(program: Program, f: Callable[..., Any], leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+    """Results, as whole tensors, and gradients of one call."""
+    if program.outside == "backward":
+        results = [y.full_tensor() for y in f(*leaves)]
+        loss = sum((y * weight(y)).sum() for y in results)
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.backward()
+        return results, [x.grad for x in leaves]
+
+    def loss_and_results(*args: Any) -> Any:
+        results = f(*args)
+        return sum((y * place(y.mesh, weight(y))).sum() for y in results), results
+
+    (_, results), grads = sm.value_and_grad(loss_and_results, tuple(range(len(leaves))), has_aux=True)(*leaves)
+    return [y.full_tensor() for y in results], list(grads)
+
+
+def spec_placements(spec: P, mesh: sm.DeviceMesh, ndim: int) -> Sequence[Any]:
+    return sm.sharding.layout.Layout.of(mesh, spec, (1,) * ndim, torch.float64).placements
+
+
+def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    for i, (x, y) in enumerate(zip(got, expected, strict=True)):
+        if x.shape != y.shape or not torch.allclose(x, y, rtol=1e-7, atol=1e-9):
+            return f"{name} {i}: {x.tolist()}, and in one process {y.tolist()}"
+    return ""
+
+
+def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> Outcome:
+    """What became of a program on this rank."""
+    try:
+        f = mapped(program, mesh)
+        for number, expected in enumerate(meanings):
+            inputs = zip(program.inputs(number), program.given, strict=True)
+            leaves = [place(mesh, x, *spec_placements(spec, mesh, x.ndim), grad=True) for x, spec in inputs]
+            results, grads = call(program, f, leaves)
+            parts = zip(expected.gradients, program.given, strict=True)
+            whole = [Lockstep(program.mesh).enter(g, spec)[mesh.world.rank] for g, spec in parts]
+            mine = [torch.zeros_like(g) if x is None else x.to_local() for x, g in zip(grads, whole, strict=True)]
+            wrong = "ranks hold different values" if expected.unequal else ""
+            wrong = wrong or difference("result", results, expected.results) or difference("gradient", mine, whole)
+            if wrong:
+                return Outcome("wrong", f"call {number}: {wrong}")
+    except sm.ShardingTypeError as error:
+        return Outcome("refused", str(error))
+    return Outcome("equal")
+
+
+def outcomes(programs: Sequence[tuple[Program, Sequence[Meaning]]]) -> list[list[Outcome]]:
+    """By program, what became of it on each rank; programs of one mesh together, as long as all ranks go on."""
+
+    def together(mesh: sm.DeviceMesh) -> list[Outcome]:
+        return [outcome(*each, mesh) for each in programs]
+
+    try:
+        return [list(ranks) for ranks in zip(*on_mesh(programs[0][0].mesh, together), strict=True)]
+    except Exception as error:
+        if len(programs) == 1:
+            return [[Outcome("failed", f"{type(error).__name__}: {error}")]]
+        half = len(programs) // 2
+        return outcomes(programs[:half]) + outcomes(programs[half:])
+
+
+def verdict(ranks: Sequence[Outcome]) -> Outcome:
+    """What became of a program on all ranks; a refusal must be one everywhere, and in the same words."""
+    worst = next((each for each in ranks if each.kind in ("failed", "wrong")), ranks[0])
+    if worst.kind in ("failed", "wrong"):
+        return worst
+    if len({each.kind for each in ranks}) > 1:
+        return Outcome("wrong", f"refused on some ranks only: {ranks}")
+    if len({each.text for each in ranks}) > 1:
+        return Outcome("wrong", f"refused in different words: {[each.text for each in ranks]}")
+    return ranks[0]
+
+
+def judged(seeds: Sequence[int]) -> list[tuple[Program, Sequence[Meaning], Outcome]]:
+    made = sorted((make(seed) for seed in seeds), key=lambda each: each[0].mesh)
+    found = []
+    for mesh in sorted({program.mesh for program, _ in made}):
+        group = [each for each in made if each[0].mesh == mesh]
+        found += [(*each, verdict(ranks)) for each, ranks in zip(group, outcomes(group), strict=True)]
+    return found
+
+
+# -- tests -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", range(SLICES))
+def test_programs_have_the_gradient_of_the_single_process_or_a_type_error(part: int) -> None:
+    found = judged(range(part * LENGTH, (part + 1) * LENGTH))
+    bad = [f"{program}# {end.kind}: {end.text}" for program, _, end in found if end.kind in ("wrong", "failed")]
+    assert not bad, f"{len(bad)} programs, among them\n" + "\n\n".join(sorted(bad, key=len)[:3])
+    kinds = Counter(end.kind for _, _, end in found)
+    assert kinds["equal"] >= 0.6 * LENGTH, kinds
+    assert kinds["refused"] >= 0.1 * LENGTH, kinds
