@@ -9,7 +9,7 @@
 
 TORCH := torch==2.13.0
 TRITON := triton==3.7.1
-EXTRAS := viz,test,dev
+EXTRAS := viz,test,dev,jax-oracle
 
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check

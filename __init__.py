@@ -54,6 +54,7 @@ from .sharding.functional.replicas import ReplicaError
 from .sharding.functional.shard_map import shard_map
 from .sharding.functional.types import ShardingTypeError
 from .sharding.gradients import accumulate_grads
+from .sharding.inspection import inspect
 from .sharding.layout import Layout
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
@@ -127,6 +128,7 @@ __all__ = [
     "implicit",
     "implicit_replication",
     "init_device_mesh",
+    "inspect",
     "jvp",
     "launch",
     "local_map",

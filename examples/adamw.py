@@ -7,8 +7,7 @@
     | r2 | r3 |           all_reduce over tp of what `x @ w1 ... @ w2` leaves pending   ...
     +----+----+
 
-A gradient lies as its parameter, and so do both moments, from the beginning: a rank has the moments of its part alone. The update
-works element by element, so every operator in it is the same one on the parts.
+A gradient lies as its parameter, and so do both moments: a rank has the moments of its part alone, and works on these.
 
     python examples/adamw.py                         4 ranks simulated in this process
     python examples/adamw.py --launch 4              4 local processes
@@ -30,31 +29,27 @@ import shardmesh as sm
 from shardmesh import P
 
 STEPS, RATE, WIDTH, HIDDEN = 30, 1e-2, 10, 27
-Params = dict[str, Tensor]
+BETA_M, BETA_V, EPS = 0.9, 0.999, 1e-8  # as torch has them
+Tree = Any  # of tensors, plain or sharded
 
 
 class State(NamedTuple):
     """What AdamW remembers: the number of steps, and moving averages of gradients and of their squares, as trees."""
 
     step: int
-    m: Any
-    v: Any
+    m: Tree
+    v: Tree
 
 
-def init(params: Any) -> State:
+def init(params: Tree) -> State:
     """The state before the first step; moments lie as their parameters."""
     return State(0, pytree.tree_map(torch.zeros_like, params), pytree.tree_map(torch.zeros_like, params))
 
 
-def update(
-    params: Any, grads: Any, state: State, *,
-    rate: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decay: float = 1e-2,
-) -> tuple[Any, State]:  # fmt: skip
+def update(params: Tree, grads: Tree, state: State, rate: float, decay: float = 1e-2) -> tuple[Tree, State]:
     """update(params, grads, state) -> (params, state) after one step of AdamW (Loshchilov and Hutter 2019, algorithm 2).
 
-    Args:
-        params, grads: trees of the same form.
-        state: what `init` or the last step returned; its tensors are not changed.
+    Nothing that is given is changed.
 
     Communication: none, where gradients lie as their parameters.
 
@@ -62,12 +57,12 @@ def update(
         >>> loss, grads = sm.value_and_grad(loss_of)(params, x, y)
         >>> params, state = update(params, grads, state, rate=1e-3)
     """
-    step, (beta_m, beta_v) = state.step + 1, betas
-    m = pytree.tree_map(lambda m, g: beta_m * m + (1 - beta_m) * g, state.m, grads)
-    v = pytree.tree_map(lambda v, g: beta_v * v + (1 - beta_v) * g * g, state.v, grads)
+    step = state.step + 1
+    m = pytree.tree_map(lambda m, g: BETA_M * m + (1 - BETA_M) * g, state.m, grads)
+    v = pytree.tree_map(lambda v, g: BETA_V * v + (1 - BETA_V) * g * g, state.v, grads)
 
     def stepped(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        direction = m / (1 - beta_m**step) / ((v / (1 - beta_v**step)).sqrt() + eps)  # averages that began at zero
+        direction = m / (1 - BETA_M**step) / ((v / (1 - BETA_V**step)).sqrt() + EPS)  # as both averages began at zero
         return p * (1 - rate * decay) - rate * direction
 
     return pytree.tree_map(stepped, params, m, v), State(step, m, v)
@@ -77,24 +72,23 @@ def update(
 
 STORED = {"w1": P("dp", "tp"), "b1": P("tp"), "w2": P("tp", "dp"), "b2": P()}  # 27 columns over 2 ranks: 14 and 13
 USED = {"w1": P(None, "tp"), "b1": P("tp"), "w2": P("tp"), "b2": P()}
-BATCH = P("dp")
 
 
-def model(params: Params, x: Tensor) -> Tensor:
+def model(params: Tree, x: Tensor) -> Tensor:
     """Plain PyTorch: a small MLP."""
     return F.gelu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 
 
-def loss_of(params: Params, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(params: Tree, x: Tensor, y: Tensor) -> Tensor:
     """The loss of parameters that lie as `STORED`; gradients come back the same way, and so lie as `STORED` too."""
     used = dict(zip(params, sm.redistribute_many(list(params.values()), [USED[name] for name in params]), strict=True))
     return F.mse_loss(model(used, x), y)
 
 
-def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[Params, State, list[Tensor]]:
+def train(mesh: sm.DeviceMesh, params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, State, list[Tensor]]:
     """Parameters and state after `STEPS` steps, and the losses on the way."""
     params = {name: sm.device_put(p, mesh, STORED[name]) for name, p in params.items()}
-    x, y, state, losses = sm.device_put(x, mesh, BATCH), sm.device_put(y, mesh, BATCH), init(params), []
+    x, y, state, losses = sm.device_put(x, mesh, P("dp")), sm.device_put(y, mesh, P("dp")), init(params), []
     for _ in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
         with sm.comm_budget(launches=0):  # an update that communicates is an error
@@ -106,7 +100,7 @@ def train(mesh: sm.DeviceMesh, params: Params, x: Tensor, y: Tensor) -> tuple[Pa
 # -- the same in one process, to compare -------------------------------------------------------------------------------
 
 
-def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Tensor]]:
+def train_single(params: Tree, x: Tensor, y: Tensor) -> tuple[Tree, list[Tensor]]:
     """With `torch.optim.AdamW`."""
     params, losses = {name: p.clone().requires_grad_() for name, p in params.items()}, []
     optimizer = torch.optim.AdamW(params.values(), RATE)
@@ -118,7 +112,7 @@ def train_single(params: Params, x: Tensor, y: Tensor) -> tuple[Params, list[Ten
     return params, losses
 
 
-def problem(rows: int) -> tuple[Params, Tensor, Tensor]:
+def problem(rows: int) -> tuple[Tree, Tensor, Tensor]:
     """Parameters to begin with, and a function to learn: every rank draws the same."""
     random = torch.Generator().manual_seed(0)
     shapes = {"w1": (WIDTH, HIDDEN), "b1": (HIDDEN,), "w2": (HIDDEN, WIDTH), "b2": (WIDTH,)}
@@ -134,17 +128,17 @@ def main(ranks: int = 4) -> float:
     params, x, y = problem(rows=16 * ranks)
     trained, state, losses = train(mesh, params, x, y)
     expected, expected_losses = train_single(params, x, y)
-    pairs = [(trained[name].full_tensor(), expected[name]) for name in params]
-    pairs += [(loss.full_tensor(), other) for loss, other in zip(losses, expected_losses, strict=True)]
-    difference = max((ours - plain).abs().max().item() for ours, plain in pairs)
+    both = zip(pytree.tree_leaves((losses, trained)), pytree.tree_leaves((expected_losses, expected)), strict=True)
+    pairs = [(ours.full_tensor(), other) for ours, other in both]
+    difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
-        print(f"AdamW on (dp={ranks // tp}, tp={tp}): loss {pairs[len(params)][0]:.4f} -> {pairs[-1][0]:.4f}; m of w1: {state.m['w1'].layout}")
+        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; the m of w1 lies as {state.m['w1'].layout}")
         print(f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}")
     return difference
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="AdamW as a pure function on sharded tensors, compared with one process")
+    parser = argparse.ArgumentParser(description="AdamW as a pure function, compared with torch's")
     parser.add_argument("--launch", type=int, metavar="N", help="run on N local processes; else 4 ranks are simulated")
     processes = parser.parse_args().launch
     if "RANK" in os.environ:  # torchrun has started the ranks

@@ -2,7 +2,7 @@ r"""Data-parallel training: every rank has its part of the batch and all of the 
 
     batch P("dp")                parameters P()
     rank 0   [rows  0..15]       [w1 b1 w2 b2]   gradient of its rows --\
-    rank 1   [rows 16..31]       [w1 b1 w2 b2]   gradient of its rows ---\\  one all_reduce
+    rank 1   [rows 16..31]       [w1 b1 w2 b2]   gradient of its rows ---\  one all_reduce
     rank 2   [rows 32..47]       [w1 b1 w2 b2]   gradient of its rows ---/  for all of them
     rank 3   [rows 48..63]       [w1 b1 w2 b2]   gradient of its rows --/
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ import shardmesh as sm
 from shardmesh import P
 
 STEPS, RATE, WIDTH = 60, 0.05, 32
-Params = dict[str, Tensor]
+Params = Mapping[str, Tensor]
 
 
 def loss_of(params: Params, x: Tensor, y: Tensor) -> Tensor:

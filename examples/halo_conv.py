@@ -52,12 +52,12 @@ def check_rows(height: int, ranks: int, size: int) -> None:
     """Raises: ValueError, on every rank before anything moves, where the halo is more than the next rank has."""
     if size % 2 == 0:
         raise ValueError(f"a kernel of {size} rows has no middle one: pad it to {size + 1}")
-    most = -(-height // ranks)  # cut as torch.chunk cuts: the last part has what the others leave
-    fewest, halo = max(height - (ranks - 1) * most, 0), size // 2
-    if fewest < halo:
+    most, needed = -(-height // ranks), max(size // 2, 1)
+    fewest = max(height - (ranks - 1) * most, 0)  # cut as torch.chunk cuts: the last part has what the others leave
+    if fewest < needed:
         raise ValueError(
-            f"{height} rows over {ranks} ranks leave {fewest} to the last one, and for a kernel of {size} rows its neighbour "
-            f"borrows {halo}: use fewer ranks, or add rows of zeros until there are {ranks * max(most, halo)}"
+            f"{height} rows over {ranks} ranks leave {fewest} to the last one, and a kernel of {size} rows needs {needed} of each: "
+            f"use fewer ranks, or add rows of zeros until there are {ranks * max(most, needed)}"
         )
 
 

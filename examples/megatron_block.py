@@ -1,4 +1,4 @@
-"""A transformer block whose heads and MLP are divided over "tp", and whose batch is divided over "dp".
+r"""A transformer block whose heads and MLP are divided over "tp", and whose batch is divided over "dp".
 
     on each tp rank:  x [b s d], all of it
 
@@ -10,8 +10,8 @@
       the other rank: other columns, other rows ----------------------/
 
 What comes first is split by columns, what comes second by the matching rows, so that nothing has to move between them: each rank ends
-with a share of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` at the end of each half adds the shares; backward, one more.
-"dp" needs no line in the block. The gradients of what is the same on several ranks are summed over these at the end of backward.
+with a share of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` at the end of each half adds the shares, and its backward is
+one more. "dp" needs no line in the block. At the end of backward the gradient of what several ranks have a copy of is summed over them.
 
 Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, f width of
 the MLP, c what is made of a position (query, key, value).
@@ -26,7 +26,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 import shardmesh as sm
 from shardmesh import P
 
-Params = dict[str, Tensor]
+Params = Mapping[str, Tensor]
 Total = Callable[[Tensor], Tensor]
 SIZES = {"b": 8, "s": 16, "d": 32, "h": 4, "e": 8, "f": 96, "c": 3}
 

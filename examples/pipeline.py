@@ -3,9 +3,9 @@
     stages over "pp"; time goes right; a number is the microbatch that a stage works on
 
     stage 0    0  1  2  3  4  5  .  .  .         each tick: work, then hand the result to the next stage (`ppermute`);
-    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage works on zeros, or on a microbatch again, and
-    stage 2    .  .  0  1  2  3  4  5  .         nobody uses the result: m microbatches over n stages take m + n - 1 ticks,
-    stage 3    .  .  .  0  1  2  3  4  5         so the idle share is (n - 1) / (m + n - 1)
+    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage works on something that nobody uses;
+    stage 2    .  .  0  1  2  3  4  5  .         m microbatches through n stages take m + n - 1 ticks, of which each
+    stage 3    .  .  .  0  1  2  3  4  5         stage wastes n - 1
 
 The schedule is GPipe's (Huang et al. 2018): a loop in one mapped function. Nobody writes a backward schedule: the gradient of a
 `ppermute` is the `ppermute` the other way, so backward runs the same picture from right to left.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ import shardmesh as sm
 from shardmesh import P
 
 MICROBATCHES, ROWS, WIDTH = 6, 5, 16
-Params = dict[str, Tensor]
+Params = Mapping[str, Tensor]
 
 
 def stage(params: Params, x: Tensor) -> Tensor:

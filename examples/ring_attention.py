@@ -10,7 +10,8 @@
 
 Each block is absorbed into a running softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; around a
 ring: Liu, Zaharia and Abbeel 2023). While a rank works on one block the next is on its way: `sm.start` sends, `wait` receives.
-Scores are never kept. Where gradients are wanted, autograd keeps the keys and values that came by, until backward.
+Scores are never kept; for gradients, autograd keeps the keys and values that came by. With a causal mask a rank also works on blocks
+that are hidden from it: about half of the work, which an order of positions that gives each rank early and late ones would save.
 
     python examples/ring_attention.py                         4 ranks simulated in this process
     python examples/ring_attention.py --launch 4              4 local processes

@@ -39,6 +39,14 @@ is_transformed: Callable[[torch.Tensor], bool] = getattr(
 )
 
 
+def _no_transforms() -> bool:
+    return False
+
+
+# Whether any transform of torch.func is being run.
+transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _no_transforms)
+
+
 def untransformed(x: torch.Tensor) -> torch.Tensor:
     """What a tensor of a torch.func transform wraps."""
     return torch._C._functorch.get_unwrapped(x)

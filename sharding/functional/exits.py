@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
+from ...mesh.source import DESCRIBERS
 from .. import boundary
 from ..layout import Layout, dtype_name
 from ..spec import P, as_spec
@@ -160,6 +161,14 @@ def first_exits(
         layout = _result_layout(path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, own)
         found.append(Exit(path, spec, x.shape, layout))
     return found
+
+
+def _name(frame: dict[str, Any]) -> str:
+    """The mapped function, for reports of communication."""
+    return frame["paths"][0].partition(":")[0] if frame["paths"] else "shard_map"
+
+
+DESCRIBERS[first_exits.__code__] = _name
 
 
 def _described(x: Any, compare: bool) -> Any:

@@ -41,6 +41,7 @@ class Following(TorchFunctionMode):
         names: the manual axes.
         looked: what the program knows in numbers: the type of everything that it looked at.
         random: the type of what random operators give.
+        unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -48,6 +49,7 @@ class Following(TorchFunctionMode):
         self.names = frozenset(names)
         self.replicated = Tag(REPLICATED, {}, self)
         self.looked = self.replicated
+        self.unknown = self.replicated
         self.random = Type.of(self.names)  # of what random operators give
         self._written: dict[int, tuple[Tag, Tensor]] = {}
 
@@ -100,9 +102,11 @@ class Following(TorchFunctionMode):
         with unfollowed():
             if engine_hooks.is_transformed(x):
                 return self.of(engine_hooks.untransformed(x))
-            if x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
+            outside = x.is_leaf or self.unknown.type is REPLICATED
+            if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
                 raise ShardingTypeError(_from_outside(x))
-        return self.replicated
+        self.note(x, self.unknown)
+        return self.unknown
 
     def joined(self, items: Iterator[Tensor], found: Tag) -> Tag:
         """What is known of a value that is made of these."""
@@ -157,12 +161,11 @@ class Following(TorchFunctionMode):
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
 
     def note(self, result: Any, tag: Tag) -> None:
-        """Note the same of every tensor of a result; inside a transform of torch.func, of what it wraps too."""
+        """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
         if isinstance(result, Tensor):
             result._mapped_tag = tag  # type: ignore[attr-defined]
-            while engine_hooks.is_transformed(result):
-                result = engine_hooks.untransformed(result)
-                result._mapped_tag = tag  # type: ignore[attr-defined]
+            if engine_hooks.is_transformed(result):
+                self.unknown = self.join(self.unknown, tag)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.note(part, tag)
@@ -189,8 +192,8 @@ class Following(TorchFunctionMode):
                 f"{place()}: {name_of(func)} of a value that {tag.type}: each rank holds a share of it; psum it first"
             )
         if not tag.type.varying <= self.looked.type.varying:
-            why = Origin(f"{name_of(func)}, after which the program may go its own way on every rank,", place())
-            self.looked = self.join(self.looked, self.varying(why, tag.type))
+            why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
+            self.looked = self.join(self.looked, self.varying(Origin(why, place()), tag.type))
 
 
     def check_seed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -231,6 +234,13 @@ def _constant(following: Following, func: Any, args: Sequence[Any], kwargs: dict
     return result
 
 
+def _like(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator that takes the values of its first operand and but the shape or dtype of the second."""
+    result = func(*args, **kwargs)
+    following.note(result, following.joined(tensors_in(args[:1]), following.looked))
+    return result
+
+
 def _look(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator that gives a number."""
     following.look(func, following.made(torch.Tensor.clone, args[:1], None))
@@ -264,8 +274,10 @@ _DRAWS = (
     "fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
 )  # fmt: skip
 _CONSTANTS = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
+_LIKES = "view_as expand_as reshape_as type_as"
 _BY_NAME: dict[str, Special] = {
-    **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LOOKS.split(), _look), **dict.fromkeys(_DRAWS.split(), _draw)
+    **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LIKES.split(), _like), **dict.fromkeys(_LOOKS.split(), _look),
+    **dict.fromkeys(_DRAWS.split(), _draw),
 }  # fmt: skip
 _special: dict[Any, Special | None] = {}
 
@@ -312,6 +324,15 @@ def _read_grad(following: Following, func: Any, args: Sequence[Any], kwargs: dic
     return found
 
 
+@special(Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+def _detach(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same values without gradient: also those of a tensor from outside."""
+    result = func(*args, **kwargs)
+    with torch.no_grad():
+        following.note(result, following.joined(iter(args), following.looked))
+    return result
+
+
 @special(Tensor.requires_grad_, Tensor.retain_grad, Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.detach_)  # type: ignore[attr-defined]
 def _leave(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """No values change."""
@@ -333,6 +354,8 @@ def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _memory(x: Tensor) -> int:
+    while engine_hooks.is_transformed(x):
+        x = engine_hooks.untransformed(x)
     return x.untyped_storage()._cdata
 
 

@@ -32,7 +32,7 @@ from .types import ShardingTypeError, Type
 
 
 class _Thread(threading.local):
-    depth = 0
+    nested = False  # whether what `grad` computes is to be differentiated again
 
 
 _thread = _Thread()
@@ -48,7 +48,8 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     Returns:
         A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf
-        laid out as the argument's. `grad` of a function that calls `grad` works, and so on.
+        laid out as the argument's (replicated where that is pending). Where an argument requires grad, the result can be differentiated again, by `grad` or `backward`,
+        and keeps what that needs; otherwise it is outside of any graph.
 
     Raises:
         TypeError: an argument that is not made of floating tensors; a loss that is no scalar; inside a mapped function
@@ -66,15 +67,15 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         leaves, tree = pytree.tree_flatten([args[i] for i in nums])
         _check_floating("value_and_grad", leaves)
-        with _watched(leaves) as fresh:
+        with _watched(leaves, (args, kwargs)) as fresh:
             given = list(args)
             for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
                 given[i] = branch
             value = f(*given, **kwargs)
             loss = value[0] if has_aux else value
             found = _gradients([_checked_loss(loss)], fresh, None)
+            done = pytree.tree_map(_finished, value)
         branches = pytree.tree_unflatten(found, tree)
-        done = pytree.tree_map(_finished, value)
         return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
     return evaluated
@@ -113,27 +114,33 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     leaves, tree = pytree.tree_flatten(list(primals))
     _check_floating("vjp", leaves)
     mapping = current_mapping()
-    with _watched(leaves) as fresh:
+    with _watched(leaves, primals) as fresh:
         value = f(*pytree.tree_unflatten(fresh, tree))
-    result, *aux = value if has_aux else (value,)
-    outs, out_tree = pytree.tree_flatten(result)
-    record = None if mapping is None else _record(mapping, outs, fresh)
+        result, *aux = value if has_aux else (value,)
+        outs, out_tree = pytree.tree_flatten(result)
+        record = None if mapping is None else _record(mapping, outs, fresh)
+        nested, done = _thread.nested, pytree.tree_map(_finished, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given, given_tree = pytree.tree_flatten(cotangents)
         if given_tree != out_tree:
             raise ValueError(f"vjp: cotangents {given_tree} for results {out_tree}; give a tree like that of the results")
-        found = _gradients(outs, fresh, given, record)
+        before, _thread.nested = _thread.nested, nested
+        try:
+            found = _gradients(outs, fresh, given, record)
+        finally:
+            _thread.nested = before
         return tuple(pytree.tree_unflatten(found, tree))
 
-    return (pytree.tree_map(_finished, result), back, *aux)
+    return (done, back, *aux)
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     """jvp(f, primals, tangents) -> (f(*primals), the derivative of f in the direction of the tangents).
 
-    Inside a mapped function this is `torch.func.jvp`. On `ShardedTensor`s, for which torch has no forward mode, it is two backward
-    passes: the gradient of the gradient with respect to the cotangent.
+    By two backward passes, the gradient of the gradient with respect to the cotangent: torch has no forward mode for
+    `ShardedTensor`s. (On the parts inside a mapped function `torch.func.jvp` works too, but not in `simulate`, whose ranks would
+    share its state.)
 
     Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree.
 
@@ -144,18 +151,29 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     _check_floating("jvp", leaves)
     if directions_tree != tree:
         raise ValueError(f"jvp: tangents {directions_tree} for primals {tree}; give a tree like that of the primals")
-    if not any(isinstance(x, ShardedTensor) for x in leaves):
-        return torch.func.jvp(f, tuple(primals), tuple(tangents))  # type: ignore[return-value]
-    with _watched(leaves) as fresh:
+    with _watched(leaves, (primals, tangents)) as fresh:
         result = f(*pytree.tree_unflatten(fresh, tree))
         outs, out_tree = pytree.tree_flatten(result)
-        cotangents = [torch.zeros_like(out).requires_grad_() for out in outs]
-        found = gradients.grad(outs, fresh, cotangents, create_graph=True, allow_unused=True, materialize_grads=True)
-        used = [(g, d) for g, d in zip(found, directions, strict=True) if g.requires_grad]
-        derivative: Any = [torch.zeros_like(out) for out in outs]
-        if used:
-            derivative = gradients.grad([g for g, _ in used], cotangents, [d for _, d in used], allow_unused=True, materialize_grads=True)
-    return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in derivative], out_tree)
+        found = [torch.zeros_like(out) for out in outs]
+        linked = [i for i, out in enumerate(outs) if out.requires_grad]
+        for i, derivative in zip(linked, _derivatives([outs[i] for i in linked], fresh, directions), strict=True):
+            found[i] = derivative
+        return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in found], out_tree)
+
+
+def _derivatives(outs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The derivative of each result in these directions."""
+    cotangents = [torch.zeros_like(out).requires_grad_() for out in outs]
+    mapping = current_mapping()
+    if mapping is not None and mapping.checker is not None:
+        for cotangent, out in zip(cotangents, outs, strict=True):
+            mapping.checker.note(cotangent, mapping.checker.gradient(mapping.checker.of(out).type.dual_over(mapping.checker.names)))
+    ways: Any = {"allow_unused": True, "materialize_grads": True}
+    found = gradients.grad(outs, inputs, cotangents, create_graph=True, **ways) if outs else ()
+    used = [(g, d) for g, d in zip(found, directions, strict=True) if g.requires_grad] if outs else []
+    if not used:
+        return [torch.zeros_like(out) for out in outs]
+    return gradients.grad([g for g, _ in used], cotangents, [d for _, d in used], create_graph=_thread.nested, **ways)
 
 
 def stop_gradient(x: Any) -> Any:
@@ -215,15 +233,16 @@ def _check_floating(name: str, leaves: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _watched(leaves: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The leaves as new ones that require grad; inside another `grad`, still part of its graph."""
-    nested = _thread.depth > 0
-    _thread.depth += 1
+def _watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
+    """The leaves as new ones that require grad. Where something in the arguments does already, as inside another `grad`, they stay
+    part of its graph, and what is computed from them does."""
+    before = _thread.nested
+    _thread.nested = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     try:
         with torch.enable_grad():
-            yield [x.view_as(x) if nested and x.requires_grad else _fresh(x) for x in leaves]
+            yield [x.view_as(x) if _thread.nested and x.requires_grad else _fresh(x) for x in leaves]
     finally:
-        _thread.depth -= 1
+        _thread.nested = before
 
 
 def _fresh(x: Tensor) -> Tensor:
@@ -234,7 +253,7 @@ def _fresh(x: Tensor) -> Tensor:
 
 def _finished(x: Any) -> Any:
     """A result, outside of the graph unless another `grad` goes on with it."""
-    return x.detach() if isinstance(x, Tensor) and not _thread.depth else x
+    return x.detach() if isinstance(x, Tensor) and not _thread.nested else x
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -272,7 +291,7 @@ def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence
             return [torch.zeros_like(x) for x in inputs]
         found = gradients.grad(
             [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
-            create_graph=_thread.depth > 1, allow_unused=True, materialize_grads=True,
+            create_graph=_thread.nested, allow_unused=True, materialize_grads=True,
         )  # fmt: skip
     return list(found) if record is None or mapping is None else _reduced(mapping, record, found)
 

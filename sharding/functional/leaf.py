@@ -20,7 +20,7 @@ from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
 from .following import unfollowed
-from .linear import Finish, apply
+from .linear import Finish, apply, is_transformed
 from .mapping import Axes, current_mapping
 from .types import Origin, ShardingTypeError, Tag, Type, place
 
@@ -210,8 +210,8 @@ def _bucket(parts: list[Any], call: Call) -> list[Any]:
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    sizes = [shape.numel() for shape in shapes]
-    return [piece.view(shape) for piece, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)]
+    split = torch.split if is_transformed() else torch.unsafe_split_with_sizes  # pieces that may be written to
+    return [piece.view(shape) for piece, shape in zip(split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
 
 
 def _cut_later(out: Later, cut: Callable[[Tensor], list[Tensor]], count: int) -> list[Any]:

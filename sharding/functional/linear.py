@@ -334,8 +334,8 @@ class _Transformed(torch.autograd.Function):
         return apply(tangents[0], ctx.op)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: LinearMap, travel: torch.dtype | None) -> tuple[Tensor, int]:
-        return apply(x.movedim(in_dims[0], -1), op, travel), -1
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: LinearMap, travel: torch.dtype | None) -> tuple[Tensor, Any]:
+        return apply(batch_last(x, in_dims[0]), op, travel), None if in_dims[0] is None else -1
 
 
 def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
@@ -347,7 +347,7 @@ def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Fi
 
     Raises: NotImplementedError for what is under way inside a transform of torch.func.
     """
-    if is_transformed(x):
+    if is_transformed():
         check_not_under_way(ready)
         return _Transformed.apply(x, op, travel)  # type: ignore[return-value]
     if x.requires_grad and torch.is_grad_enabled():
@@ -355,9 +355,14 @@ def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Fi
     return op(x) if ready is None else ready()
 
 
-def is_transformed(x: Tensor) -> bool:
+def is_transformed() -> bool:
     """Whether a transform of torch.func is at work, or tangents are carried along."""
-    return engine_hooks.is_transformed(x) or engine_hooks.in_forward_mode()
+    return engine_hooks.transforms_active() or engine_hooks.in_forward_mode()
+
+
+def batch_last(x: Tensor, dim: int | None) -> Tensor:
+    """The tensor with the batch dim of a `vmap` at the end, where it has one."""
+    return x if dim is None else x.movedim(dim, -1)
 
 
 def check_not_under_way(ready: Finish | None) -> None:

@@ -113,6 +113,16 @@ def lacking() -> Iterator[Case]:
     )
 
 
-FAMILIES = (in_another_order, negative_dims, uneven, more_gradients, types, lacking)
+def extremes_of_nan() -> Iterator[Case]:
+    """0 / 0 on some of the ranks."""
+    mesh, axis = (2, 4), "b"
+    why = "an extreme of NaN is NaN, as in torch.maximum; JAX's on the CPU passes over it"
+    largest = lambda c, x: c.pmax(x / (x * x), axis)  # noqa: E731
+    smallest = lambda c, x: c.pmin(x / (x * x), axis)  # noqa: E731
+    yield case_of("pmax of NaN", mesh, axis, largest, each(mesh, 16), grad=False, differs=why)
+    yield case_of("pmin of NaN", mesh, axis, smallest, each(mesh, 16), grad=False, differs=why)
+
+
+FAMILIES = (in_another_order, negative_dims, uneven, more_gradients, types, lacking, extremes_of_nan)
 
 DIFFERENCES: dict[str, Case] = {f"{case.name} (differs)": case for family in FAMILIES for case in family()}

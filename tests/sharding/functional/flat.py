@@ -20,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional import oracle
+from tests.sharding.functional.mapped_cases import laid_out, weighing
 from tests.sharding.functional.oracle import Everyone, Oracle
-from tests.sharding.functional.table import AxisName, loss, weights
+from tests.sharding.functional.table import AxisName, loss
 from tests.sharding.reference import equal
 
-AXES = ("a", "b", "c")
+AXES: tuple[str, ...] = ("a", "b", "c")
 Shape = tuple[int, ...]
 Program = Callable[..., Any]
 
@@ -94,7 +95,7 @@ def ours(case: Case, results: list[Everyone], check: Any) -> Found:
     """On this rank, through `shard_map`."""
     mesh = sm.init_device_mesh("cpu", case.mesh, axis_names=AXES[: len(case.mesh)])
     specs = [case.spec_of(parts) for parts in case.inputs]
-    xs = [sm.device_put(flat(parts), mesh, spec) for parts, spec in zip(case.inputs, specs, strict=True)]
+    xs = [laid_out(mesh, flat(parts), spec) for parts, spec in zip(case.inputs, specs, strict=True)]
     by = [x.requires_grad_() for x in xs if x.is_floating_point()]
 
     def run(*pieces: torch.Tensor) -> list[torch.Tensor]:
@@ -107,16 +108,13 @@ def ours(case: Case, results: list[Everyone], check: Any) -> Found:
     return derivatives(mesh, out, by)
 
 
-def derivatives(mesh: sm.DeviceMesh, out: Sequence[Any], by: Sequence[Any]) -> Found:
+def derivatives(mesh: sm.DeviceMesh, out: Any, by: Any) -> Found:
     """Of the same losses as the oracle's. The gradients by `backward`, too: it has to come to the same."""
-    total: Any = sum(
-        loss(y.double(), sm.device_put(torch.from_numpy(weights(y.shape, k)), mesh, y.spec)) for k, y in enumerate(out)
-    )
-    grads = torch.autograd.grad(total, by, create_graph=True)
+    total: Any = sum(loss(y.double(), weighing(mesh, y, k, y.spec)) for k, y in enumerate(out))
+    grads: Any = torch.autograd.grad(total, by, create_graph=True)
     again: Any = sum((x * 0).sum() for x in by)
-    for k, (g, x) in enumerate(zip(grads, by, strict=True)):
-        again += (g * sm.device_put(torch.from_numpy(weights(g.shape, k)), mesh, x.spec)).sum()
-    second = torch.autograd.grad(again, by, retain_graph=True)
+    again += sum((g * weighing(mesh, g, k, x.spec)).sum() for k, (g, x) in enumerate(zip(grads, by, strict=True)))
+    second: Any = torch.autograd.grad(again, by, retain_graph=True)
     total.backward()
     for x, g in zip(by, grads, strict=True):
         equal(x.grad.full_tensor(), g.full_tensor().detach())

@@ -147,8 +147,8 @@ def _derivatives(case: Case) -> Callable[..., tuple[list[Any], Any, Any]]:
 
 
 def _answer(out: Sequence[Any], grads: Sequence[Any], second: Sequence[Any]) -> Answer:
-    values, *derivatives = ([np.asarray(x).astype("float64") for x in xs] for xs in (out, grads, second))
-    return Answer(values, [str(x.dtype) for x in out], *derivatives)
+    values, first, again = ([np.asarray(x).astype("float64") for x in xs] for xs in (out, grads, second))
+    return Answer(values, [str(x.dtype) for x in out], first, again)
 
 
 def _inputs(case: Case) -> list[Any]:

@@ -22,13 +22,15 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardmesh import P
 from tests.sharding.functional import oracle
+from tests.sharding.functional.lines import Halved, Same, Square
 
 Env = dict[str, Any]
 CONSTANTS = torch.linspace(-1, 1, 12, dtype=torch.float64)
-NAMES = {"torch": torch, "F": F, "K": CONSTANTS}
+NAMES = {"torch": torch, "F": F, "K": CONSTANTS, "checkpoint": checkpoint, "Square": Square, "Same": Same, "Halved": Halved}
 SHARES = {1: (1.0,), 2: (0.3, 0.7), 3: (0.2, 0.5, 0.3)}
 
 
@@ -193,17 +195,23 @@ class Collective:
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         for target, arg in zip(self.targets, self.args, strict=True):
-            xs = [env[arg] for env in envs]
-            for env, x in zip(envs, world.along(self.axis, self.meaning, xs), strict=True):
+            xs, sizes = [env[arg] for env in envs], self.options.get("sizes")
+            run = world.along if sizes is None else world.each
+            if sizes and any(tuple(xs[r].shape[self.options["axis"]] for r in group) != sizes for group in world.groups(self.axis)):
+                raise ValueError("parts are of other sizes")
+            for env, x in zip(envs, run(self.axis, self.meaning, xs), strict=True):
                 env[target] = x
 
     def meaning(self, parts: list[Tensor]) -> list[Tensor]:
-        options = {k: v for k, v in self.options.items() if k != "to"}
+        options = {k: v for k, v in self.options.items() if k not in ("to", "sizes")}
+        dim = options.get("split_axis")
+        if dim is not None and dim == options["concat_axis"] and options.get("tiled") and parts[0].shape[dim] % len(parts):
+            raise ValueError("the library, too, refuses to put together what is cut unevenly")
         if self.name != "pcast":
             return getattr(oracle, self.name)(parts, **options)
         if self.options["to"] in ("sharded", "varying"):
             return parts
-        shares = [s for s in itertools.accumulate(parts[1:], lambda s, _: s / 2, initial=1.0)]
+        shares = list(itertools.accumulate(parts[1:], lambda s, _: s / 2, initial=1.0))
         return [part * (share / sum(shares)) for part, share in zip(parts, shares, strict=True)]
 
 
@@ -212,12 +220,13 @@ class Block:
     """A function within the program, and what is done with it.
 
     Attributes:
-        kind: "checkpoint", "vmap", "grad" or "value_and_grad".
+        kind: "checkpoint", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad" or "value_and_grad" (of the library).
         targets: what the result is called; of value_and_grad the value and the gradient.
         arg: what it is called with.
         body: the function's lines; its argument is `p`.
         result: what it returns.
-        summed: of gradients: the axes over which the argument is replicated.
+        summed: of the library's gradients: the axes over which the argument is replicated.
+        out_dim: of vmap.
     """
 
     kind: str
@@ -226,6 +235,7 @@ class Block:
     body: list[Any]
     result: str
     summed: tuple[str, ...] = ()
+    out_dim: int = 0
 
     @property
     def function(self) -> str:
@@ -233,13 +243,17 @@ class Block:
 
     def lines(self) -> list[str]:
         body = [f"    {line}" for step in self.body for line in step.lines()]
-        module = "torch.func" if self.kind == "vmap" else "sm"
-        call = f"{', '.join(self.targets)} = {module}.{self.kind}({self.function})({self.arg})"
-        return [f"def {self.function}(p):", *body, f"    return {self.result}", call]
+        call = {
+            "vmap": f"torch.func.vmap({self.function}, out_dims={self.out_dim})({self.arg})",
+            "func_grad": f"torch.func.grad({self.function})({self.arg})",
+            "torch_checkpoint": f"checkpoint({self.function}, {self.arg}, use_reentrant=False)",
+        }.get(self.kind, f"sm.{self.kind}({self.function})({self.arg})")
+        return [f"def {self.function}(p):", *body, f"    return {self.result}", f"{', '.join(self.targets)} = {call}"]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         xs = [env[self.arg] for env in envs]
-        found = getattr(self, f"_{'gradient' if 'grad' in self.kind else self.kind}")(world, envs, xs)
+        how = {"vmap": self._vmap, "func_grad": self._func_grad, "grad": self._gradient, "value_and_grad": self._gradient}
+        found = how.get(self.kind, self._checkpoint)(world, envs, xs)
         for env, values in zip(envs, found, strict=True):
             env.update(zip(self.targets, values, strict=True))
 
@@ -253,7 +267,13 @@ class Block:
 
     def _vmap(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
         rows = [self._call(world, envs, each) for each in zip(*(x.unbind(0) for x in xs), strict=True)]
-        return [(torch.stack(column),) for column in zip(*rows, strict=True)]
+        return [(torch.stack(column, self.out_dim),) for column in zip(*rows, strict=True)]
+
+    def _func_grad(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
+        """Each rank's own."""
+        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        losses = self._call(world, envs, mine)
+        return [torch.autograd.grad(y, x, create_graph=True, materialize_grads=True) for y, x in zip(losses, mine, strict=True)]  # type: ignore[misc]
 
     def _gradient(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
         """The gradient of a loss that all ranks have: of a replicated argument, of all its uses."""
@@ -299,6 +319,7 @@ class Program:
         mesh: shape, of axes a and b.
         shapes: of the global arguments, x0, x1, ...
         given: how each lies before the call; no pending ones.
+        frozen: which of them require no gradient.
         in_specs, out_specs: how arguments go in, and results come out.
         results: names of variables.
         outside: how its gradient is taken, "backward" or "grad".
@@ -308,6 +329,7 @@ class Program:
     mesh: tuple[int, ...]
     shapes: list[tuple[int, ...]]
     given: list[P]
+    frozen: list[bool]
     in_specs: list[P]
     steps: list[Any] = field(default_factory=list)
     results: list[str] = field(default_factory=list)
@@ -326,7 +348,8 @@ class Program:
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={n}" for name, n in zip("ab", self.mesh, strict=True))
-        given = [f"x{i}: {list(s)} {p}" for i, (s, p) in enumerate(zip(self.shapes, self.given, strict=True))]
+        each = enumerate(zip(self.shapes, self.given, self.frozen, strict=True))
+        given = [f"x{i}: {list(s)} {p}{' frozen' if f else ''}" for i, (s, p, f) in each]
         specs = f"in_specs=({', '.join(map(str, self.in_specs))},), out_specs=({', '.join(map(str, self.out_specs))},)"
         return f"# program {self.seed} on ({sizes}); gradient by {self.outside}; {'; '.join(given)}\n# {specs}\n{self.source()}"
 
@@ -336,7 +359,8 @@ class Program:
     def inputs(self, call: int) -> list[Tensor]:
         """The global arguments of one call."""
         generator = torch.Generator().manual_seed(1000 * self.seed + call)
-        return [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
+        drawn = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in self.shapes]
+        return [x.requires_grad_(not frozen) for x, frozen in zip(drawn, self.frozen, strict=True)]
 
     def begin(self, world: Lockstep, leaves: Sequence[Tensor]) -> list[Env]:
         """The variables of each rank before the first step."""
@@ -365,14 +389,18 @@ def finish(program: Program, world: Lockstep, leaves: Sequence[Tensor], envs: li
         for name, spec in zip(program.results, program.out_specs, strict=True)
     ]
     loss = sum((y * weight(y)).sum() for y in results)
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)  # type: ignore[arg-type]
-    return Meaning([y.detach() for y in results], list(grads), world.unequal)
+    grads = [torch.zeros_like(x) for x in leaves]
+    by = [i for i, x in enumerate(leaves) if x.requires_grad]
+    if by and isinstance(loss, Tensor) and loss.requires_grad:
+        for i, g in zip(by, torch.autograd.grad(loss, [leaves[i] for i in by], allow_unused=True, materialize_grads=True), strict=True):
+            grads[i] = g
+    return Meaning([y.detach() for y in results], grads, world.unequal)
 
 
 def meaning(program: Program, call: int) -> Meaning:
     """What the program means, on the arguments of one call."""
     world = Lockstep(program.mesh)
-    leaves = [x.requires_grad_() for x in program.inputs(call)]
+    leaves = program.inputs(call)
     envs = program.begin(world, leaves)
     world.run(program.steps, envs)
     return finish(program, world, leaves, envs)

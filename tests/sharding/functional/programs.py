@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmesh import P
+from tests.sharding.functional.lines import BINARY, INDEX, LINEAR, LOOKS, UNARY, WRITES, texts
 from tests.sharding.functional.lockstep import (
     Block,
     Collective,
@@ -33,60 +34,16 @@ SHAPES = [(2, 3), (3, 2), (2, 2), (3,), (2,), (), (2, 2, 2), (4, 2)]
 SENSE = 0.9  # how often a step is one that a sensible program would have
 LARGE, MOST = 1e3, 150  # the largest number, and the most elements
 
-# What a pending sum goes through: x and s stand for variables, d for a dim, n for the length of the last dim.
-LINEAR = """
-{x} * 0.7 | -{x} | {x}.sum({d}) | {x}.sum() | {x}.mean({d}, keepdim=True) | {x}.transpose(0, -1) | {x}.reshape(-1) | {x}.flip({d}) |
-{x}[..., :1] | {x}[0] | {x}[..., -1] | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) | {x}.unsqueeze({d}) | {x} + {x} |
-{x} * K[:{n}] | {x} @ K[:{n}] | {x}.narrow({d}, 0, 1) | {x}.expand(2, *{x}.shape) | {x} / 3 | {x}.unbind({d})[0] | {x}.clone() |
-{x}.cumsum({d}) | {x}.chunk(2, {d})[-1] | torch.einsum('...i->...', {x}) | {x}.roll(1, {d}) | {x}.contiguous() | {x}.double()
-"""
-UNARY = """
-{x}.sin() | {x}.tanh() | torch.relu({x} + 0.3137) | {x}.softmax({d}) | F.layer_norm({x}, {x}.shape[-1:]) | {x} ** 2 | torch.exp({x} * 0.3) |
-{x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 0.177).abs() | torch.sqrt({x} * {x} + 1) | {x}.amax({d}) | F.gelu({x}) |
-{x}.clamp(-0.91, 0.83) | {x} + 1 | {x} + K[:{n}] | {x}.detach() | {x}.detach() * {x} | {x} / ({x}.square().sum() + 1) | F.softplus({x}) |
-torch.where({x} > 0.2137, {x}, 0.5 * {x}) | {x}.cumprod({d}) | {x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() |
-{x} * {x}.shape[0] | torch.zeros_like({x}) | torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.float().double() | F.linear(K[:{n}], {x}) |
-{x}.new_ones({n}) | torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1)
-"""
-BINARY = """
-{x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) | torch.cat([{x}, {y}], {d}) | F.linear({x}, {y}) |
-torch.stack([{x}, {y}], {d}) | torch.einsum('...i,...i->...', {x}, {y}) | {x} * {y}.sum() | {x} + {y}.mean() | {x} * {y}.sin() |
-torch.maximum({x}, {y} + 0.1171) | {x}.expand_as({y}) | torch.lerp({x}, {y}, 0.3) | torch.addcmul({x}, {y}, {y}) | {x} @ {y}.transpose(0, -1) |
-F.layer_norm({x}, {x}.shape[-1:], {y}) | torch.outer({x}.reshape(-1), {y}.reshape(-1)) | {x}.masked_fill({y} > 0.2137, 0.5) | {y}.detach() * {x}
-"""
-WRITES = [
-    "{z} = {x}.clone()\n{z}.add_({y})",
-    "{z} = {x}.clone()\n{w} = {z}.transpose(0, -1)\n{z}.mul_({y}.sum())",
-    "{z} = {x}.clone()\n{w} = {z}[..., :1]\n{w}.mul_({y}.mean())",
-    "{z} = {x} * 1.0\n{w} = {z}.detach()\n{z}[0].mul_(2.0 + {y}.sum())",
-    "{z} = {x}.clone()\n{w} = {z}.reshape(-1)\n{z}.transpose(0, -1).copy_({y}.transpose(0, -1))",
-    "{z} = {x} + 0\n{z}[0] = {y}.sum()",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\n{z} += {x}.reshape(-1)[0]\n{w} = {z} * {y}.sum()",
-    "{z} = torch.zeros(2, dtype=torch.float64)\n{w} = {z}.view(2, 1)\n{w}[0].copy_({x}.sum())\n{w} = {w} * {y}.sum()",
-    "{z} = {x}.clone()\n{z}.unbind(0)[-1].zero_()\n{w} = {z} + {y}",
-]
-LOOKS = [
-    "{z} = {x} * (1.5 if {y}.sum().item() > 0.1931 else -0.5)",
-    "if {y}.mean() > 0.1177:\n    {z} = {x} * 2.0 + {y}.sum()\nelse:\n    {z} = {x} - {y}.sum()",
-    "{z} = {x} * float({y}.sum())",
-    "{z} = {x} * (int(sm.axis_index('{a}')) + 1)",
-    "if int(sm.axis_index('{a}')) == 0:\n    {z} = {x} * 0.5\nelse:\n    {z} = {x} * 1.5",
-]
-INDEX = ["{z} = {x} * (sm.axis_index('{a}') + 1)", "{z} = {x} + 0.3 * sm.axis_index(('{a}', '{b}'))", "{z} = torch.where(sm.axis_index('{a}') == 0, {x}, -{x})"]
 ROUGH = [  # how often which
     (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (5, "write"), (1, "look"), (3, "index"), (3, "gradient"),
-    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"),
+    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"), (2, "func_gradient"),
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
 MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)  # of a step that torch cannot do
 
 
-def _texts(table: str) -> list[str]:
-    return [text.strip() for text in table.replace("\n", " ").split("|")]
-
-
-TEXTS = {"linear": _texts(LINEAR), "unary": _texts(UNARY), "binary": _texts(BINARY)}
+TEXTS = {"linear": texts(LINEAR), "unary": texts(UNARY), "binary": texts(BINARY)}
 
 
 class Kind(NamedTuple):
@@ -115,13 +72,13 @@ class Maker:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         mesh = rng.choice(MESHES)
-        self.program = Program(seed, mesh, [], [], [])
+        self.program = Program(seed, mesh, [], [], [], [])
         self.kinds: dict[str, Kind] = {}
         self.looked, self.count, self.in_vmap = REPLICATED, 0, False
         for _ in range(rng.choice([1, 2, 2, 3])):
             self._argument()
         self.world = Lockstep(mesh)
-        self.leaves = [x.requires_grad_() for x in self.program.inputs(0)]
+        self.leaves = self.program.inputs(0)
         self.envs = self.program.begin(self.world, self.leaves)
 
     def chance(self, p: float) -> bool:
@@ -138,9 +95,11 @@ class Maker:
                 shape[dim] *= mesh["ab".index(axis)]
             shape[dim] -= len(axes) > 0 and self.chance(0.08)
         given = spec if self.chance(0.7) else self._spec(0)
-        self.kinds[f"x{len(self.program.shapes)}"] = Kind(frozenset(a for d in spec.dims for a in d), frozenset(a for a, _ in spec.unreduced))
+        pending = frozenset(axis for axis, _ in spec.unreduced)
+        self.kinds[f"x{len(self.program.shapes)}"] = Kind(frozenset(spec.axes) - pending, pending)
         self.program.shapes.append(tuple(shape))
         self.program.in_specs.append(spec)
+        self.program.frozen.append(self.chance(0.15))
         self.program.given.append(P(*given.dims[: len(shape)]))
 
     def _spec(self, pending: int) -> P:
@@ -240,7 +199,7 @@ class Maker:
     def call(self, kinds: dict[str, Kind], name: str, axis: Any, x: str) -> tuple[Collective, Kind, list[str]]:
         """A collective on a variable, sometimes on two at once."""
         shape = tuple(self.envs[0][x].shape) if x in self.envs[0] else (2,)
-        options = self._options(name, axis, shape)
+        options = self._options(name, axis, shape, x)
         args = (x, self.pick(kinds, lambda kind: kind == kinds[x])) if self.chance(0.1) else (x,)
         step = Collective(name, tuple(self.new() for _ in args), args, axis, options, self.chance(0.1))
         given = REPLICATED
@@ -249,14 +208,14 @@ class Maker:
         step.started = step.started and not self.in_vmap
         return step, law(name, options.get("to"), given, frozenset(axis)), list(step.targets)
 
-    def _options(self, name: str, axis: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    def _options(self, name: str, axis: Any, shape: tuple[int, ...], x: str) -> dict[str, Any]:
         """Arguments of a collective."""
         rng, n, dim = self.rng, self.world.oracle.axis_size(axis), self.rng.randrange(max(len(shape), 1))
         tiled = {} if self.chance(0.3) else {"tiled": True}
         if name == "psum_scatter":
             return {"scatter_dimension": dim, **tiled}
         if name == "all_gather":
-            return {"axis": dim, **tiled, **({"to": "sharded"} if self.chance(0.3) else {})}
+            return {"axis": dim, **tiled, **({"to": "sharded"} if self.chance(0.3) else {}), **self._sizes(x, axis, dim)}
         if name == "all_to_all":
             return {"split_axis": dim, "concat_axis": rng.randrange(max(len(shape), 1)), **tiled}
         if name == "ppermute":
@@ -267,6 +226,12 @@ class Maker:
         if name == "pbroadcast":
             return {"source": rng.randrange(n)}
         return {"to": rng.choice(["sharded", "unreduced", "pending"])} if name == "pcast" else {}
+
+    def _sizes(self, x: str, axis: Any, dim: int) -> dict[str, Any]:
+        """Of a gathered variable whose parts differ in length."""
+        xs = [env[x] for env in self.envs] if x in self.envs[0] else []
+        lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and xs[0].ndim else []
+        return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
 
     # -- functions within ----------------------------------------------------------------------------------------------
 
@@ -282,13 +247,14 @@ class Maker:
         return steps, list(own)[-1], own[list(own)[-1]]
 
     def _block(self, name: str, makers: Sequence[Any]) -> Any:
-        arg = self.pick({name: kind for name, kind in self.kinds.items() if not self.in_vmap or self.envs[0][name].ndim > 1} or self.kinds, not_pending)
+        deep = {name: kind for name, kind in self.kinds.items() if self.envs[0][name].ndim > 1}
+        arg = self.pick(deep if self.in_vmap and deep else self.kinds, not_pending)
         body, result, kind = self._body(self.kinds[arg], makers, self.rng.choice([1, 2, 3]))
         target = self.new()
-        return Block(name, (target,), arg, body, result), kind, [target]
+        return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
     def _checkpoint(self, _: Any) -> Any:
-        return self._block("checkpoint", [self._linear, self._unary, self._collective, self._binary])
+        return self._block("checkpoint" if self.chance(0.7) else "torch_checkpoint", [self._linear, self._unary, self._collective, self._binary])
 
     def _vmap(self, _: Any) -> Any:
         self.in_vmap = True
@@ -296,6 +262,16 @@ class Maker:
             return self._block("vmap", [self._linear, self._unary, self._collective])
         finally:
             self.in_vmap = False
+
+    def _func_gradient(self, kinds: dict[str, Kind]) -> Any:
+        """By torch.func, of what each rank computes by itself."""
+        self.in_vmap = True
+        arg = self.pick(kinds, not_pending)
+        body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary], self.rng.choice([1, 2, 3]))
+        self.in_vmap = False
+        total, target = self.new(), self.new()
+        body.append(Local(f"{total} = {result}.square().sum()"))
+        return Block("func_grad", (target,), arg, body, total), kind.join(kinds[arg]), [target]
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
         """Of a loss that each rank has of its own."""
@@ -329,7 +305,8 @@ class Maker:
             self.program.results.append(name)
             self.program.out_specs.append(self._out_spec(name))
         inner = self.program.uses(r"sm\.(value_and_)?grad\(")
-        self.program.outside = "grad" if self.chance(0.8 if inner else 0.2) else "backward"
+        all_frozen = all(self.program.frozen)
+        self.program.outside = "grad" if not all_frozen and self.chance(0.8 if inner else 0.2) else "backward"
 
     def _last(self) -> list[str]:
         names = [name for name in self.kinds if name.startswith("v")] or list(self.kinds)

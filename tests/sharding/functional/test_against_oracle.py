@@ -4,13 +4,12 @@ parts, rows sent by count, extremes with ties.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from tests.sharding.functional.flat import Case, Program, Shape, all_ranks, by_place, check_case
+from tests.sharding.functional.flat import Case, Program, Shape, all_ranks, by_place, check_case, wanted
 from tests.sharding.functional.oracle import Oracle
 from tests.sharding.functional.table import AxisName, size
 
@@ -95,6 +94,25 @@ def test_ragged_all_to_all(mesh, axis, slices):
     check_case(Case(mesh, ragged_program(axis), ragged_inputs(mesh, axis, slices)))
 
 
+def test_ragged_all_to_all_example():
+    """The example of JAX's documentation."""
+    tensors = [
+        [[1.0, 2, 2], [3, 4, 0]],
+        [[0.0] * 4, [0.0] * 4],
+        [[0, 1], [0, 1]],
+        [[1, 2], [1, 1]],
+        [[0, 0], [1, 2]],
+        [[1, 1], [2, 1]],
+    ]
+    inputs = tuple(
+        [torch.tensor(part, dtype=torch.float64 if i < 2 else None) for part in x] for i, x in enumerate(tensors)
+    )
+    case = Case((2,), ragged_program("a"), inputs)
+    ((result,), (expected,)) = wanted(case)[1], [[[1, 3, 0, 0], [2, 2, 4, 0]]]
+    assert [part.tolist() for part in result.values] == expected
+    check_case(case)
+
+
 def ragged_program(axis: AxisName) -> Program:
     return lambda c, x, out, *where: c.ragged_all_to_all(x, out, *where, axis_name=axis)
 
@@ -118,14 +136,21 @@ def ragged_inputs(mesh: Shape, axis: AxisName, slices: int) -> tuple[list[torch.
 
 @uneven
 @pytest.mark.parametrize("what", ["pmax", "pmin"])
-@pytest.mark.parametrize("replicated", [False, True])
-def test_extremes_share_the_gradient(mesh, axis, what, replicated):
+def test_extremes_share_the_gradient(mesh, axis, what):
     """Among 5 values ties are the rule: of two ranks, of all, of none."""
-    if replicated and size(mesh, axis) < math.prod(mesh):
-        pytest.skip("is not replicated on the other axes")
-    x = [part.round() for part in all_ranks(mesh, (4, 3))]
-    x = [torch.cat([part, torch.full((1, 3), 0.5, dtype=torch.float64)]) for part in x]  # equal everywhere
-    check_case(Case(mesh, lambda c, x: getattr(c, what)(x, axis), (x,), replicated=replicated))
+    check_case(Case(mesh, lambda c, x: getattr(c, what)(x, axis), (with_ties(mesh),)))
+
+
+@pytest.mark.parametrize("axis", [("a", "b"), ("b", "a")])
+@pytest.mark.parametrize("what", ["pmax", "pmin"])
+def test_replicated_extremes_share_the_gradient(axis, what):
+    check_case(Case((2, 3), lambda c, x: getattr(c, what)(x, axis), (with_ties((2, 3)),), replicated=True))
+
+
+def with_ties(mesh: Shape) -> list[torch.Tensor]:
+    """Whole numbers from -2 to 2; the last ones are the same on every rank."""
+    level = torch.full((1, 3), 0.5, dtype=torch.float64)
+    return [torch.cat([part.round(), level]) for part in all_ranks(mesh, (4, 3))]
 
 
 @pytest.mark.parametrize("what", ["pmax", "pmin"])

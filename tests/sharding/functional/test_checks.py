@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import leaf, put, same, values
-from tests.sharding.ranks import every_rank, on_mesh, same_error
+from tests.sharding.ranks import on_mesh, same_error
 
 X, W = values(6, 4), values(4, 4, seed=1)
 

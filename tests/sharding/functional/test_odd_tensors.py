@@ -17,8 +17,9 @@ import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional import oracle
 from tests.sharding.functional.flat import AXES, Case, Program, Shape, all_ranks, check_case
+from tests.sharding.functional.mapped_cases import laid_out, weighing
 from tests.sharding.functional.oracle import Everyone, Oracle
-from tests.sharding.functional.table import AxisName, loss, permutations, size, weights
+from tests.sharding.functional.table import AxisName, loss, permutations, size
 from tests.sharding.ranks import same_error
 from tests.sharding.reference import equal
 
@@ -141,10 +142,10 @@ def test_pending_inputs(mesh, axis, what):
         pending = P(unreduced=on.axis_names)
         x = sm.from_local(parts[on.world.rank], on, pending).requires_grad_()
         y = sm.shard_map(lambda x: program(sm, x), mesh=on, in_specs=pending, out_specs=P(*out))(x)
-        total = loss(y, sm.device_put(torch.from_numpy(weights(y.shape, 0)), on, y.spec))
+        total = loss(y, weighing(on, y, 0, y.spec))
         g: Any = torch.autograd.grad(total, x, create_graph=True)[0]
         assert g.is_fully_replicated
-        h: Any = torch.autograd.grad((g * sm.device_put(torch.from_numpy(weights(g.shape, 0)), on, P())).sum(), x)[0]
+        h: Any = torch.autograd.grad((g * weighing(on, g, 0, P())).sum(), x)[0]
         return [t.full_tensor().detach() for t in (y, g, h)]
 
     for found in sm.simulate(n)(rank)():
@@ -160,15 +161,14 @@ def test_pending_results(mesh, axis):
 
     def rank() -> list[torch.Tensor]:
         on = sm.init_device_mesh("cpu", mesh, axis_names=AXES[: len(mesh)])
-        x = sm.device_put(torch.cat(parts), on, P(on.axis_names)).requires_grad_()
+        x: Any = laid_out(on, torch.cat(parts), P(on.axis_names)).requires_grad_()
         over = functools.partial(sm.shard_map, mesh=on, in_specs=P(on.axis_names))
         pending = over(lambda x: x * x, out_specs=P(rest or None, unreduced=tuple(axis)))(x)
         summed = over(lambda x: sm.psum(x * x, axis), out_specs=P(rest or None))(x)
         assert pending.spec.unreduced
-        w = sm.device_put(torch.from_numpy(weights(pending.shape, 0)), on, P(rest or None))
-        return [
-            t.full_tensor().detach() for y in (pending, summed) for t in (y, *torch.autograd.grad((y * w).sum(), x))
-        ]
+        w = weighing(on, pending, 0, P(rest or None))
+        results: list[Any] = [t for y in (pending, summed) for t in (y, *torch.autograd.grad((y * w).sum(), x))]
+        return [t.full_tensor().detach() for t in results]
 
     for value, grad, wanted_value, wanted_grad in sm.simulate(math.prod(mesh))(rank)():
         equal(value, wanted_value)
@@ -178,16 +178,14 @@ def test_pending_results(mesh, axis):
 # -- dtypes ------------------------------------------------------------------------------------------------------------
 
 
-@every
+@pytest.mark.parametrize("what", [name for name in NAMES if name != "to pending and back"])
 def test_forward_dtype(what):
     """Numbers of few bits go through bfloat16 unchanged; the result has it, the gradient is the input's dtype again."""
-    if what == "to pending and back":
-        pytest.skip("is no collective")
     parts = [part.clamp(-1, 1) for part in all_ranks((4,), (4, 2))]
 
     def rank() -> tuple[torch.Tensor, torch.dtype]:
         mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
-        x = sm.device_put(torch.cat(parts), mesh, P("a")).requires_grad_()
+        x: Any = laid_out(mesh, torch.cat(parts), P("a")).requires_grad_()
         run = lambda x: with_dtypes(what)(sm, x)[None]  # noqa: E731
         y = sm.shard_map(run, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x)
         y.double().sum().backward()
@@ -236,7 +234,7 @@ def test_refusals(program, words):
     """The same error on every rank, before anything moves."""
 
     def on(mesh: sm.DeviceMesh) -> None:
-        x = sm.distribute_tensor(torch.ones(12, 2), mesh, [sm.Shard(0)], src_data_rank=None)
+        x = laid_out(mesh, torch.ones(12, 2), P("a"))
         sm.shard_map(program, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x)
 
     assert words in same_error((4,), on, ValueError)

@@ -56,8 +56,10 @@ def call(program: Program, f: Callable[..., Any], leaves: Sequence[Any]) -> tupl
         results = f(*args)
         return sum((y * place(y.mesh, weight(y))).sum() for y in results), results
 
-    (_, results), grads = sm.value_and_grad(loss_and_results, tuple(range(len(leaves))), has_aux=True)(*leaves)
-    return [y.full_tensor() for y in results], list(grads)
+    by = tuple(i for i, frozen in enumerate(program.frozen) if not frozen)
+    (_, results), grads = sm.value_and_grad(loss_and_results, by, has_aux=True)(*leaves)
+    found = dict(zip(by, grads, strict=True))
+    return [y.full_tensor() for y in results], [found.get(i) for i in range(len(leaves))]
 
 
 def spec_placements(spec: P, mesh: sm.DeviceMesh, ndim: int) -> Sequence[Any]:
@@ -77,7 +79,7 @@ def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) 
         f = mapped(program, mesh)
         for number, expected in enumerate(meanings):
             inputs = zip(program.inputs(number), program.given, strict=True)
-            leaves = [place(mesh, x, *spec_placements(spec, mesh, x.ndim), grad=True) for x, spec in inputs]
+            leaves = [place(mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad) for x, spec in inputs]
             results, grads = call(program, f, leaves)
             parts = zip(expected.gradients, program.given, strict=True)
             whole = [Lockstep(program.mesh).enter(g, spec)[mesh.world.rank] for g, spec in parts]

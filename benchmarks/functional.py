@@ -1,0 +1,444 @@
+"""Host time of the functional API: going in and out of a mapped function, its collectives, and following types.
+
+    python benchmarks/functional.py                        tables on the terminal, about three minutes
+    python benchmarks/functional.py --only collectives     one of: boundary, collectives, operators
+    python benchmarks/functional.py --json figures.json --markdown tables.md
+
+One process that takes itself for rank 0 of 8, on torch's `fake` backend: collectives return at once, so what is measured is the
+time that Python and the dispatcher need. Beside ours stand the raw calls of torch.distributed, torch's functional collectives,
+DTensor's `local_map`, and spmd_types with and without its checker, where it is installed (`pip install spmd-types --no-deps`).
+
+Every contestant goes through a case many times in a row in its own surroundings (a mapped function, a checker that is switched on),
+and they take turns in every round (see measure.py), so that what it costs to get there is shared out. Times are minima,
+differences are between minima, ratios between medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dt
+import torch.nn.functional as F
+from dispatch import DTENSOR, PLAIN, WORLD, Found, merged
+from measure import Call, Times, interleaved
+from raw_collectives import CASES, ByHand, Case
+from report import environment, environment_line, markdown, show, write_json, write_markdown
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.tensor.experimental import local_map
+
+import shardmesh as sm
+from shardmesh import P
+
+AXIS = "x"
+ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = "check=True", "check=False", 'check="always"', "sm.local_map"
+FUNCTIONAL, SPMD, SPMD_CHECKED = "functional", "spmd_types", "spmd_types checked"
+CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
+IN_A_ROW = 50
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int
+    passes: int
+    batch_s: float
+
+
+FULL, QUICK = Effort(rounds=25, passes=4, batch_s=4e-4), Effort(rounds=1, passes=1, batch_s=0)
+
+
+class Setup:
+    """The process group, and the meshes of all contestants over it."""
+
+    def __init__(self) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        self.theirs = init_torch_mesh("cpu", (WORLD,), mesh_dim_names=(AXIS,))
+        self.ours = sm.init_device_mesh("cpu", (WORLD,), axis_names=(AXIS,))
+        self.group = self.theirs.get_group()
+
+    @cached_property
+    def spmd(self) -> Any:
+        """The package spmd_types; None where it is not installed."""
+        if importlib.util.find_spec("spmd_types") is None:
+            return None
+        import spmd_types
+        import spmd_types.checker  # noqa: F401
+
+        return spmd_types
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Inside, spmd_types follows types."""
+        with self.spmd.set_current_mesh(self.theirs), self.spmd.checker.typecheck():
+            yield
+
+    def our(self, local: Tensor, dim: int | None) -> Any:
+        """A leaf of ours, of which `local` is this rank's part: split along `dim`, or replicated."""
+        shape = [n * WORLD if i == dim else n for i, n in enumerate(local.shape)]
+        whole = sm.from_local(local.detach().clone(), self.ours, our_spec(dim), shape=shape)
+        return whole.requires_grad_(local.requires_grad)
+
+    def their(self, local: Tensor, dim: int | None) -> Any:
+        """The same as a `DTensor`."""
+        whole = dt.DTensor.from_local(local.detach().clone(), self.theirs, their_places(dim))
+        return whole.requires_grad_(local.requires_grad)
+
+
+def our_spec(dim: int | None) -> P:
+    """Split along this dim, or replicated."""
+    return P() if dim is None else P(*[None] * dim, AXIS)
+
+
+def their_places(dim: int | None) -> list[Any]:
+    """The same as DTensor's placements."""
+    return [dt.Replicate() if dim is None else dt.Shard(dim)]
+
+
+def in_a_row(call: Call, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
+    """A call many times, in its surroundings."""
+
+    def calls() -> None:
+        with around():
+            for _ in range(IN_A_ROW):
+                call()
+
+    return calls
+
+
+def timed(case: str, calls: dict[str, Call], effort: Effort, count: int = IN_A_ROW) -> Found:
+    """The time of one of `count` calls that each contestant makes."""
+    times = interleaved(calls, rounds=effort.rounds, batch_s=effort.batch_s)
+    return Found(case, {name: Times(tuple(s / count for s in t.rounds)) for name, t in times.items()})
+
+
+# -- going in and out --------------------------------------------------------------------------------------------------
+
+PARAMETERS = 20
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A function that does next to nothing.
+
+    Attributes:
+        name: of the case.
+        f: the function.
+        dims: the dim along which each tensor that goes in is split; None where it is replicated.
+        outs: the same of what comes out.
+        in_dict: whether what goes in is one dict of tensors.
+        backward: whether gradients are taken.
+    """
+
+    name: str
+    f: Callable[..., Any]
+    dims: Sequence[int | None]
+    outs: Sequence[int | None]
+    in_dict: bool = False
+    backward: bool = False
+
+    def arguments(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        """What the function is called with."""
+        return ({f"p{i}": x for i, x in enumerate(tensors)},) if self.in_dict else tuple(tensors)
+
+
+def _first_of(params: dict[str, Tensor]) -> Tensor:
+    return params["p0"].view_as(params["p0"])
+
+
+def _all_of(params: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.view_as(x) for name, x in params.items()}
+
+
+_EVERY: tuple[int | None, ...] = (None,) * PARAMETERS
+BOUNDARIES = (
+    Boundary("2 arguments, 1 result", lambda x, w: x.view_as(x), (0, None), (0,)),
+    Boundary("2 arguments, 2 results", lambda x, w: (x.view_as(x), w.view_as(w)), (0, None), (0, None)),
+    Boundary("x * y, forward + backward", lambda x, y: x * y, (0, 0), (0,), backward=True),
+    Boundary(f"{PARAMETERS} parameters, 1 result", _first_of, _EVERY, (None,), in_dict=True),
+    Boundary(f"{PARAMETERS} parameters in and out", _all_of, _EVERY, _EVERY, in_dict=True),
+)
+
+
+def time_boundary(setup: Setup, effort: Effort) -> Iterator[Found]:
+    """A mapped function that does next to nothing, called from outside."""
+    for boundary in BOUNDARIES:
+        for grad in (True,) if boundary.backward else (False, True):
+            calls = _boundary_calls(setup, boundary, grad)
+            yield timed(f"{boundary.name}{', grad' if grad and not boundary.backward else ''}", calls, effort)
+
+
+def _boundary_calls(setup: Setup, boundary: Boundary, grad: bool) -> dict[str, Call]:
+    local = [torch.randn(4, 8, requires_grad=grad) for _ in boundary.dims]
+    ours = [setup.our(x, dim) for x, dim in zip(local, boundary.dims, strict=True)]
+    theirs = [setup.their(x, dim) for x, dim in zip(local, boundary.dims, strict=True)]
+    calls = {PLAIN: _bound(boundary, boundary.f, local), DTENSOR: _bound(boundary, _their_map(boundary), theirs)}
+    mapped = {name: _our_map(setup, boundary, check) for name, check in CHECKS.items()}
+    mapped[OUR_LOCAL_MAP] = _our_local_map(boundary)
+    calls |= {name: _bound(boundary, f, ours) for name, f in mapped.items()}
+    rows = {name: in_a_row(call) for name, call in calls.items()}
+    return rows if setup.spmd is None else rows | _spmd_boundary(setup, boundary, local)
+
+
+def _bound(boundary: Boundary, f: Callable[..., Any], tensors: Sequence[Any]) -> Call:
+    arguments = boundary.arguments(tensors)
+    if not boundary.backward:
+        return lambda: f(*arguments)
+    seed = f(*arguments).detach()
+    return lambda: torch.autograd.grad(f(*arguments), tensors, seed)
+
+
+def _tree(boundary: Boundary, leaves: Sequence[Any]) -> Any:
+    """Specs of results, as the results are."""
+    if len(leaves) == 1:
+        return leaves[0]
+    return boundary.arguments(leaves)[0] if boundary.in_dict else tuple(leaves)
+
+
+def _our_map(setup: Setup, boundary: Boundary, check: Any) -> Callable[..., Any]:
+    in_specs = boundary.arguments([our_spec(dim) for dim in boundary.dims])
+    out_specs = _tree(boundary, [our_spec(dim) for dim in boundary.outs])
+    return sm.shard_map(boundary.f, mesh=setup.ours, in_specs=in_specs, out_specs=out_specs, check=check)
+
+
+def _our_local_map(boundary: Boundary) -> Callable[..., Any]:
+    return sm.local_map(boundary.f, tuple(map(our_spec, boundary.outs)), tuple(map(our_spec, boundary.dims)))
+
+
+def _their_map(boundary: Boundary) -> Callable[..., Any]:
+    ins, outs = tuple(map(their_places, boundary.dims)), tuple(map(their_places, boundary.outs))
+    return local_map(boundary.f, outs, ins)
+
+
+def _spmd_boundary(setup: Setup, boundary: Boundary, local: Sequence[Tensor]) -> dict[str, Call]:
+    """spmd_types' `local_map`, which works on the parts themselves; its checker does not look at backward."""
+    spmd, group = setup.spmd, setup.group
+    ins, outs = (
+        [{group: spmd.R if dim is None else spmd.S(dim)} for dim in dims] for dims in (boundary.dims, boundary.outs)
+    )
+    mapped = spmd.local_map(in_types=boundary.arguments(ins), out_types=_tree(boundary, outs))(boundary.f)
+    call = _bound(boundary, mapped, local)
+    rows = {SPMD: in_a_row(call)}
+    if not boundary.backward:
+        with setup.checked():
+            for x, types in zip(local, ins, strict=True):
+                spmd.assert_type(x, types)
+        rows[SPMD_CHECKED] = in_a_row(call, setup.checked)
+    return rows
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def time_collectives(setup: Setup, effort: Effort) -> Iterator[Found]:
+    """Each collective on buffers that are ready to be sent: forward, the same recording a graph, and with backward."""
+    for case in CASES:
+        yield timed(case.name, _collective_calls(setup, case, False, False), effort)
+        if case.differentiable:
+            yield timed(f"{case.name}, grad", _collective_calls(setup, case, True, False), effort)
+            yield timed(f"{case.name}, forward + backward", _collective_calls(setup, case, True, True), effort)
+
+
+def _collective_calls(setup: Setup, case: Case, grad: bool, backward: bool) -> dict[str, Call]:
+    x = torch.randn(case.shape, requires_grad=grad)
+    raw = ByHand(case.raw, case.back) if grad else case.raw
+    known = case.back is not None  # pmax has a gradient in no words but ours
+    theirs = {PLAIN: raw if known or not grad else None, FUNCTIONAL: case.functional if known or not backward else None}
+    calls = {name: in_a_row(_step(partial(f, setup.group), x, backward)) for name, f in theirs.items() if f is not None}
+    for name, check in ((NEVER, False), (ALWAYS, "always")):
+        if not (backward and check):
+            calls[name] = _inside(setup, case.ours, x, backward, check)
+    if setup.spmd is not None and case.spmd is not None:
+        step = _step(partial(case.spmd, setup.spmd, setup.group), x, backward)
+        calls[SPMD] = in_a_row(step)
+        if not backward:
+            with setup.checked():
+                setup.spmd.assert_type(x, {setup.group: case.spmd_type(setup.spmd)})
+            calls[SPMD_CHECKED] = in_a_row(step, setup.checked)
+    return calls
+
+
+def _step(run: Callable[[Tensor], Any], x: Tensor, backward: bool) -> Call:
+    if not backward:
+        return lambda: run(x)
+    seed = torch.ones_like(run(x))
+    return lambda: torch.autograd.grad(run(x), x, seed)
+
+
+def _inside(setup: Setup, run: Callable[[Tensor], Any], x: Tensor, backward: bool, check: Any) -> Call:
+    """Many calls inside one mapped function."""
+
+    def body(x: Tensor) -> Tensor:
+        in_a_row(_step(run, x, backward))()
+        return x
+
+    mapped = sm.shard_map(body, mesh=setup.ours, in_specs=P(AXIS), out_specs=P(AXIS), check=check)
+    return partial(mapped, setup.our(x, 0))
+
+
+# -- operators inside --------------------------------------------------------------------------------------------------
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "y * w": lambda y, w: y * w,
+    "y.relu()": lambda y, w: y.relu(),
+    "linear(y, w)": F.linear,
+    "y.transpose(0, 1)": lambda y, w: y.transpose(0, 1),
+}
+MANY = 101  # operators in a body; the time of a body with one is taken off
+
+
+def time_operators(setup: Setup, effort: Effort) -> Iterator[Found]:
+    """What an operator costs inside a mapped function: a body of 101 less one of 1, by 100."""
+    for grad in (False, True):
+        for name, operator in OPERATORS.items():
+            bodies = {count: _operator_calls(setup, _repeated(operator, count), grad) for count in (1, MANY)}
+            calls = {f"{count} {who}": call for count, each in bodies.items() for who, call in each.items()}
+            times = interleaved(calls, rounds=effort.rounds, batch_s=effort.batch_s)
+            slopes = {who: _slope(times[f"1 {who}"], times[f"{MANY} {who}"]) for who in bodies[1]}
+            yield Found(f"{name}{', grad' if grad else ''}", slopes)
+
+
+def _slope(one: Times, many: Times) -> Times:
+    """The time of one operator more."""
+    return Times(tuple((s - one.best) / (MANY - 1) for s in many.rounds))
+
+
+def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def body(x: Tensor, w: Tensor) -> Tensor:
+        for _ in range(count):
+            x = operator(x, w)
+        return x
+
+    return body
+
+
+def _operator_calls(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool) -> dict[str, Call]:
+    x, w = (torch.randn(8, 8, requires_grad=grad) for _ in range(2))
+    our_x, our_w = setup.our(x, 0), setup.our(w, None)
+    calls: dict[str, Call] = {PLAIN: lambda: body(x, w)}
+    for name, check in CHECKS.items():
+        mapped = sm.shard_map(body, mesh=setup.ours, in_specs=(P(AXIS), P()), out_specs=P(AXIS), check=check)
+        calls[name] = partial(mapped, our_x, our_w)
+    if setup.spmd is not None:
+        calls[SPMD_CHECKED] = partial(_spmd_body, setup, body, x, w)
+    return calls
+
+
+def _spmd_body(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], x: Tensor, w: Tensor) -> None:
+    with setup.checked():
+        setup.spmd.assert_type(x, {setup.group: setup.spmd.V})
+        setup.spmd.assert_type(w, {setup.group: setup.spmd.R})
+        body(x, w)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table.
+
+    Attributes:
+        title: above it.
+        run: finds its rows.
+        shown: the contestants whose times are shown.
+        over: those for which the difference to plain is shown.
+        ratios: pairs (contestant, base) whose ratio is shown.
+    """
+
+    title: str
+    run: Callable[[Setup, Effort], Iterator[Found]]
+    shown: tuple[str, ...]
+    over: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...]
+
+    @property
+    def columns(self) -> list[str]:
+        over, ratios = (f"{name} over plain" for name in self.over), (" / ".join(pair) for pair in self.ratios)
+        return ["case", *(f"{name} us" for name in self.shown), *over, *ratios]
+
+    def row(self, found: Found) -> list[str]:
+        times = [found.times[name].best * 1e6 if name in found.times else None for name in self.shown]
+        differences = [found.above(name) for name in self.over]
+        return [
+            found.case,
+            *map(number, [*times, *differences]),
+            *(number(found.ratio(*pair), "x") for pair in self.ratios),
+        ]
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """A cell of a table."""
+    return "-" if value is None else f"{value:.2f}{unit}" if abs(value) < 100 else f"{value:.0f}{unit}"
+
+
+SECTIONS = {
+    "boundary": Section(
+        "In and out of a mapped function", time_boundary,
+        (PLAIN, ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP, DTENSOR, SPMD, SPMD_CHECKED),
+        (ONCE, NEVER, DTENSOR, SPMD_CHECKED), ((DTENSOR, ONCE),),
+    ),
+    "collectives": Section(
+        "Collectives inside a mapped function; plain is the raw call, with a graph an autograd function written by hand around it",
+        time_collectives, (PLAIN, NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED),
+        (NEVER, ALWAYS, FUNCTIONAL, SPMD, SPMD_CHECKED), ((FUNCTIONAL, NEVER), (SPMD, NEVER)),
+    ),
+    "operators": Section(
+        "One operator inside a mapped function", time_operators, (PLAIN, ONCE, NEVER, ALWAYS, SPMD_CHECKED),
+        (ONCE, NEVER, ALWAYS, SPMD_CHECKED), ((SPMD_CHECKED, ALWAYS),),
+    ),
+}  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the chosen sections, print their tables and write the files asked for."""
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"torch\.|spmd_types\.")
+    setup, effort = Setup(), QUICK if options.quick else FULL
+    chosen = {name: SECTIONS[name] for name in options.only or SECTIONS}
+    passes = [{name: list(part.run(setup, effort)) for name, part in chosen.items()} for _ in range(effort.passes)]
+    figures, document = {}, []
+    for name, part in chosen.items():
+        found = merged([each[name] for each in passes])
+        rows = [part.row(f) for f in found]
+        show(part.title, part.columns, rows)
+        document.append(f"### {part.title}\n\n{markdown(part.columns, rows)}\n")
+        figures[name] = [f.as_dict() for f in found]
+    env = environment() | {"spmd_types": _spmd_version(setup)}
+    line = f"{environment_line(env)}, spmd_types {env['spmd_types']}"
+    print(line)
+    write_json(options.json, {"environment": env, "sections": figures})
+    write_markdown(options.markdown, "\n".join([*document, line]))
+    dist.destroy_process_group()
+
+
+def _spmd_version(setup: Setup) -> str:
+    from importlib.metadata import version
+
+    return "not installed" if setup.spmd is None else version("spmd-types")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section to run; may be given several times")
+    parser.add_argument("--quick", action="store_true", help="one round of everything, to see that it runs")
+    parser.add_argument("--json", metavar="PATH", help="write all figures here")
+    parser.add_argument("--markdown", metavar="PATH", help="write the tables here")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
