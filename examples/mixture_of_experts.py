@@ -126,7 +126,7 @@ def main(ranks: int = 4) -> float:
     """Compare three batches, whose tokens choose differently; the largest relative difference."""
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("ep",))
     params, random = problem(experts=2 * ranks), torch.Generator().manual_seed(1)
-    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]  # one rank has a token less
+    batches = [torch.randn(40 * ranks - 1, WIDTH, generator=random) + 0.3 for _ in range(3)]  # not a multiple
     difference = max(compare(mesh, params, x) for x in batches)
     if mesh.get_rank() == 0:
         loads = choose(batches[0], params["router"])[0].flatten().bincount(minlength=2 * ranks)

@@ -89,9 +89,9 @@ def owners(shapes: tuple[tuple[int, int], ...], ranks: int) -> tuple[P, ...]:
 
 
 @functools.cache  # a mapped function remembers what it has seen, so that it is made once
-def mapped(specs: tuple[P, ...]) -> Callable:
-    """`newton_schulz` of what each rank owns; the others have parts of no rows."""
-    return sm.shard_map(lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=specs, out_specs=specs)
+def mapped(at: tuple[P, ...]) -> Callable:
+    """`newton_schulz` of matrices at their owners; what other ranks have of them has no rows."""
+    return sm.shard_map(lambda *ms: tuple(newton_schulz(m) if len(m) else m for m in ms), in_specs=at, out_specs=at)
 
 
 def loss_sharded(params: Tree, x: Tensor, y: Tensor) -> Tensor:

@@ -62,7 +62,10 @@ def absorb(seen: Running, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """`F.scaled_dot_product_attention(q, k, v, is_causal=causal)`, as each rank sees it: its own part of the sequence [b h s e]."""
+    """`F.scaled_dot_product_attention(q, k, v, is_causal=causal)`, as each rank sees it: its own part of the sequence.
+
+    Parts [b h s e] are equally long on all ranks, since `ppermute` moves equal parts: pad the sequence to a multiple of the ranks.
+    """
     here, ranks, length = sm.axis_index("sp"), sm.axis_size("sp"), q.shape[2]
     place = torch.arange(length, device=q.device)
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

@@ -196,7 +196,7 @@ def all_gather(
 
     law = _ALL_GATHER[_word("all_gather", to, _ALL_GATHER)]
     sizes = None if sizes is None else tuple(sizes)
-    return each(x, Call(bound(axis_name), law, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype))
+    return each(x, Call(bound(axis_name), law, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
 
 
 # -- exchanging --------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def all_to_all(
 
     sizes = None if sizes is None else tuple(sizes)
     key = (split_axis, concat_axis, tiled, sizes)
-    return each(x, Call(bound(axis_name), _ALL_TO_ALL, key, prepare, apply, None, forward_dtype, backward_dtype))
+    return each(x, Call(bound(axis_name), _ALL_TO_ALL, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
 
 
 def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepared:

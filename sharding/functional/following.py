@@ -39,6 +39,7 @@ class Following(TorchFunctionMode):
 
     Attributes:
         names: the manual axes.
+        uneven: whether parts of some argument differ in shape.
         looked: what the program knows in numbers: the type of everything that it looked at.
         random: the type of what random operators give.
         unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
@@ -46,12 +47,14 @@ class Following(TorchFunctionMode):
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
+        self.uneven = False
         self.names = frozenset(names)
         self.replicated = Tag(REPLICATED, {}, self)
         self.looked = self.replicated
         self.unknown = self.replicated
         self.random = Type.of(self.names)  # of what random operators give
-        self._written: dict[int, tuple[Tag, Tensor]] = {}
+        self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory, which the tensor keeps alive
+        self._unwrapped: dict[int, tuple[Tag, Tensor]] = {}
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
@@ -102,6 +105,10 @@ class Following(TorchFunctionMode):
         with unfollowed():
             if engine_hooks.is_transformed(x):
                 return self.of(engine_hooks.untransformed(x))
+            found = self._unwrapped.get(_memory(x)) if self._unwrapped and not isinstance(x, ShardedTensor) else None
+            if found is not None:
+                self.note(x, found[0])
+                return found[0]
             outside = x.is_leaf or self.unknown.type is REPLICATED
             if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
                 raise ShardingTypeError(_from_outside(x))
@@ -165,10 +172,19 @@ class Following(TorchFunctionMode):
         if isinstance(result, Tensor):
             result._mapped_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
-                self.unknown = self.join(self.unknown, tag)
+                self._remember(result, tag)
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.note(part, tag)
+
+    def _remember(self, x: Tensor, tag: Tag) -> None:
+        """What a transform of torch.func unwraps later is a new object: it is known by its memory, or else may be anything that the
+        transform has made."""
+        with unfollowed():
+            memory = _memory(x)
+            before, _ = self._unwrapped.get(memory, (self.replicated, None))
+            self._unwrapped[memory] = (self.join(before, tag), x)
+        self.unknown = self.join(self.unknown, tag)
 
     def wrote(self, x: Any) -> None:
         """`x` has been written to: so have all tensors that share its memory."""

@@ -93,6 +93,7 @@ class Call(NamedTuple):
         apply: runs the op.
         number: what it gives for a number, which is the same on every rank.
         forward_dtype, backward_dtype: as in `collectives.py`.
+        even: whether parts must have one shape.
     """
 
     axes: Axes
@@ -103,6 +104,7 @@ class Call(NamedTuple):
     number: Callable[[Any], Any] | None = None
     forward_dtype: torch.dtype | None = None
     backward_dtype: torch.dtype | None = None
+    even: bool = True
 
 
 class Later:
@@ -202,6 +204,8 @@ def _bucket(parts: list[Any], call: Call) -> list[Any]:
     checker = checker_here()
     tags = [] if checker is None else [_tag_after(checker, part, call) for part in parts]
     with unfollowed() if tags else nullcontext():
+        if checker is not None and checker.uneven:
+            _check_one_shape(parts, call)
         flat = torch.cat([part.reshape(-1) for part in parts])
         cut = partial(_cut, shapes=[part.shape for part in parts])
         out = _launched(flat, call)
@@ -230,6 +234,8 @@ def _one(x: Any, call: Call) -> Any:
         return _launched(x, call)
     tag = _tag_after(checker, x, call)
     with unfollowed():
+        if checker.uneven and call.even:
+            _check_one_shape([x], call)
         return noted(checker, _launched(x, call), tag)
 
 
@@ -243,6 +249,24 @@ def checker_here() -> Any:
 
 def _tag_after(checker: Any, x: Tensor, call: Call) -> Tag:
     return call.law(checker.joined(iter((x,)), checker.looked), call.axes)
+
+
+def _check_one_shape(parts: list[Any], call: Call) -> None:
+    """Where parts of arguments differ in shape, what is made of them may too, and a collective of unequal parts aborts or hangs.
+
+    Raises: ValueError, on every rank, where they do.
+
+    Communication: a small all_gather over the axes, while types are followed.
+    """
+    shapes = [list(getattr(x, "_local", x).shape) for x in parts]
+    group = call.axes.group
+    everyone = group.all_gather_object(shapes)
+    if any(each != everyone[0] for each in everyone):
+        told = ", ".join(f"rank {r}: {'; '.join(map(str, each))}" for r, each in zip(group.ranks, everyone, strict=True))
+        raise ValueError(
+            f"{place()}: {call.law.name} over {call.axes} takes parts of one shape, and they are {told}. The arguments are cut into uneven "
+            "parts: pad them, or where the collective has sizes=, give these"
+        )
 
 
 def noted(checker: Any, out: Any, tag: Tag) -> Any:

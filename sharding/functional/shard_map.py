@@ -222,6 +222,7 @@ class Mapped:
         if around is None and self.check is False:
             return self._out(known, self._run(known, parts, tree, kwargs), parts, None)
         checker = Following(known.mapping.names) if around is None else around
+        checker.uneven = checker.uneven or known.uneven
         with unfollowed():
             parts = [aliased(part) for part in parts]
         for leaf, part, way in zip(leaves, parts, known.ways, strict=True):

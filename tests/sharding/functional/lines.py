@@ -35,7 +35,8 @@ BINARY = """
 F.linear({x}, {y}) | torch.stack([{x}, {y}], {d}) | torch.einsum('...i,...i->...', {x}, {y}) | {x} * {y}.sum() |
 {x} + {y}.mean() | {x} * {y}.sin() | torch.maximum({x}, {y} + 0.1171) | {x}.expand_as({y}) | torch.lerp({x}, {y}, 0.3) |
 torch.addcmul({x}, {y}, {y}) | {x} @ {y}.transpose(0, -1) | F.layer_norm({x}, {x}.shape[-1:], {y}) | {y}.detach() * {x} |
-torch.outer({x}.reshape(-1), {y}.reshape(-1)) | {x}.masked_fill({y} > 0.2137, 0.5) | torch._foreach_mul([{x}], [{y}])[0]
+torch.outer({x}.reshape(-1), {y}.reshape(-1)) | {x}.masked_fill({y} > 0.2137, 0.5) | torch._foreach_mul([{x}], [{y}])[0] |
+{y} * {x}.shape[0] | {y} / {x}.numel() | {x}.new_full({y}.shape, 0.5) * {y} | {y}.view_as({x})
 """
 WRITES = [
     "{z} = {x}.clone()\n{z}.add_({y})",
@@ -46,7 +47,7 @@ WRITES = [
     "{z} = {x} + 0\n{z}[0] = {y}.sum()",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{z} += {x}.reshape(-1)[0]\n{w} = {z} * {y}.sum()",
     "{z} = torch.zeros(2, dtype=torch.float64)\n{w} = {z}.view(2, 1)\n{w}[0].copy_({x}.sum())\n{w} = {w} * {y}.sum()",
-    "{z} = {x}.clone()\n{z}.unbind(0)[-1].zero_()\n{w} = {z} + {y}",
+    "{z} = {x}.clone()\n{z}.select(0, -1).zero_()\n{w} = {z} + {y}",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\n{z}.data = {y}.detach().reshape(-1) * {x}.sum().detach()",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\ntorch._foreach_add_([{z}], [{y}.sum() * {x}.sum()])",
     "{z} = torch.zeros({n}, dtype=torch.float64)\nwith torch.no_grad():\n    torch.sum({x} * {y}.sum(), -1, True, out={z})",

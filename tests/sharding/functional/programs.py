@@ -153,7 +153,8 @@ class Maker:
     def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[Local, Kind, list[str]]:
         x, z = self.pick(kinds, wanted), self.new()
         y = self.pick(kinds, other) if other is not None else x
-        return self._filled(f"{{z}} = {self.rng.choice(TEXTS[name])}", x, y, z), kinds[x].join(kinds[y]), [z]
+        usable = [text for text in TEXTS[name] if not self.in_vmap or not (".apply" in text or ".data" in text)]
+        return self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z), kinds[x].join(kinds[y]), [z]
 
     def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> Local:
         shape = self.envs[0][x].shape if x in self.envs[0] else (2,)
@@ -215,7 +216,8 @@ class Maker:
         if name == "psum_scatter":
             return {"scatter_dimension": dim, **tiled}
         if name == "all_gather":
-            return {"axis": dim, **tiled, **({"to": "sharded"} if self.chance(0.3) else {}), **self._sizes(x, axis, dim)}
+            to = {"to": "sharded"} if self.chance(0.3) else {}
+            return {"axis": dim, **tiled, **to, **self._sizes(x, axis, dim)}
         if name == "all_to_all":
             return {"split_axis": dim, "concat_axis": rng.randrange(max(len(shape), 1)), **tiled}
         if name == "ppermute":
@@ -294,7 +296,8 @@ class Maker:
         own, both = kinds[arg], self.chance(0.4)
         targets = (self.new(), self.new()) if both else (self.new(),)
         summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
-        return Block("value_and_grad" if both else "grad", targets, arg, body, total, summed), Kind(own.varying), list(targets)
+        kind = "value_and_grad" if both else "grad"
+        return Block(kind, targets, arg, body, total, summed), Kind(own.varying), list(targets)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

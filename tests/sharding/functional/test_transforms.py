@@ -113,26 +113,51 @@ def test_types_under_vmap(mesh):
 
 @every_rank(2)
 def test_gradients_of_each_row(mesh):
-    """Per-sample gradients: no collective is inside, each rank has its rows."""
+    """Per-sample gradients: no collective is inside, each rank has its rows. The weight is made to vary: else its gradients are shares."""
     f = lambda row, w: (row @ w).sin().sum()  # noqa: E731
     per_sample = vmap(grad(f, argnums=1), in_dims=(0, None))
-    twice(mesh, lambda x, w: per_sample(x, w), (X, W), per_sample(X, W))
+    twice(mesh, lambda x, w: per_sample(x, sm.pcast(w, "a", to="varying")), (X, W), per_sample(X, W))
     twice(mesh, lambda x, w: vmap(jacrev(lambda r: (r @ w).tanh()))(x), (X, W), vmap(jacrev(lambda r: (r @ W).tanh()))(X))
     twice(mesh, lambda x, w: vmap(grad(lambda r: grad(f)(r, w).sin().sum()))(x), (X, W), vmap(grad(lambda r: grad(f)(r, W).sin().sum()))(X))
 
 
 @every_rank(2)
-def test_a_collective_under_grad(mesh):
-    """The gradient of a sum over the ranks: torch.func seeds each rank's loss with 1, so it is that of the sum of both ranks' losses."""
-    f = lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x)  # noqa: E731
-    twice(mesh, f, (X,), 2 * X.cos(), in_specs=(P("a"),))
-    twice(mesh, lambda x: grad(lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x).sum())(x), (X,), -2 * X.sin(), in_specs=(P("a"),))
+def test_a_share_of_the_gradient(mesh):
+    f = lambda x, w: grad(lambda w: (x @ w).sin().sum())(w)  # noqa: E731
+    wanted = grad(lambda w: (X @ w).sin().sum())(W)
+    twice(mesh, f, (X, W), wanted, out_specs=P(unreduced="a"))
+    twice(mesh, lambda x, w: sm.psum(f(x, w), "a"), (X, W), wanted, out_specs=P())
+    with pytest.raises(sm.ShardingTypeError, match="is pending over 'a'"):
+        twice(mesh, f, (X, W), wanted, out_specs=P("a"))
+
+
+def total(x):
+    """A loss of each rank's own in which a collective takes part."""
+    return (sm.psum(x.sin(), "a") * x).sum()
+
+
+def gradient_of_the_totals(x):
+    halves = leaf(x)
+    one, two = halves[:3], halves[3:]
+    return torch.autograd.grad(((one.sin() + two.sin()) * (one + two)).sum(), [halves])[0]
 
 
 @every_rank(2)
-def test_a_collective_under_vmap_of_grad(mesh):
-    f = lambda x: vmap(grad(lambda r: sm.psum(r.sin(), "a").sum()))(x)  # noqa: E731
-    twice(mesh, f, (X,), 2 * X.cos(), in_specs=(P("a"),))
+def test_a_collective_under_grad(mesh):
+    """torch.func starts from 1 on each rank: the gradient is that of the sum of all ranks' losses."""
+    twice(mesh, lambda x: grad(total)(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
+    twice(mesh, lambda x: vmap(grad(total))(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
+    with pytest.raises(sm.ShardingTypeError, match=r"loss that is replicated over 'a'.*sm.grad"):
+        twice(mesh, lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x), (X,), X, in_specs=(P("a"),))
+
+
+@every_rank(2)
+def test_second_derivatives_of_a_collective(mesh):
+    px = leaf(X)
+    one, two = px[:3], px[3:]
+    (g,) = torch.autograd.grad(((one.sin() + two.sin()) * (one + two)).sum(), [px], create_graph=True)
+    wanted = torch.autograd.grad(g.sin().sum(), [px])[0]
+    twice(mesh, lambda x: grad(lambda x: grad(total)(x).sin().sum())(x), (X,), wanted, in_specs=(P("a"),))
 
 
 @every_rank(2)
