@@ -71,6 +71,13 @@ def hire(n: int) -> list[Worker]:
     return [_idle.pop() if _idle else Worker() for _ in range(n)]
 
 
-def dismiss(workers: Iterable[Worker]) -> None:
-    """Keeps them for the next run, those that are not at their last job."""
-    _idle.extend(worker for worker in workers if not worker.last)
+def dismiss(workers: Iterable[Worker], *, failed: bool) -> None:
+    """Keeps them for the next run, those that are not at their last job; after a failure none, since what torch keeps for a
+    thread (a mode that was left by an exception) may be anything."""
+    staying = [worker for worker in workers if not worker.last]
+    if not failed:
+        _idle.extend(staying)
+        return
+    for worker in staying:
+        worker.last = True
+        worker.gate.release()

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh
-from .. import dispatch
+from .. import dispatch, engine_hooks
 from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
@@ -129,6 +129,7 @@ class Mapped:
         self.name = getattr(f, "__name__", type(f).__name__)
         self._known: dict[Any, Known] = {}
         self._trusting = check in (True, False)
+        engine_hooks.keep_compiler_out()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = current_mapping()
@@ -164,6 +165,7 @@ class Mapped:
     # -- any call ------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        engine_hooks.keep_compiler_out()
         leaves, tree = leaves_of(args)
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()

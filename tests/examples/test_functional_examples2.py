@@ -167,10 +167,8 @@ def stepped_on_mesh(spec: P) -> Any:
     params, grads = place(steps())
     with sm.comm_budget(launches=0):
         found, state = stepped(params, grads)
-    as_given = [pytree.tree_all(lambda x: isinstance(x, sm.ShardedTensor), tree) for tree in (found, state.m, state.v)]
-    for tree in (found, state.m, state.v):
-        as_given += [x.layout is p.layout for x, p in zip(pytree.tree_leaves(tree), pytree.tree_leaves(params), strict=True)]
-    return pytree.tree_map(lambda p: p.full_tensor(), found), all(as_given)
+    lie = [[x.layout for x in pytree.tree_leaves(tree)] for tree in (params, found, state.m, state.v)]
+    return pytree.tree_map(lambda p: p.full_tensor(), found), all(each == lie[0] for each in lie)
 
 
 def stepped_by_torch() -> Any:

@@ -40,6 +40,7 @@ ROUGH = [  # how often which
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
 MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
+NOT_IN_VMAP = (".apply", ".data", ".flip(")  # what torch itself does not do there
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)  # of a step that torch cannot do
 
 
@@ -153,7 +154,7 @@ class Maker:
     def _operator(self, kinds: dict[str, Kind], name: str, wanted: Any = None, other: Any = None) -> tuple[Local, Kind, list[str]]:
         x, z = self.pick(kinds, wanted), self.new()
         y = self.pick(kinds, other) if other is not None else x
-        usable = [text for text in TEXTS[name] if not self.in_vmap or not (".apply" in text or ".data" in text)]
+        usable = [text for text in TEXTS[name] if not self.in_vmap or not any(word in text for word in NOT_IN_VMAP)]
         return self._filled(f"{{z}} = {self.rng.choice(usable)}", x, y, z), kinds[x].join(kinds[y]), [z]
 
     def _filled(self, text: str, x: str, y: str, z: str, w: str = "") -> Local:
@@ -252,7 +253,10 @@ class Maker:
         deep = {name: kind for name, kind in self.kinds.items() if self.envs[0][name].ndim > 1}
         arg = self.pick(deep if self.in_vmap and deep else self.kinds, not_pending)
         body, result, kind = self._body(self.kinds[arg], makers, self.rng.choice([1, 2, 3]))
-        target = self.new()
+        target, tied = self.new(), self.new()
+        if name == "vmap":  # torch puts a result that has no batch dim wherever it likes
+            body.append(Local(f"{tied} = {result} * p.sum()"))
+            result = tied
         return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
     def _checkpoint(self, _: Any) -> Any:
@@ -277,9 +281,10 @@ class Maker:
 
     def _gradient(self, kinds: dict[str, Kind]) -> Any:
         """Of a loss that each rank has of its own."""
-        loss = self.pick(kinds, lambda kind: kind.varying == {"a", "b"})
+        fitting = {name: kind for name, kind in kinds.items() if kind.varying == {"a", "b"}}
+        loss = self.pick(fitting if fitting else kinds)
         by, total, target = self.pick(kinds), self.new(), self.new()
-        if not self.attempt(Local(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
+        if (not fitting and self.chance(SENSE)) or not self.attempt(Local(f"{total} = ({loss} * {loss}).sum()"), kinds[loss], [total]):
             return Local("pass"), REPLICATED, []
         kind = Kind(kinds[by].varying, frozenset("ab") - kinds[by].varying - kinds[by].pending)
         return Gradient(target, total, by), kind, [target]

@@ -22,15 +22,11 @@ AXES: tuple[str, ...] = ("a", "b")
 AxisName = str | tuple[str, ...]
 
 # Every family of cases runs on the first, a few cases on the others too.
-WHOLE: tuple[tuple[tuple[int, ...], AxisName], ...] = (
-    ((8,), "a"),
-    ((2, 4), "b"),
-    ((2, 4), ("a", "b")),
-    ((2, 4), ("b", "a")),
-)
+WHOLE: tuple[tuple[tuple[int, ...], AxisName], ...] = (((8,), "a"), ((2, 4), "b"), ((2, 4), ("b", "a")))
 BRIEF: tuple[tuple[tuple[int, ...], AxisName], ...] = (
     ((8,), ("a",)),
     ((2, 4), "a"),
+    ((2, 4), ("a", "b")),
     ((4, 2), ("b", "a")),
     ((2, 2), ("a", "b")),
 )
@@ -354,13 +350,16 @@ def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[Case]:
 
 def brief(mesh: tuple[int, ...], axis: AxisName) -> Iterator[Case]:
     n, x = size(mesh, axis), each(mesh, 2, 3)
-    yield case_of("psum", mesh, axis, lambda c, x: c.psum(x, axis), x)
-    yield case_of("pmin", mesh, axis, lambda c, x: c.pmin(x, axis), x, grad=False)
+    over = lambda what, program, *inputs: case_of(what, mesh, axis, program, *inputs)  # noqa: E731
     yield from replicated_results(mesh, axis)
-    yield from moves(mesh, axis)
-    yield case_of("axis_index in arithmetic", mesh, axis, lambda c, x: x * c.axis_index(axis), each(mesh, 2))
+    yield over("psum", lambda c, x: c.psum(x, axis), x)
+    yield over("psum_scatter tiled", lambda c, x: c.psum_scatter(x, axis, tiled=True), each(mesh, 2 * n, 2))
+    yield over("all_gather", lambda c, x: c.all_gather(x, axis), x)
+    yield over("all_to_all", lambda c, x: c.all_to_all(x, axis, 0, 0), each(mesh, n, 3))
+    yield over("all_to_all tiled", lambda c, x: c.all_to_all(x, axis, 1, 0, tiled=True), each(mesh, 3, 2 * n))
+    yield over("axis_index in arithmetic", lambda c, x: x * c.axis_index(axis), each(mesh, 2))
     if in_mesh_order(axis):
-        yield case_of("ppermute", mesh, axis, lambda c, x: c.ppermute(x, axis, permutations(n)["round"]), x)
+        yield over("ppermute", lambda c, x: c.ppermute(x, axis, permutations(n)["round"]), x)
 
 
 FAMILIES = (
