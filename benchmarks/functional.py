@@ -1,6 +1,6 @@
 """Host time of the functional API: going in and out of a mapped function, its collectives, and following types.
 
-    python benchmarks/functional.py                        tables on the terminal, about three minutes
+    python benchmarks/functional.py                        tables on the terminal, about six minutes
     python benchmarks/functional.py --only collectives     one of: boundary, collectives, operators
     python benchmarks/functional.py --json figures.json --markdown tables.md
 
@@ -16,34 +16,29 @@ differences are between minima, ratios between medians.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as dt
 import torch.nn.functional as F
-from dispatch import DTENSOR, PLAIN, WORLD, Found, merged
+from contestants import AXIS, IN_A_ROW, Setup, in_a_row, our_spec, their_places
+from dispatch import DTENSOR, PLAIN, Found, merged
 from measure import Call, Times, interleaved
 from raw_collectives import CASES, ByHand, Case
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 from torch.distributed.tensor.experimental import local_map
 
 import shardmesh as sm
 from shardmesh import P
 
-AXIS = "x"
 ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = "check=True", "check=False", 'check="always"', "sm.local_map"
 FUNCTIONAL, SPMD, SPMD_CHECKED = "functional", "spmd_types", "spmd_types checked"
 CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
-IN_A_ROW = 50
 
 
 @dataclass(frozen=True)
@@ -55,67 +50,7 @@ class Effort:
     batch_s: float
 
 
-FULL, QUICK = Effort(rounds=25, passes=4, batch_s=4e-4), Effort(rounds=1, passes=1, batch_s=0)
-
-
-class Setup:
-    """The process group, and the meshes of all contestants over it."""
-
-    def __init__(self) -> None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-        self.theirs = init_torch_mesh("cpu", (WORLD,), mesh_dim_names=(AXIS,))
-        self.ours = sm.init_device_mesh("cpu", (WORLD,), axis_names=(AXIS,))
-        self.group = self.theirs.get_group()
-
-    @cached_property
-    def spmd(self) -> Any:
-        """The package spmd_types; None where it is not installed."""
-        if importlib.util.find_spec("spmd_types") is None:
-            return None
-        import spmd_types
-        import spmd_types.checker  # noqa: F401
-
-        return spmd_types
-
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Inside, spmd_types follows types."""
-        with self.spmd.set_current_mesh(self.theirs), self.spmd.checker.typecheck():
-            yield
-
-    def our(self, local: Tensor, dim: int | None) -> Any:
-        """A leaf of ours, of which `local` is this rank's part: split along `dim`, or replicated."""
-        shape = [n * WORLD if i == dim else n for i, n in enumerate(local.shape)]
-        whole = sm.from_local(local.detach().clone(), self.ours, our_spec(dim), shape=shape)
-        return whole.requires_grad_(local.requires_grad)
-
-    def their(self, local: Tensor, dim: int | None) -> Any:
-        """The same as a `DTensor`."""
-        whole = dt.DTensor.from_local(local.detach().clone(), self.theirs, their_places(dim))
-        return whole.requires_grad_(local.requires_grad)
-
-
-def our_spec(dim: int | None) -> P:
-    """Split along this dim, or replicated."""
-    return P() if dim is None else P(*[None] * dim, AXIS)
-
-
-def their_places(dim: int | None) -> list[Any]:
-    """The same as DTensor's placements."""
-    return [dt.Replicate() if dim is None else dt.Shard(dim)]
-
-
-def in_a_row(call: Call, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Call:
-    """A call many times, in its surroundings."""
-
-    def calls() -> None:
-        with around():
-            for _ in range(IN_A_ROW):
-                call()
-
-    return calls
+FULL, QUICK = Effort(rounds=20, passes=4, batch_s=4e-4), Effort(rounds=1, passes=1, batch_s=0)
 
 
 def timed(case: str, calls: dict[str, Call], effort: Effort, count: int = IN_A_ROW) -> Found:
@@ -296,11 +231,11 @@ OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "linear(y, w)": F.linear,
     "y.transpose(0, 1)": lambda y, w: y.transpose(0, 1),
 }
-MANY = 101  # operators in a body; the time of a body with one is taken off
+MANY = 1001  # operators in a body; the time of a body with one is taken off
 
 
 def time_operators(setup: Setup, effort: Effort) -> Iterator[Found]:
-    """What an operator costs inside a mapped function: a body of 101 less one of 1, by 100."""
+    """What an operator costs inside a mapped function: a body of 1001 less one of 1, by 1000."""
     for grad in (False, True):
         for name, operator in OPERATORS.items():
             bodies = {count: _operator_calls(setup, _repeated(operator, count), grad) for count in (1, MANY)}
@@ -312,7 +247,7 @@ def time_operators(setup: Setup, effort: Effort) -> Iterator[Found]:
 
 def _slope(one: Times, many: Times) -> Times:
     """The time of one operator more."""
-    return Times(tuple((s - one.best) / (MANY - 1) for s in many.rounds))
+    return Times(tuple((s - one.median) / (MANY - 1) for s in many.rounds))
 
 
 def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -325,7 +260,7 @@ def _repeated(operator: Callable[[Tensor, Tensor], Tensor], count: int) -> Calla
 
 
 def _operator_calls(setup: Setup, body: Callable[[Tensor, Tensor], Tensor], grad: bool) -> dict[str, Call]:
-    x, w = (torch.randn(8, 8, requires_grad=grad) for _ in range(2))
+    x, w = torch.randn(8, 8, requires_grad=grad), torch.eye(8, requires_grad=grad)  # numbers stay as they are
     our_x, our_w = setup.our(x, 0), setup.our(w, None)
     calls: dict[str, Call] = {PLAIN: lambda: body(x, w)}
     for name, check in CHECKS.items():
@@ -417,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show(part.title, part.columns, rows)
         document.append(f"### {part.title}\n\n{markdown(part.columns, rows)}\n")
         figures[name] = [f.as_dict() for f in found]
-    env = environment() | {"spmd_types": _spmd_version(setup)}
+    env = environment() | {"spmd_types": setup.spmd_version}
     line = f"{environment_line(env)}, spmd_types {env['spmd_types']}"
     print(line)
     write_json(options.json, {"environment": env, "sections": figures})
@@ -425,15 +360,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def _spmd_version(setup: Setup) -> str:
-    from importlib.metadata import version
-
-    return "not installed" if setup.spmd is None else version("spmd-types")
-
-
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SECTIONS, action="append", help="a section to run; may be given several times")
+    parser.add_argument(
+        "--only", choices=SECTIONS, action="append", help="a section to run; may be given several times"
+    )
     parser.add_argument("--quick", action="store_true", help="one round of everything, to see that it runs")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")

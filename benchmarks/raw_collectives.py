@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from contestants import AXIS
 from dispatch import WORLD
 from torch import Tensor
 
 import shardmesh as sm
 
-AXIS = "x"
 ROWS, WIDTH, TENSORS = 8, 8, 20
 ON = Callable[[Any, Tensor], Any]  # of a process group and this rank's part
 

@@ -1,13 +1,13 @@
 """A mixture of experts with the experts spread over the ranks: tokens travel to the experts that they choose, and back.
 
-    tokens P("ep"), experts P("ep"), router P()                   here every token chooses one expert, of two on each rank
+    tokens P("ep"), experts P("ep"), router P()       here each token chooses one expert; two experts live on each rank
 
-    rank 0  tokens  a b c d    by expert  [b | a d |   | c]       arrived  [b e | a d f]     experts 0 and 1 work on them
-                  ->  1 0 3 1               0   1    2   3
-    rank 1  tokens  e f g      by expert  [e | f | g |  ]         arrived  [g | c]           experts 2 and 3
-                  ->  0 1 2                 0   1   2   3
+    rank 0   tokens   a b c d     sorted by expert  [ b | a d |   | c ]     arrived  [b e | a d f]  for experts 0 and 1
+             choose   1 0 3 1             of expert   0    1    2   3
+    rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     arrived  [g | c]        for experts 2 and 3
+             choose   0 1 2
 
-    and what they made of them goes back the same way:   rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]  ->  e f g
+    and what experts made of them goes back the same way:     rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
 
 Ranks tell each other how many rows go where; then `ragged_all_to_all` moves exactly these rows. So no token is dropped and nothing
 is padded, whatever the router decides. The way back is the way there with the counts transposed; backward runs both in reverse.
@@ -81,7 +81,7 @@ def travel(x_rd: Tensor, rows: Tensor) -> Tensor:
 def work(params: Params, x_rd: Tensor, counts: Tensor) -> Tensor:
     """What this rank's experts make of rows that lie by source, and for each source by expert. `counts`: [source, expert]."""
     ranks, experts = counts.shape
-    expert_r = torch.arange(experts).repeat(ranks).to(counts.device).repeat_interleave(counts.flatten())
+    expert_r = torch.arange(experts, device=counts.device).repeat(ranks).repeat_interleave(counts.flatten())
     order_r = expert_r.argsort(stable=True)
     parts = zip(x_rd[order_r].split(counts.sum(0).tolist()), params["up"], params["down"], strict=True)
     return torch.zeros_like(x_rd).index_copy(0, order_r, torch.cat([expert(*part) for part in parts]))

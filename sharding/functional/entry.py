@@ -16,6 +16,7 @@ from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import P, as_spec
 from ..tensor import ShardedTensor
+from .keys import Key
 from .signature import STATIC
 from .types import REPLICATED, Type
 
@@ -63,6 +64,7 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     if not isinstance(leaf, Tensor) or spec is STATIC:
         if isinstance(leaf, ShardedTensor):
             raise TypeError(f"{path} is sharded, {leaf.layout}, and its spec is None, which is for what is passed as it is; write a P")
+        _check_no_parts(path, leaf, spec)
         return Entrance(path)
     src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
     if src.mesh is not mesh:
@@ -74,6 +76,16 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     part = None if inner is None else _inner_layout(dst, manual, names, inner)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
     return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
+
+
+def _check_no_parts(path: str, leaf: Any, spec: Any) -> None:
+    """Raises: TypeError for an object, such as an array or a dataclass, whose spec cuts it."""
+    cut = isinstance(spec, P) and spec.axes
+    if cut and not isinstance(leaf, (Tensor, Key, str, int, float, complex, type(None))):
+        raise TypeError(
+            f"{path} is a {type(leaf).__name__}, neither a tensor nor a tree of tensors that torch knows, and {spec} would cut it; "
+            "pass its tensors, or give None as its spec to pass it as it is"
+        )
 
 
 def only_axes(spec: P, names: Sequence[str]) -> P:

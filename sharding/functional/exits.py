@@ -140,8 +140,8 @@ def first_exits(
 
     Args:
         error: what is wrong with them, which every rank then raises.
-        compare: also compare the values of results that are replicated: where parts of arguments differ in length, numbers
-            read from their shapes differ too, which no type shows.
+        compare: also compare the values of results that are replicated: where parts of arguments differ in length, or the program
+            looked at varying values, numbers differ between ranks, which no type shows.
 
     Communication: a small all_gather over the manual axes.
     """
@@ -173,7 +173,7 @@ DESCRIBERS[first_exits.__code__] = _name
 
 def _described(x: Any, compare: bool) -> Any:
     """What other ranks need to know of a result: dtype, shape, and what its values are if they are to be compared."""
-    return (dtype_name(x.dtype), *x.shape, digest(x) if compare else None) if isinstance(x, Tensor) else None
+    return (dtype_name(x.dtype), *x.shape, (digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
 
 
 def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> None:
@@ -190,8 +190,12 @@ def _check_alike(tensors: dict[int, list[bool]]) -> None:
     first, *others = tensors
     odd = next((rank for rank in others if tensors[rank] != tensors[first]), None)
     if odd is not None:
-        told = [f"rank {rank} {len(tensors[rank])} with tensors at {[i for i, t in enumerate(tensors[rank]) if t]}" for rank in (first, odd)]
-        raise ShardingTypeError(f"ranks returned different numbers or kinds of results: {', '.join(told)}; return the same tree on every rank")
+        told = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, odd))
+        raise ShardingTypeError(f"ranks returned different numbers or kinds of results ({told}); return the same tree on every rank")
+
+
+def _kinds(tensors: list[bool]) -> str:
+    return "[" + ", ".join("a tensor" if is_tensor else "no tensor" for is_tensor in tensors) + "]"
 
 
 def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], own: DeviceMesh) -> None:
@@ -202,8 +206,8 @@ def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], own: Dev
         held = first.setdefault(tuple(place[i] for i in named), part[-1])
         if held != part[-1]:
             raise ShardingTypeError(
-                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it is not: parts of the arguments differ in "
-                "shape, and what was computed from their lengths differs too; use sizes that are the same on every rank"
+                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it is not: it depends on numbers that differ "
+                "between ranks, read from the shapes of uneven parts or from varying values; compute it from what is the same on every rank"
             )
 
 

@@ -7,7 +7,8 @@ A tensor carries what is known of it as an attribute; one without is a constant 
 something varying was written into varies, under whatever view it is read.
 
 Numbers are not followed. When the program turns a varying tensor into a number (`.item()`, `if x:`), whatever it makes from
-then on may depend on that, and counts as varying.
+then on may depend on that, and counts as varying; what a psum makes of it is the same on every rank all the same. Which of two
+such results the program returns may depend on the number too: so replicated results are then compared between ranks.
 """
 
 from __future__ import annotations
@@ -198,6 +199,11 @@ class Following(TorchFunctionMode):
         with unfollowed():
             found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
         return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether the program may go its own way on some rank."""
+        return self.looked.type is not REPLICATED
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 

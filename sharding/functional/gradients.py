@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from ...mesh.source import DESCRIBERS
 from .. import gradients
 from ..random import replay_random
 from ..tensor import ShardedTensor
@@ -48,8 +49,8 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     Returns:
         A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf
-        laid out as the argument's (replicated where that is pending). Where an argument requires grad, the result can be differentiated again, by `grad` or `backward`,
-        and keeps what that needs; otherwise it is outside of any graph.
+        laid out as the argument's (replicated where that is pending). Where an argument requires grad, the result can be
+        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is outside of any graph.
 
     Raises:
         TypeError: an argument that is not made of floating tensors; a loss that is no scalar; inside a mapped function
@@ -64,21 +65,27 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     @functools.wraps(f)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        leaves, tree = pytree.tree_flatten([args[i] for i in nums])
-        _check_floating("value_and_grad", leaves)
-        with _watched(leaves, (args, kwargs)) as fresh:
-            given = list(args)
-            for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
-                given[i] = branch
-            value = f(*given, **kwargs)
-            loss = value[0] if has_aux else value
-            found = _gradients([_checked_loss(loss)], fresh, None)
-            done = pytree.tree_map(_finished, value)
-        branches = pytree.tree_unflatten(found, tree)
-        return done, branches[0] if isinstance(argnums, int) else tuple(branches)
+        return _evaluated(f, argnums, has_aux, args, kwargs)
 
     return evaluated
+
+
+def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    leaves, tree = pytree.tree_flatten([args[i] for i in nums])
+    _check_floating("value_and_grad", leaves)
+    with _watched(leaves, (args, kwargs)) as fresh:
+        given = list(args)
+        for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+            given[i] = branch
+        value = f(*given, **kwargs)
+        found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
+        done = pytree.tree_map(_finished, value)
+    branches = pytree.tree_unflatten(found, tree)
+    return done, branches[0] if isinstance(argnums, int) else tuple(branches)
+
+
+DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 
 
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
@@ -332,7 +339,7 @@ def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
     """
     if mapping.checker is None:
         return _remembered(mapping, outs, inputs)
-    types = [mapping.checker.joined(iter((out,)), mapping.checker.looked).type for out in outs]
+    types = [mapping.checker.of(out).type for out in outs]
     if is_loss:
         _check_loss_type(types[0])
     given = [mapping.checker.of(x).type for x in inputs]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from .types import Type
 _MASK = (1 << 64) - 1
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True)
+class Key:
     """A key for random numbers.
 
     Attributes:

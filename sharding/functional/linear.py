@@ -120,6 +120,14 @@ class Gather(Laid):
     def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(axes)
         self.dim, self.lengths = dim, lengths
+        self._straight = _lie_in_order(axes, dim, lengths)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._straight:
+            return super().__call__(x)
+        out = x.new_empty((self.axes.size * x.shape[0], *x.shape[1:]))
+        self.axes.group.all_gather(out, x.contiguous())
+        return out
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
@@ -136,6 +144,14 @@ class Scatter(Laid):
     def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(axes)
         self.dim, self.lengths = dim, lengths
+        self._straight = _lie_in_order(axes, dim, lengths)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._straight:
+            return super().__call__(x)
+        out = x.new_empty((self.lengths[0], *x.shape[1:]))
+        self.axes.group.reduce_scatter(out, x.contiguous())
+        return out
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
@@ -144,6 +160,11 @@ class Scatter(Laid):
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
         return split.replace(P(unreduced=self.axes.names)), split
+
+
+def _lie_in_order(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
+    """Whether equal parts lie one after the other in the order of the group, so that nothing is packed: the shortest way."""
+    return dim == 0 and axes.order is None and len(set(lengths)) == 1
 
 
 class Exchange(Laid):

@@ -40,7 +40,7 @@ def stays_pending(following: Following, axis: str, func: Any, args: Sequence[Any
         layouts = [x._layout for x in operands]
         try:
             decision = decide(func, laid, named, operands, [object()])
-        except CannotKeep as error:
+        except (CannotKeep, NotImplementedError) as error:  # the second: an operator without a rule that writes in place
             raise _not_linear(func, axis) from error
         if decision.form is not None or decision.moves or any(t is not s for t, s in zip(decision.targets, layouts, strict=True)):
             raise _not_linear(func, axis)

@@ -262,7 +262,8 @@ class Mapped:
             error = found
         if known.exits is None or not self._trusting:
             paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
-            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, known.uneven and checker is not None)
+            doubtful = checker is not None and (known.uneven or checker.has_looked)
+            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, doubtful)
         elif error is not None:
             raise error
         result = wrapped(self.name, out, known.exits, parts)
@@ -276,7 +277,7 @@ class Mapped:
         specs = [checked_spec(*each, known.mesh, names, known.inner is not None) for each in zip(paths, leaves, given, strict=True)]
         for path, x, spec in zip(paths, leaves, specs, strict=True):
             if checker is not None and spec is not None:
-                check_type(path, spec, checker.joined(iter((x,)), checker.looked), names)
+                check_type(path, spec, checker.of(x), names)
         return specs
 
 

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ..spec import P, Placement
 from ..tensor import ShardedTensor
+from .keys import Key
 
 
 class _Static:
@@ -89,6 +90,8 @@ def key_of(leaf: Any) -> Any:
         return leaf._layout
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
+    if isinstance(leaf, Key):
+        return Key, leaf.varying  # not the seed: a new key at every step is the same call
     try:
         hash(leaf)
     except TypeError:

@@ -28,7 +28,8 @@ torch.exp({x} * 0.3) | {x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 
 {x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() | {x} * {x}.shape[0] | torch.zeros_like({x}) |
 torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.float().double() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
 torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1) |
-Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) | Halved.apply({x} * {x})
+Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) | Halved.apply({x} * {x}) |
+torch.nn.Parameter({x}.detach()).detach() | sm.stop_gradient({x}) | torch.nn.Parameter({x}.detach()).data * {x}
 """
 BINARY = """
 {x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) | torch.cat([{x}, {y}], {d}) |
@@ -57,6 +58,7 @@ WRITES = [
     "{z} = torch.ones(2, dtype=torch.float64)\n{w} = {z}.clone()\ntorch._foreach_copy_([{z}], [{y}.detach().sum() + {x}.sum()])",
     "with torch.no_grad():\n    {z} = {x} * {y}.sum()\n    {w} = {z}.t()",
     "{z} = {x} * {y}.sum()\nif {z}.requires_grad:\n    {z}.register_hook(lambda g: 2.0 * g)",
+    "{z} = torch.zeros({n}, dtype=torch.float64)\nF.batch_norm({x}.detach().reshape(-1, {n}), {z}, K[:{n}] + 2.0, training=True)",
     "{z} = {x}.detach().clone()\n{z}.set_({y}.detach() * {x}.detach().sum())",
 ]
 LOOKS = [
@@ -67,6 +69,9 @@ LOOKS = [
     "if int(sm.axis_index('{a}')) == 0:\n    {z} = {x} * 0.5\nelse:\n    {z} = {x} * 1.5",
     "{z} = torch.tensor({x}.detach().tolist(), dtype=torch.float64) * {y}.sum()",
     "{z} = torch.from_numpy({x}.detach().numpy().copy()) + {y}.sum()",
+    "{z} = {x} * len({y}[{y} > 0.2137])",
+    "{z} = {x} + 0.1 * ({y} > 0.2137).nonzero().shape[0]",
+    "{z} = {x} * {y}.masked_select({y} < 0.1937).numel()",
 ]
 INDEX = [
     "{z} = {x} * (sm.axis_index('{a}') + 1)",

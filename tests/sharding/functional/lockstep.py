@@ -52,11 +52,10 @@ class Lockstep:
     Attributes:
         mesh: its shape.
         unequal: whether ranks turned out to hold different values of what should be the same.
-        graphs: whether a gradient taken inside can be differentiated again.
     """
 
-    def __init__(self, mesh: Sequence[int], graphs: bool = True) -> None:
-        self.mesh, self.size, self.graphs, self.unequal = tuple(mesh), math.prod(mesh), graphs, False
+    def __init__(self, mesh: Sequence[int]) -> None:
+        self.mesh, self.size, self.unequal = tuple(mesh), math.prod(mesh), False
         self.oracle, self._groups = oracle.Oracle(mesh), {}
         self.coordinates = [dict(zip("ab", c, strict=True)) for c in itertools.product(*map(range, mesh))]
         self.names = [{**NAMES, "sm": _Rank(self.oracle, rank)} for rank in range(self.size)]
@@ -145,6 +144,9 @@ class _Rank:
     def axis_index(self, axis: Any) -> Tensor:
         return self.meaning.axis_index(axis).values[self.rank].clone()
 
+    def stop_gradient(self, x: Tensor) -> Tensor:
+        return x.detach()
+
     def axis_size(self, axis: Any) -> int:
         return self.meaning.axis_size(axis)
 
@@ -220,7 +222,7 @@ class Block:
     """A function within the program, and what is done with it.
 
     Attributes:
-        kind: "checkpoint", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad" or "value_and_grad" (of the library).
+        kind: "checkpoint", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
         targets: what the result is called; of value_and_grad the value and the gradient.
         arg: what it is called with.
         body: the function's lines; its argument is `p`.
@@ -247,12 +249,15 @@ class Block:
             "vmap": f"torch.func.vmap({self.function}, out_dims={self.out_dim})({self.arg})",
             "func_grad": f"torch.func.grad({self.function})({self.arg})",
             "torch_checkpoint": f"checkpoint({self.function}, {self.arg}, use_reentrant=False)",
+            "vjp": f"sm.vjp({self.function}, {self.arg})[1](torch.tensor(0.7, dtype=torch.float64))",
+            "jvp": f"sm.jvp({self.function}, ({self.arg},), ({self.arg}.sin(),))",
         }.get(self.kind, f"sm.{self.kind}({self.function})({self.arg})")
         return [f"def {self.function}(p):", *body, f"    return {self.result}", f"{', '.join(self.targets)} = {call}"]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
         xs = [env[self.arg] for env in envs]
         how = {"vmap": self._vmap, "func_grad": self._func_grad, "grad": self._gradient, "value_and_grad": self._gradient}
+        how |= {"vjp": self._gradient, "jvp": self._jvp}
         found = how.get(self.kind, self._checkpoint)(world, envs, xs)
         for env, values in zip(envs, found, strict=True):
             env.update(zip(self.targets, values, strict=True))
@@ -283,8 +288,23 @@ class Block:
             world.unequal = True
         grads = torch.autograd.grad(losses[0], mine, create_graph=True, allow_unused=True, materialize_grads=True)
         summed = world.along(self.summed, oracle.psum, list(grads))
-        values = [own(g) if world.graphs else g.detach() for g in summed]
+        values = [own(0.7 * g if self.kind == "vjp" else g) for g in summed]
         return list(zip(losses, values, strict=True)) if self.kind == "value_and_grad" else [(g,) for g in values]
+
+    def _jvp(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor, ...]]:
+        """In the direction of x.sin(): the gradient of the gradient with respect to the cotangent."""
+        mine = [own(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+        results = self._call(world, envs, mine)
+        cotangents = [torch.zeros_like(y).requires_grad_() for y in results]
+        back = torch.autograd.grad(results, mine, cotangents, create_graph=True, allow_unused=True, materialize_grads=True)
+        pairs = [(g, x.sin()) for g, x in zip(back, xs, strict=True) if g.requires_grad]
+        return list(zip(results, self._forward(pairs, cotangents), strict=True))
+
+    def _forward(self, pairs: list[tuple[Tensor, Tensor]], cotangents: list[Tensor]) -> Sequence[Tensor]:
+        if not pairs:
+            raise ValueError("not connected")
+        back, directions = zip(*pairs, strict=True)
+        return torch.autograd.grad(back, cotangents, directions, create_graph=True, allow_unused=True, materialize_grads=True)
 
 
 @dataclass

@@ -36,11 +36,11 @@ LARGE, MOST = 1e3, 150  # the largest number, and the most elements
 
 ROUGH = [  # how often which
     (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (5, "write"), (1, "look"), (3, "index"), (3, "gradient"),
-    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"), (2, "func_gradient"),
+    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
 MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
-NOT_IN_VMAP = (".apply", ".data", ".flip(")  # what torch itself does not do there
+NOT_IN_VMAP = (".apply", ".data", ".flip(", "_foreach")  # what torch itself does not do there
 REFUSALS = (RuntimeError, ValueError, IndexError, TypeError)  # of a step that torch cannot do
 
 
@@ -95,7 +95,7 @@ class Maker:
             for axis in axes:
                 shape[dim] *= mesh["ab".index(axis)]
             shape[dim] -= len(axes) > 0 and self.chance(0.08)
-        given = spec if self.chance(0.7) else self._spec(0)
+        given = spec if self.chance(0.85) else self._spec(0)
         pending = frozenset(axis for axis, _ in spec.unreduced)
         self.kinds[f"x{len(self.program.shapes)}"] = Kind(frozenset(spec.axes) - pending, pending)
         self.program.shapes.append(tuple(shape))
@@ -233,7 +233,7 @@ class Maker:
     def _sizes(self, x: str, axis: Any, dim: int) -> dict[str, Any]:
         """Of a gathered variable whose parts differ in length."""
         xs = [env[x] for env in self.envs] if x in self.envs[0] else []
-        lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and xs[0].ndim else []
+        lengths = [xs[rank].shape[dim] for rank in self.world.groups(axis)[0]] if xs and all(dim < x.ndim for x in xs) else []
         return {"tiled": True, "sizes": tuple(lengths)} if len(set(lengths)) > 1 else {}
 
     # -- functions within ----------------------------------------------------------------------------------------------
@@ -292,17 +292,24 @@ class Maker:
     def _sm_gradient(self, kinds: dict[str, Kind]) -> Any:
         """By an argument, whose kind is known, of a loss that all ranks have."""
         arg = self.rng.choice(self.program.arguments)
-        body, result, kind = self._body(kinds[arg], [self._linear, self._unary, self._binary, self._collective], self.rng.choice([1, 2, 3]))
+        makers = [self._linear, self._unary, self._binary, self._collective]
+        body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
         total, over = self.new(), "".join(sorted(kind.varying | kind.pending | self.looked.varying))
         body.append(Local(f"{total} = {result}.sum()"))
         if over or self.chance(0.1):
-            name = "psum" if kind.pending or self.chance(0.5) else "pmean"
-            body.append(Collective(name, (total,), (total,), tuple(over) or "a"))
-        own, both = kinds[arg], self.chance(0.4)
-        targets = (self.new(), self.new()) if both else (self.new(),)
+            how = "psum" if kind.pending or self.chance(0.5) else "pmean"
+            body.append(Collective(how, (total,), (total,), tuple(over) or "a"))
+        own, name = kinds[arg], self.rng.choice(["grad", "grad", "value_and_grad", "vjp"])
+        targets = (self.new(), self.new()) if name == "value_and_grad" else (self.new(),)
         summed = tuple(a for a in "ab" if a not in own.varying | own.pending)
-        kind = "value_and_grad" if both else "grad"
-        return Block(kind, targets, arg, body, total, summed), Kind(own.varying), list(targets)
+        return Block(name, targets, arg, body, total, summed), Kind(own.varying), list(targets)
+
+    def _jvp(self, kinds: dict[str, Kind]) -> Any:
+        arg = self.pick(kinds, not_pending)
+        makers = [self._linear, self._unary, self._binary, self._collective]
+        body, result, kind = self._body(kinds[arg], makers, self.rng.choice([1, 2, 3]))
+        targets = (self.new(), self.new())
+        return Block("jvp", targets, arg, body, result), kind.join(kinds[arg]), list(targets)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -312,9 +319,9 @@ class Maker:
             name = self._settled(name) if self.chance(SENSE) else name
             self.program.results.append(name)
             self.program.out_specs.append(self._out_spec(name))
-        inner = self.program.uses(r"sm\.(value_and_)?grad\(")
-        all_frozen = all(self.program.frozen)
-        self.program.outside = "grad" if not all_frozen and self.chance(0.8 if inner else 0.2) else "backward"
+        inner = self.program.uses(r"sm\.(value_and_grad|grad|vjp|jvp)\(")
+        by_grad = not all(self.program.frozen) and self.chance(0.4 if inner else 0.1)
+        self.program.outside = "grad" if by_grad else "backward"
 
     def _last(self) -> list[str]:
         names = [name for name in self.kinds if name.startswith("v")] or list(self.kinds)
@@ -382,7 +389,7 @@ def make(seed: int) -> tuple[Program, list[Meaning]]:
     """A program by its number, and what it gives in two calls, with different arguments."""
     while True:
         maker = Maker(seed)
-        for _ in range(maker.rng.choice([2, 4, 6, 8])):
+        for _ in range(maker.rng.choice([1, 2, 3, 4, 6, 8])):
             any(maker.grow() for _ in range(8))
         maker.end()
         program = maker.program

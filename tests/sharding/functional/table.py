@@ -299,6 +299,10 @@ def two_axes() -> Iterator[Case]:
     }
     for what, program in programs.items():
         yield Case(what, mesh, program, (x,), second=True)
+
+
+def matmuls() -> Iterator[Case]:
+    mesh = (2, 4)
     w = Input((4, 8), (None, "b"))
     yield Case("matmul, x over a, w over b", mesh, lambda c, x, w: x @ w, (Input((6, 4), ("a",)), w))
     yield Case(
@@ -325,7 +329,7 @@ def dtypes() -> Iterator[Case]:
 def _of_dtype(mesh: tuple[int, ...], axis: str, dtype: str) -> Iterator[Case]:
     x, whole = each(mesh, 4, 2, dtype=dtype), "float" not in dtype
     why = {
-        "pmean": "JAX divides integers in float64, torch in its default dtype" if whole else "",
+        "pmean": "JAX divides int64 in float64, torch in its default dtype" if dtype == "int64" else "",
         "psum": "JAX counts truth values in int32, torch in int64" if dtype == "bool" else "",
     }
     programs: dict[str, Callable[..., Any]] = {
@@ -373,6 +377,7 @@ CASES: dict[str, Case] = {
     for case in itertools.chain(
         (case for family, on in FAMILIES for mesh, axis in on for case in family(mesh, axis)),
         two_axes(),
+        matmuls(),
         dtypes(),
     )
 }

@@ -272,6 +272,41 @@ def test_with_and_without_grad(mesh):
         same(sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())(x.detach(), w), (X @ W).square().sum())
 
 
+def test_evaluation_first():
+    """What was seen without grad says nothing of a call with grad, in which a captured parameter is a mistake."""
+
+    def program(mesh):
+        w = leaf(W)
+        mapped = sm.shard_map(lambda x: mean_loss(x, w), mesh=mesh, in_specs=P("a"), out_specs=P())
+        with torch.no_grad():
+            for _ in range(2):
+                same(mapped(put(mesh, X, P("a"))), (X @ W).square().sum())
+        mapped(put(mesh, X, P("a")))
+
+    assert "comes into a mapped function from outside" in same_error((2,), program, sm.ShardingTypeError, silent=False)
+
+
+@every_rank(2)
+def test_an_exception_in_backward(mesh):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("mine")
+
+    fails = sm.shard_map(lambda x, w: mean_loss(Failing.apply(x), w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    works = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    for _ in range(2):
+        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
+        with pytest.raises(KeyError, match="mine"):
+            fails(x, w).backward()
+        x.grad = w.grad = None
+        same_gradients([x, w], [px, pw], works(x, w), (px @ pw).square().sum())
+
+
 @every_rank(2)
 def test_double_backward(mesh):
     mapped = sm.shard_map(lambda x, w: mean_loss(x, w.sin()), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())

@@ -164,8 +164,13 @@ def _rank():
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    [("numbers or kinds", lambda w: (w, w)), ("numbers or kinds", lambda w: [w][:0]), ("add up to", lambda w: w[:1]), ("differ in dtype", Tensor.float)],
-)  # fmt: skip
+    [
+        ("numbers or kinds", lambda w: (w, w)),
+        ("numbers or kinds", lambda w: [w][:0]),
+        ("add up to", lambda w: w[:1]),
+        ("differ in dtype", Tensor.float),
+    ],
+)
 def test_one_rank_alone_returns_something_else(name, other):
     texts = errors(3, lambda x, w: other(w) if _rank() == 2 else w, kind=(sm.ShardingTypeError, ValueError))
     assert len(set(texts)) == 1

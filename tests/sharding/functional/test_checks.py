@@ -214,6 +214,7 @@ def test_pending_values():
     assert "psum(x, 'a') first" in text
     refused(lambda x, w: sm.pcast(w, "a", to="unreduced") + w, P(unreduced="a"))
     refused(lambda x, w: sm.pcast(w, "a", to="unreduced").sum().item())
+    assert "copy_ of a value that is pending" in refused(lambda x, w: w.clone().copy_(sm.pcast(w, "a", to="unreduced")), P(unreduced="a"))
     refused(lambda x, w: sm.pmax(sm.pcast(w, "a", to="unreduced"), "a"))
 
 
@@ -376,4 +377,4 @@ def test_lengths_of_uneven_parts():
         mapped(put(mesh, values(4, 4), P("a")), W)
 
     text = same_error((3,), program, sm.ShardingTypeError, silent=False)
-    assert "parts of the arguments differ in shape" in text
+    assert "read from the shapes of uneven parts" in text

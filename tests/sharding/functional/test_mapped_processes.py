@@ -23,9 +23,9 @@ PROGRAMS = {
         "test_parts_of_given_sizes",
         "test_other_dtypes",
         "test_pending_in_and_out",
-        "test_an_argument_as_the_result",
-        "test_a_mapped_function_in_another",
+        "test_keys_as_arguments",
     ],
+    "test_nested": ["test_an_argument_as_the_result", "test_a_mapped_function_in_another", "test_recursion_and_methods"],
     "test_partly_manual": [
         "test_the_function_sees_sharded_tensors_on_the_other_axes",
         "test_a_dim_that_both_kinds_of_axes_split",
@@ -209,7 +209,9 @@ def test_forward_mode(world4):
 def _losses(mesh: sm.DeviceMesh) -> list[float]:
     """Five steps of a two-layer network: columns then rows over b, examples over a; the whole step is one mapped function."""
 
-    @sm.shard_map(mesh=mesh, in_specs=({"up": P(None, "b"), "down": P("b")}, P("a"), P("a")), out_specs=(P(), {"up": P(None, "b"), "down": P("b")}))
+    specs = {"up": P(None, "b"), "down": P("b")}
+
+    @sm.shard_map(mesh=mesh, in_specs=(specs, P("a"), P("a")), out_specs=(P(), specs))
     def step(params, x, y):
         def loss(params):
             out = sm.psum((x @ params["up"]).tanh() @ params["down"], "b")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.layout import Layout
 from tests.sharding.functional.lockstep import NAMES, Lockstep, Meaning, Program, weight
 from tests.sharding.functional.programs import make
 from tests.sharding.ranks import on_mesh, place
@@ -63,7 +64,7 @@ def call(program: Program, f: Callable[..., Any], leaves: Sequence[Any]) -> tupl
 
 
 def spec_placements(spec: P, mesh: sm.DeviceMesh, ndim: int) -> Sequence[Any]:
-    return sm.sharding.layout.Layout.of(mesh, spec, (1,) * ndim, torch.float64).placements
+    return Layout.of(mesh, spec, (1,) * ndim, torch.float64).placements
 
 
 def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
@@ -75,6 +76,7 @@ def difference(name: str, got: Sequence[Tensor], expected: Sequence[Tensor]) -> 
 
 def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) -> Outcome:
     """What became of a program on this rank."""
+    found = ""  # a rank that finds a difference goes on, so that the others do not wait for it
     try:
         f = mapped(program, mesh)
         for number, expected in enumerate(meanings):
@@ -86,11 +88,10 @@ def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) 
             mine = [torch.zeros_like(g) if x is None else x.to_local() for x, g in zip(grads, whole, strict=True)]
             wrong = "ranks hold different values" if expected.unequal else ""
             wrong = wrong or difference("result", results, expected.results) or difference("gradient", mine, whole)
-            if wrong:
-                return Outcome("wrong", f"call {number}: {wrong}")
+            found = found or (wrong and f"call {number}: {wrong}")
     except sm.ShardingTypeError as error:
         return Outcome("refused", str(error))
-    return Outcome("equal")
+    return Outcome("wrong" if found else "equal", found)
 
 
 def outcomes(programs: Sequence[tuple[Program, Sequence[Meaning]]]) -> list[list[Outcome]]:

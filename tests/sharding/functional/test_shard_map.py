@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,7 +13,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
-from tests.sharding.ranks import every_rank, on_mesh
+from tests.sharding.ranks import collectives, every_rank, on_mesh
 
 X, W = values(6, 4), values(4, 5, seed=1)
 
@@ -162,6 +166,52 @@ def test_no_arguments_no_results(mesh):
         assert nothing(X) is None
 
 
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@every_rank(2)
+def test_named_tuples_and_dicts_of_any_order(mesh):
+    swap = sm.shard_map(lambda t: Pair(t.y, t.x), mesh=mesh, in_specs=(Pair(P("a"), P()),), out_specs=Pair(P(), P("a")))
+    of_dicts = sm.shard_map(lambda d: d["x"] @ d["w"], mesh=mesh, in_specs=({"x": P("a"), "w": P()},), out_specs=P("a"))
+    for _ in range(2):
+        found = swap(Pair(put(mesh, X, P("a")), W))
+        assert type(found) is Pair
+        same(found.x, W)
+        same(found.y, X)
+        same(of_dicts({"w": W, "x": put(mesh, X, P("a"))}), X @ W)
+        same(of_dicts(OrderedDict(x=X, w=W)), X @ W)
+
+
+@every_rank(2)
+def test_arrays_are_static(mesh):
+    mapped = sm.shard_map(lambda x, n: x * n.sum(), mesh=mesh, in_specs=(P("a"), None), out_specs=P("a"))
+    for n in (1, 2, 1):
+        same(mapped(put(mesh, X, P("a")), np.ones(n)), X * n)
+    with pytest.raises(TypeError, match="argument 1 is a ndarray, neither a tensor"):
+        sm.shard_map(lambda x, n: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(X, np.ones(2))
+
+
+@every_rank(2)
+def test_keys_as_arguments(mesh):
+    """Another key is not another signature: only the first call tells shapes."""
+
+    def f(x, key):
+        with sm.seeded(sm.fold_in(key, sm.axis_index("a"))):
+            return x * 0 + torch.rand(3, 4)
+
+    mapped = sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    x, key, drawn = put(mesh, X, P("a")), sm.random_key(0), []
+    for step in (0, 1, 0):
+        with collectives() as records:
+            y = mapped(x, sm.fold_in(key, step))
+        assert bool(records) == (not drawn)
+        drawn.append(y.full_tensor())
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
@@ -294,51 +344,3 @@ def test_pending_in_and_out(mesh):
         y = mapped(partial(x, w))
         assert y.spec.unreduced
         same_gradients([x, w], [px, pw], y.square().sum(), 4 * plain_loss(px, pw))
-
-
-# -- aliases, nesting --------------------------------------------------------------------------------------------------
-
-
-@every_rank(2)
-def test_an_argument_as_the_result(mesh):
-    mapped = sm.shard_map(lambda x, w: (x, w, w), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P(), P()))
-    for _ in range(2):
-        x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
-        y, v, u = mapped(x, w)
-        assert y is not x
-        loss, plain = y.square().sum() + (v * u).sum(), px.square().sum() + (pw * pw).sum()
-        same_gradients([x, w], [px, pw], loss, plain)
-
-
-@every_rank(2, 2)
-def test_a_mapped_function_in_another(mesh):
-    @sm.shard_map(mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
-    def f(x):
-        assert isinstance(x, sm.ShardedTensor)
-        total = sm.shard_map(
-            lambda y: sm.psum(y.square().sum(), "b") * (1 + sm.axis_size("a")), in_specs=P(None, "b"), out_specs=P()
-        )(x)
-        return sm.psum(total, "a")
-
-    for _ in range(2):
-        x, px = put(mesh, X, P("a"), grad=True), leaf(X)
-        same_gradients([x], [px], f(x), 3 * px.square().sum())
-
-
-@every_rank(2)
-def test_recursion_and_methods(mesh):
-    class Model:
-        def __init__(self, scale):
-            self.scale = scale
-
-        @sm.shard_map(mesh=mesh, in_specs=(None, P("a")), out_specs=P())
-        def total(self, x):
-            return sm.psum(x.sum(), "a") * self.scale
-
-    def halve(x):
-        return x.sum() if x.shape[0] <= 1 else halve(x[: x.shape[0] // 2]) + halve(x[x.shape[0] // 2 :])
-
-    for scale in (2, 3, 2):
-        same(Model(scale).total(put(mesh, X, P("a"))), X.sum() * scale)
-    mapped = sm.shard_map(lambda x: sm.psum(halve(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
-    same(mapped(put(mesh, X, P("a"))), X.sum())

@@ -103,9 +103,8 @@ def test_types_under_vmap(mesh):
     wrong = sm.shard_map(lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_transforms.py:\d+"):
         wrong(put(mesh, X, P("a")), put(mesh, W))
-    pending = sm.shard_map(lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x), mesh=mesh, in_specs=P(), out_specs=P(unreduced="a"))
-    for _ in range(2):
-        same(pending(put(mesh, X)), X)
+    shares = lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x)  # noqa: E731
+    twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))
 
 
 # -- grad, vjp of torch.func -------------------------------------------------------------------------------------------
