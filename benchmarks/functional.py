@@ -50,7 +50,7 @@ class Effort:
     batch_s: float
 
 
-FULL, QUICK = Effort(rounds=20, passes=4, batch_s=4e-4), Effort(rounds=1, passes=1, batch_s=0)
+FULL, QUICK = Effort(rounds=20, passes=3, batch_s=2e-3), Effort(rounds=1, passes=1, batch_s=0)
 
 
 def timed(case: str, calls: dict[str, Call], effort: Effort, count: int = IN_A_ROW) -> Found:

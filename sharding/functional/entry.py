@@ -18,7 +18,7 @@ from ..spec import P, as_spec
 from ..tensor import ShardedTensor
 from .keys import Key
 from .signature import STATIC
-from .types import REPLICATED, Type
+from .types import REPLICATED, ShardingTypeError, Type
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,19 @@ def aliased(part: Any) -> Any:
     if not isinstance(part, Tensor):
         return part
     return ShardedTensor._make(part._local, part._layout) if isinstance(part, ShardedTensor) else part.view_as(part)
+
+
+def written(checker: Any, tags: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> ShardingTypeError | None:
+    """The error of a function that has written what varies into an argument that is replicated, whose tags were these before."""
+    for tag, part, way in zip(tags, parts, ways, strict=True):
+        now = checker.of(part) if tag is not None else None
+        odd = [] if now is None else sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
+        if odd:
+            return ShardingTypeError(
+                f"{way.path} is the same on every rank along {odd[0]!r}, and was written to with what is not, since {now.origins[odd[0]]}; "
+                "write to a clone of it"
+            )
+    return None
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:

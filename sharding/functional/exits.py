@@ -17,7 +17,7 @@ from ..layout import Layout, dtype_name
 from ..spec import P, as_spec
 from ..tensor import ShardedTensor
 from .entry import check_manual
-from .replicas import digest
+from .replicas import sampled_digest
 from .signature import STATIC
 from .types import ShardingTypeError, Tag
 
@@ -140,8 +140,8 @@ def first_exits(
 
     Args:
         error: what is wrong with them, which every rank then raises.
-        compare: also compare the values of results that are replicated: where parts of arguments differ in length, or the program
-            looked at varying values, numbers differ between ranks, which no type shows.
+        compare: also compare the values of results that are replicated: numbers read from the shapes of uneven parts, from varying
+            values or from outside may differ between ranks, and no type shows it.
 
     Communication: a small all_gather over the manual axes.
     """
@@ -157,8 +157,8 @@ def first_exits(
             found.append(Exit(path, None))
             continue
         parts = {place: each[1][i] for place, each in everyone.items()}
-        _check_equal(path, spec, parts, own)
         layout = _result_layout(path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, own)
+        _check_equal(path, spec, parts, own)
         found.append(Exit(path, spec, x.shape, layout))
     return found
 
@@ -173,7 +173,7 @@ DESCRIBERS[first_exits.__code__] = _name
 
 def _described(x: Any, compare: bool) -> Any:
     """What other ranks need to know of a result: dtype, shape, and what its values are if they are to be compared."""
-    return (dtype_name(x.dtype), *x.shape, (digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
+    return (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
 
 
 def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> None:
@@ -207,7 +207,7 @@ def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], own: Dev
         if held != part[-1]:
             raise ShardingTypeError(
                 f"{path}: by its type it is the same on every rank of {spec}, and at {place} it is not: it depends on numbers that differ "
-                "between ranks, read from the shapes of uneven parts or from varying values; compute it from what is the same on every rank"
+                "between ranks (read from shapes of parts, from varying values, or from outside); compute it from what is the same on all"
             )
 
 

@@ -8,7 +8,7 @@ something varying was written into varies, under whatever view it is read.
 
 Numbers are not followed. When the program turns a varying tensor into a number (`.item()`, `if x:`), whatever it makes from
 then on may depend on that, and counts as varying; what a psum makes of it is the same on every rank all the same. Which of two
-such results the program returns may depend on the number too: so replicated results are then compared between ranks.
+such results the program returns may depend on the number too: so ranks also compare the values of replicated results the first time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -200,11 +201,6 @@ class Following(TorchFunctionMode):
             found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
         return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
 
-    @property
-    def has_looked(self) -> bool:
-        """Whether the program may go its own way on some rank."""
-        return self.looked.type is not REPLICATED
-
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def look(self, func: Any, tag: Tag) -> None:
@@ -352,6 +348,29 @@ def _detach(following: Following, func: Any, args: Sequence[Any], kwargs: dict[s
     result = func(*args, **kwargs)
     with torch.no_grad():
         following.note(result, following.joined(iter(args), following.looked))
+    return result
+
+
+@special(Tensor.set_, Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The first operand is another tensor from now on."""
+    tag = following.joined(tensors_in(args[1:]), following.looked)
+    result = func(*args, **kwargs)
+    following.note(args[0], tag)
+    return result
+
+
+@special(F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
+def _norm_with_statistics(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A normalisation that may write statistics of its first operand into others."""
+    tag = following.made(func, args, kwargs)
+    result = func(*args, **kwargs)
+    following.note(result, tag)
+    names = ("running_mean", "running_var")
+    for statistics in (*args[1:], *[kwargs[name] for name in names if name in kwargs]):
+        if isinstance(statistics, Tensor) and not statistics.requires_grad:
+            following.note(statistics, tag)
+            following.wrote(statistics)
     return result
 
 

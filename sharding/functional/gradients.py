@@ -247,9 +247,14 @@ def _watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
     _thread.nested = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     try:
         with torch.enable_grad():
-            yield [x.view_as(x) if _thread.nested and x.requires_grad else _fresh(x) for x in leaves]
+            yield [_attached(x) if _thread.nested and x.requires_grad else _fresh(x) for x in leaves]
     finally:
         _thread.nested = before
+
+
+def _attached(x: Tensor) -> Tensor:
+    """The same tensor as another one of its graph."""
+    return ShardedTensor._make(x._local.view_as(x._local), x._layout) if isinstance(x, ShardedTensor) else x.view_as(x)
 
 
 def _fresh(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.utils import _pytree as pytree
 
 from ...mesh import current
@@ -31,13 +31,13 @@ from .. import dispatch, engine_hooks
 from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
-from .entry import Entrance, aliased, enter, entrance
+from .entry import Entrance, aliased, enter, entrance, written
 from .exits import Exit, check_type, checked_spec, first_exits, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
 from .replicas import check_replicas
 from .signature import key_of, leaves_of, paths_of, position, specs_for
-from .types import Origin, ShardingTypeError
+from .types import Origin, ShardingTypeError, Tag
 
 CHECKS = (True, False, "always", "values")
 
@@ -133,7 +133,7 @@ class Mapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer = current_mapping()
-        key: list[Any] = [outer]
+        key: list[Any] = [outer, is_grad_enabled()]
         parts: list[Any] = []
         for x in args:
             if type(x) is not ShardedTensor:
@@ -177,12 +177,14 @@ class Mapped:
 
     def _known_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Known:
         mesh, outer = self._mesh_for(leaves), current_mapping()
-        key = (mesh, outer, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
+        # The world, since meshes of two ranks of a simulated world are equal, and the mode, since types are followed for gradients.
+        here = mesh.world, outer, is_grad_enabled()
+        key = (mesh, *here, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
         known = self._known.get(key)
         if known is None:
             known = keep(self._known, key, self._learn(mesh, outer, args, leaves, kwargs))
             if self._trusting and known.plain and tree is None and not kwargs:
-                keep(self._known, (outer, *map(key_of, leaves)), known)
+                keep(self._known, (*here[1:], *map(key_of, leaves)), known)
         return known
 
     def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
@@ -227,18 +229,24 @@ class Mapped:
         checker.uneven = checker.uneven or known.uneven
         with unfollowed():
             parts = [aliased(part) for part in parts]
-        for leaf, part, way in zip(leaves, parts, known.ways, strict=True):
-            if isinstance(part, Tensor) and way.src is not None:
-                checker.note(part, checker.join(checker.argument(leaf), checker.varying(Origin(way.path.partition(': ')[2]), way.type)))
+        tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
         if self.check == "values":
             check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
         out = self._followed(known, parts, tree, kwargs, checker, around)
         with unfollowed():
-            result = self._out(known, out, parts, checker)
+            result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways))
         if around is not None:
             for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
                 checker.note(after, checker.without(known.own.axis_names, before))
         return result
+
+    def _noted(self, checker: Following, leaf: Any, part: Any, way: Entrance) -> Tag | None:
+        """What is known of an argument as it goes in; None where it is no tensor, or passed as it is."""
+        if not isinstance(part, Tensor) or way.src is None:
+            return None
+        tag = checker.join(checker.argument(leaf), checker.varying(Origin(way.path.partition(": ")[2]), way.type))
+        checker.note(part, tag)
+        return tag
 
     def _followed(self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any) -> Any:
         mapping, before = known.mapping, known.seeds
@@ -252,18 +260,17 @@ class Mapped:
         finally:
             mapping.checker, mapping.recording = None, False
 
-    def _out(self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None) -> Any:
-        """The results, checked."""
+    def _out(self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None = None) -> Any:
+        """The results, checked; `error` is what is wrong already."""
         leaves, _ = pytree.tree_flatten(out)
-        error, specs = None, []
+        specs: list[P | None] = []
         try:
             specs = self._checked_specs(known, out, leaves, checker)
         except (ShardingTypeError, TypeError, ValueError) as found:
-            error = found
+            error = error or found
         if known.exits is None or not self._trusting:
             paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
-            doubtful = checker is not None and (known.uneven or checker.has_looked)
-            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, doubtful)
+            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, checker is not None)
         elif error is not None:
             raise error
         result = wrapped(self.name, out, known.exits, parts)

@@ -26,7 +26,7 @@ torch.exp({x} * 0.3) | {x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 
 {x}.amax({d}) | F.gelu({x}) | {x}.clamp(-0.91, 0.83) | {x} + 1 | {x} + K[:{n}] | {x}.detach() * {x} |
 {x} / ({x}.square().sum() + 1) | F.softplus({x}) | torch.where({x} > 0.2137, {x}, 0.5 * {x}) | {x}.cumprod({d}) |
 {x}.sort({d}).values | F.normalize({x} + 2.0, dim={d}) | {x}.prod() | {x} * {x}.shape[0] | torch.zeros_like({x}) |
-torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.float().double() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
+torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.to(torch.float64).sigmoid() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
 torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1) |
 Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) | Halved.apply({x} * {x}) |
 torch.nn.Parameter({x}.detach()).detach() | sm.stop_gradient({x}) | torch.nn.Parameter({x}.detach()).data * {x}

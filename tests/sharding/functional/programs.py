@@ -16,26 +16,17 @@ from torch import Tensor
 
 from shardmesh import P
 from tests.sharding.functional.lines import BINARY, INDEX, LINEAR, LOOKS, UNARY, WRITES, texts
-from tests.sharding.functional.lockstep import (
-    Block,
-    Collective,
-    Env,
-    Gradient,
-    Local,
-    Lockstep,
-    Meaning,
-    Program,
-    finish,
-    meaning,
-)
+from tests.sharding.functional.lockstep import Lockstep, Meaning, Program, finish, meaning
+from tests.sharding.functional.steps import Block, Collective, Env, Gradient, Local
 
 MESHES = [(2, 2)] * 14 + [(2, 3), (3, 2), (1, 2), (2, 1), (3, 1)]
 SHAPES = [(2, 3), (3, 2), (2, 2), (3,), (2,), (), (2, 2, 2), (4, 2)]
 SENSE = 0.9  # how often a step is one that a sensible program would have
+BOLD = 0.15  # how often a result is said to be the same on every rank, whatever it is
 LARGE, MOST = 1e3, 150  # the largest number, and the most elements
 
 ROUGH = [  # how often which
-    (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (5, "write"), (1, "look"), (3, "index"), (3, "gradient"),
+    (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (7, "write"), (1.5, "look"), (3, "index"), (3, "gradient"),
     (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
@@ -260,7 +251,8 @@ class Maker:
         return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
     def _checkpoint(self, _: Any) -> Any:
-        return self._block("checkpoint" if self.chance(0.7) else "torch_checkpoint", [self._linear, self._unary, self._collective, self._binary])
+        name = "checkpoint" if self.chance(0.7) else "torch_checkpoint"
+        return self._block(name, [self._linear, self._unary, self._collective, self._binary])
 
     def _vmap(self, _: Any) -> Any:
         self.in_vmap = True
@@ -316,9 +308,10 @@ class Maker:
     def end(self) -> None:
         """Results and their specs."""
         for name in self._last():
-            name = self._settled(name) if self.chance(SENSE) else name
+            bold = self.chance(BOLD)
+            name = self._settled(name) if self.chance(0.4 if bold else SENSE) else name
             self.program.results.append(name)
-            self.program.out_specs.append(self._out_spec(name))
+            self.program.out_specs.append(P() if bold else self._out_spec(name))
         inner = self.program.uses(r"sm\.(value_and_grad|grad|vjp|jvp)\(")
         by_grad = not all(self.program.frozen) and self.chance(0.4 if inner else 0.1)
         self.program.outside = "grad" if by_grad else "backward"

@@ -91,26 +91,39 @@ def test_values_compares_arguments(mesh):
 
 @every_rank(3)
 def test_values_compares_results(mesh):
-    """A constant that differs is of no type that the checker could see."""
-    scale = 1.0 + (mesh.coordinate[0] == 1)
-    mapped = over(mesh, lambda x, w: (x, [w * scale]), (P("a"), [P()]), check="values")
-    trusting = over(mesh, lambda x, w: (x, [w * scale]), (P("a"), [P()]))
+    """A number from outside that differs is of no type that the checker could see; the first call compares, "values" every one."""
+    scale = [1.0]
+    mapped = over(mesh, lambda x, w: (x, [w * scale[0]]), (P("a"), [P()]), check="values")
+    trusting = over(mesh, lambda x, w: (x, [w * scale[0]]), (P("a"), [P()]))
     x = put(mesh, X, P("a"))
+    for f in (mapped, trusting):
+        f(x, W)
+    scale[0] += mesh.coordinate[0] == 1
     trusting(x, W)
     for _ in range(2):
-        with pytest.raises(sm.ReplicaError, match=r"result \[1\]\[0\].*ranks 0 and 1.*index \[0, 0\]"):
+        with pytest.raises((sm.ReplicaError, sm.ShardingTypeError), match=r"result \[1\]\[0\].*"):
             mapped(x, W)
 
 
 @every_rank(2, 2)
 def test_values_compares_the_replicas_of_each_part(mesh):
-    def moved(x):
-        wrong = mesh.coordinate == (1, 0)
-        return torch.where(torch.arange(3)[:, None] == 1, x + wrong, x)
+    wrong = [False]
+    mapped = sm.shard_map(
+        lambda x: torch.where(torch.arange(3)[:, None] == 1, x + wrong[0], x), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values"
+    )
+    x = put(mesh, X, P("a"))
+    same(mapped(x), X)
+    wrong[0] = mesh.coordinate == (1, 0)
+    with pytest.raises((sm.ReplicaError, sm.ShardingTypeError), match="result"):
+        mapped(x)
 
-    mapped = sm.shard_map(moved, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values")
-    with pytest.raises(sm.ReplicaError, match=r"ranks 2 and 3.*index \[1, 0\]"):
-        mapped(put(mesh, X, P("a")))
+
+@every_rank(3)
+def test_results_that_differ_are_found_at_the_first_call(mesh):
+    scale = 1.0 + (mesh.coordinate[0] == 1)
+    for check in (True, "always"):
+        with pytest.raises(sm.ShardingTypeError, match="result: by its type it is the same on every rank"):
+            over(mesh, lambda x, w: w * scale, check=check)(put(mesh, X, P("a")), W)
 
 
 @every_rank(2)

@@ -54,9 +54,8 @@ PROGRAMS = {
         "test_inside",
         "test_inside_over_two_axes",
         "test_inside_nested_and_outside_again",
-        "test_vjp_inside",
-        "test_jvp_inside",
     ],
+    "test_vjp_jvp": ["test_vjp_inside", "test_jvp_inside", "test_jvp"],
     "test_transforms": [
         "test_vmap_of_rows_and_of_columns",
         "test_gradients_of_each_row",
