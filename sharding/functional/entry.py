@@ -167,8 +167,10 @@ def aliased(part: Any) -> Any:
 def written(checker: Any, tags: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> ShardingTypeError | None:
     """The error of a function that has written what varies into an argument that is replicated, whose tags were these before."""
     for tag, part, way in zip(tags, parts, ways, strict=True):
-        now = checker.of(part) if tag is not None else None
-        odd = [] if now is None else sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
+        if tag is None:
+            continue
+        now = checker.of(part)
+        odd = sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
         if odd:
             return ShardingTypeError(
                 f"{way.path} is the same on every rank along {odd[0]!r}, and was written to with what is not, since {now.origins[odd[0]]}; "
