@@ -33,6 +33,7 @@ _NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.d
 unfollowed = torch._C.DisableTorchFunction  # a context in which operators are not followed
 
 
+transforms_active = engine_hooks.transforms_active
 _SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 
 
@@ -143,19 +144,37 @@ class Following(TorchFunctionMode):
         if special is not None:
             return special(self, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if type(result) not in _NO_TENSORS:
-            self.note(result, self.made(func, args, kwargs))
-            if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
-                self.wrote(result)
+        if type(result) in _NO_TENSORS:
+            return result
+        tag = self.made(func, args, kwargs)
+        if type(result) is Tensor and not transforms_active():
+            result._mapped_tag = tag  # type: ignore[attr-defined]
+        else:
+            self.note(result, tag)
+        if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
+            self.wrote(result)
         return result
 
     def made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
         """What is known of an operator's results."""
-        tag = self.joined(tensors_in(args), self.looked)
+        tag = self.looked
+        for x in args:
+            kind = type(x)
+            if kind is Tensor:  # this: `joined`, without a call for what is known already
+                known = getattr(x, "_mapped_tag", None)
+                if known is None or known.owner is not self or self._written:
+                    known = self.of(x)
+                if known is not tag:
+                    tag = self.join(tag, known)
+            elif kind not in _NO_TENSORS:
+                tag = self.joined(tensors_in((x,)), tag)
         if kwargs:
             tag = self.joined(tensors_in(kwargs.values()), tag)
+        return tag if tag.settled else self._settled(func, args, kwargs or {}, tag)
+
+    def _settled(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         if tag.type.pending:
-            tag = self._of_pending(func, args, kwargs or {}, tag)
+            tag = self._of_pending(func, args, kwargs, tag)
         return tag if all(origin.place for origin in tag.origins.values()) else self._begun(func, tag)
 
     def _begun(self, func: Any, tag: Tag) -> Tag:

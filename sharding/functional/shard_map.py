@@ -195,6 +195,8 @@ class Mapped:
 
     def _learn(self, mesh: DeviceMesh, outer: Mapping | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> Known:
         """What follows from a signature before the function has run."""
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"shard_map({self.name}): {mesh!r} has no ranks that run; use eval_shape for shapes and bytes on an AbstractMesh")
         if mesh.coordinate is None:
             where = f"rank {mesh.world.rank} is outside {mesh} and has no parts"
             raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh")

@@ -75,18 +75,22 @@ class Origin(NamedTuple):
         return self.what + (f" at {self.place}" if self.place else "") + (f", of {self.since}" if self.since else "")
 
 
-class Tag(NamedTuple):
+class Tag:
     """What is known of a value.
 
     Attributes:
         type: its type.
         origins: by axis, where it began not to be replicated.
         owner: who knows it.
+        settled: whether what any operator makes of it alone is known by the same tag: nothing is pending, and no origin is an
+            argument, whose place will be the first operator that takes it.
     """
 
-    type: Type
-    origins: dict[str, Origin]
-    owner: object
+    __slots__ = ("origins", "owner", "settled", "type")
+
+    def __init__(self, type_: Type, origins: dict[str, Origin], owner: object) -> None:
+        self.type, self.origins, self.owner = type_, origins, owner
+        self.settled = not type_.pending and all(origin.place for origin in origins.values())
 
     def retyped(self, type_: Type) -> Tag:
         """The same of a value of another type, which is not replicated over no more axes."""

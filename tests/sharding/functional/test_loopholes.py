@@ -117,4 +117,4 @@ def test_lengths_of_uneven_parts():
         mapped(put(mesh, values(4, 4), P("a")), W)
 
     text = same_error((3,), program, sm.ShardingTypeError, silent=False)
-    assert "read from the shapes of uneven parts" in text
+    assert "read from shapes of parts" in text
