@@ -189,14 +189,14 @@ class Mapped:
 
     def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
         if self.mesh is not None:
+            if not isinstance(self.mesh, DeviceMesh):
+                raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks that run; for shapes and bytes on it, use eval_shape")
             return self.mesh
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return current.given_or_current(None) if first is None else first.mesh
 
     def _learn(self, mesh: DeviceMesh, outer: Mapping | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> Known:
         """What follows from a signature before the function has run."""
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"shard_map({self.name}): {mesh!r} has no ranks that run; use eval_shape for shapes and bytes on an AbstractMesh")
         if mesh.coordinate is None:
             where = f"rank {mesh.world.rank} is outside {mesh} and has no parts"
             raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh")
