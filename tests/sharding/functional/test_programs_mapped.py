@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from tests.sharding.functional.programs import make
 from tests.sharding.ranks import on_mesh, place
 
 SLICES, LENGTH = 20, 250
+LATE = "by its type it is the same"  # in the refusal of a result that types let pass, and a comparison of values did not
 
 
 class Outcome(NamedTuple):
@@ -130,13 +132,23 @@ def judged(seeds: Sequence[int]) -> list[tuple[Program, Sequence[Meaning], Outco
     return found
 
 
+def is_late(program: Program, end: Outcome) -> bool:
+    """Whether types missed what varies. Where parts differ in shape they must: they do not follow numbers read from shapes."""
+    sizes = dict(zip("ab", program.mesh, strict=True))
+    pairs = zip(program.shapes, program.in_specs, strict=True)
+    cuts = [cut for shape, spec in pairs for cut in zip(shape, spec.dims, strict=False)]
+    even = all(n % math.prod(sizes[axis] for axis in axes) == 0 for n, axes in cuts)
+    return even and end.kind == "refused" and LATE in end.text
+
+
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", range(SLICES))
 def test_programs_have_the_gradient_of_the_single_process_or_a_type_error(part: int) -> None:
     found = judged(range(part * LENGTH, (part + 1) * LENGTH))
-    bad = [f"{program}# {end.kind}: {end.text}" for program, _, end in found if end.kind in ("wrong", "failed")]
+    ends = [(program, end) for program, _, end in found if end.kind in ("wrong", "failed") or is_late(program, end)]
+    bad = [f"{program}# {end.kind}: {end.text}" for program, end in ends]
     assert not bad, f"{len(bad)} programs, among them\n" + "\n\n".join(sorted(bad, key=len)[:3])
     kinds = Counter(end.kind for _, _, end in found)
     assert kinds["equal"] >= 0.6 * LENGTH, kinds
