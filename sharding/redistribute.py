@@ -111,7 +111,11 @@ def start_redistribute_many(
     ready = many_runner(chosen).start([x.detach() for x in given] if differentiable else given, own=own)
 
     def wait() -> list[Tensor]:
-        found = _RedistributeMany.apply(chosen, backward_dtype, ready, *given) if differentiable else ready()
+        if differentiable:  # one node for all: those that had no gradient before have none after
+            outs = _RedistributeMany.apply(chosen, backward_dtype, ready, *given)
+            found = [out if x.requires_grad else out.detach() for x, out in zip(given, outs, strict=True)]
+        else:
+            found = ready()
         results.update(zip(together, found, strict=True))
         return [results[i] for i in sorted(results)]
 

@@ -164,6 +164,16 @@ def first_exits(
     return found
 
 
+def tell_error(name: str, error: ShardingTypeError, own: DeviceMesh) -> None:
+    """Tell the other ranks, which wait in `first_exits` if they did not find it themselves.
+
+    Raises: the error.
+
+    Communication: a small all_gather over the manual axes.
+    """
+    first_exits([f"shard_map({name}): f"], [], [], error, own, own, False)
+
+
 def _exchanged(group: Group, told: Any) -> list[Any]:
     """What every rank tells. In a null world nobody is there to ask: all are like this one, and nothing is counted, so that what a
     program moves when its signatures are known can be read there."""

@@ -256,11 +256,12 @@ Special = Callable[[Following, Any, Sequence[Any], dict[str, Any]], Any]
 
 
 def _write(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that writes to its first operand."""
+    """An operator that writes to its first operand, or to all of a list; a fused optimizer to more lists than that."""
     tag = following.made(func, args, kwargs)
     result = func(*args, **kwargs)
-    following.note(args[0], tag)
-    following.wrote(args[0])
+    for written in tensors_in(args if name_of(func).startswith("_fused") else args[:1]):
+        following.note(written, tag)
+        following.wrote(written)
     return result
 
 
@@ -331,8 +332,10 @@ def special(*functions: Any) -> Callable[[Special], Special]:
 
 def _special_of(func: Any) -> Special | None:
     """How to follow a function that no one has registered; None for an ordinary operator."""
-    found = _BY_NAME.get(getattr(func, "__name__", ""))
-    return found if found is not None else _write if writes_first_operand(func) else None
+    name = getattr(func, "__name__", "")
+    if name.startswith("_foreach_") and name.endswith("_"):
+        return _write
+    return _BY_NAME.get(name) or (_write if writes_first_operand(func) else None)
 
 
 @special(torch.autograd.grad)

@@ -210,6 +210,8 @@ def _permute(input: Tensor, dims: Sequence[int]) -> Rule:
 
 @rule("movedim", "moveaxis", view=True)
 def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Rule:
+    if not input.ndim:
+        return permuted(input, [])
     sources = [s % input.ndim for s in ([source] if isinstance(source, int) else source)]
     targets = [d % input.ndim for d in ([destination] if isinstance(destination, int) else destination)]
     rest = iter(d for d in range(input.ndim) if d not in sources)
@@ -272,7 +274,7 @@ def with_whole_dims(
     input: Tensor, dims: Sequence[int], *, drop: bool = False, results: int = 1, **options: Any
 ) -> Rule:
     """The rule of an operator that needs `dims` whole, changes their size (or drops them), and keeps the other dims."""
-    chosen = {d % input.ndim for d in dims}
+    chosen = {d % input.ndim for d in dims} if input.ndim else set()
     left = " ".join(f"[d{i}]" if i in chosen else f"d{i}" for i in range(input.ndim))
     right = " ".join(("" if drop else "1") if i in chosen else f"d{i}" for i in range(input.ndim))
     return einrule(f"{left} -> {', '.join([right] * results)}", input, linear=((0,),), transparent=True, **options)

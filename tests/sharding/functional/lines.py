@@ -14,10 +14,10 @@ from torch import Tensor
 # What a pending sum goes through.
 LINEAR = """
 {x} * 0.7 | -{x} | {x}.sum({d}) | {x}.sum() | {x}.mean({d}, keepdim=True) | {x}.transpose(0, -1) | {x}.reshape(-1) |
-{x}.flip({d}) | {x}[..., :1] | {x}[0] | {x}[..., -1] | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) |
+{x}[None].flip({d}) | {x}[..., :1] | {x}[0] | {x}[..., -1] | torch.cat([{x}, {x}], {d}) | torch.stack([{x}, {x} * 0.5], {d}) |
 {x}.unsqueeze({d}) | {x} + {x} | {x} * K[:{n}] | {x} @ K[:{n}] | {x}.narrow({d}, 0, 1) | {x}.expand(2, *{x}.shape) | {x} / 3 |
 {x}.unbind({d})[0] | {x}.clone() | {x}.cumsum({d}) | {x}.chunk(2, {d})[-1] | torch.einsum('...i->...', {x}) | {x}.roll(1, {d}) |
-{x}.contiguous() | {x}.double() | {x}.detach() | {x}.view_as({x}) | {x}.mT | {x}.movedim(0, -1) | {x}.diagonal() | {x}.flatten() |
+{x}.contiguous() | {x}.double() | {x}.detach() | {x}.view_as({x}) | {x}.mT | {x}[None].movedim(0, -1) | {x}.diagonal() | {x}.flatten() |
 {x}.detach().clone() | torch._foreach_mul([{x}], 0.9)[0] | {x}.data * 1.0 | {x}.split(1, {d})[0] | {x}.squeeze({d})
 """
 UNARY = """
@@ -51,7 +51,7 @@ WRITES = [
     "{z} = {x}.clone()\n{z}.select(0, -1).zero_()\n{w} = {z} + {y}",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\n{z}.data = {y}.detach().reshape(-1) * {x}.sum().detach()",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}[:1]\ntorch._foreach_add_([{z}], [{y}.sum() * {x}.sum()])",
-    "{z} = torch.zeros({n}, dtype=torch.float64)\nwith torch.no_grad():\n    torch.sum({x} * {y}.sum(), -1, True, out={z})",
+    "{z} = torch.zeros((), dtype=torch.float64)\nwith torch.no_grad():\n    torch.mul({x}.sum(), {y}.sum(), out={z})",
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}.detach()\n{z}.fill_({y}.mean()).mul_({x}.sum())",
     "{z} = torch.zeros(3, dtype=torch.float64)\n{z}.index_put_((torch.tensor([1]),), {y}.sum() + {x}.sum())",
     "{z} = torch.ones(3, dtype=torch.float64)\n{w} = {z}[1:]\nF.relu({w}.mul_({y}.sum()).add_({x}.sum() + 0.1193), inplace=True)",

@@ -111,14 +111,14 @@ def outcomes(programs: Sequence[tuple[Program, Sequence[Meaning]]]) -> list[list
         return outcomes(programs[:half]) + outcomes(programs[half:])
 
 
-def verdict(ranks: Sequence[Outcome]) -> Outcome:
-    """What became of a program on all ranks; a refusal must be one everywhere, and in the same words."""
+def verdict(program: Program, ranks: Sequence[Outcome]) -> Outcome:
+    """What became of a program on all ranks; a refusal must be one everywhere, in the same words where all go the same way."""
     worst = next((each for each in ranks if each.kind in ("failed", "wrong")), ranks[0])
     if worst.kind in ("failed", "wrong"):
         return worst
     if len({each.kind for each in ranks}) > 1:
         return Outcome("wrong", f"refused on some ranks only: {ranks}")
-    if len({each.text for each in ranks}) > 1:
+    if len({each.text for each in ranks}) > 1 and not program.uses(r"\bif\b"):
         return Outcome("wrong", f"refused in different words: {[each.text for each in ranks]}")
     return ranks[0]
 
@@ -128,7 +128,7 @@ def judged(seeds: Sequence[int]) -> list[tuple[Program, Sequence[Meaning], Outco
     found = []
     for mesh in sorted({program.mesh for program, _ in made}):
         group = [each for each in made if each[0].mesh == mesh]
-        found += [(*each, verdict(ranks)) for each, ranks in zip(group, outcomes(group), strict=True)]
+        found += [(*each, verdict(each[0], ranks)) for each, ranks in zip(group, outcomes(group), strict=True)]
     return found
 
 
