@@ -134,7 +134,12 @@ class Group(ABC):
         return _observed(all_reduce(x, op, async_op), over)
 
     def all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool = False
+        self,
+        out: Tensor,
+        x: Tensor,
+        out_splits: Sequence[int] | None = None,
+        in_splits: Sequence[int] | None = None,
+        async_op: bool = False,
     ) -> Work | None:
         """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i of out.
 
@@ -143,23 +148,25 @@ class Group(ABC):
 
         Args:
             out_splits: elements that come from each rank; may be uneven and zero.
-            in_splits: elements that go to each rank.
+            in_splits: elements that go to each rank. Without both, parts are equal, on every rank: that is told backends
+                apart, since reading lists takes them longer than all else.
 
         Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
         Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
         """
-        if len(out_splits) != self.size or len(in_splits) != self.size:
-            raise _wrong_splits(self, "one entry per rank", out, x, out_splits, in_splits)
-        if sum(out_splits) != out.numel() or sum(in_splits) != x.numel():
-            raise _wrong_splits(self, "splits that add up to the buffers", out, x, out_splits, in_splits)
+        even = x.numel() // self.size
+        if in_splits is not None and out_splits is not None:
+            _check_splits(self, out, x, out_splits, in_splits)
+        elif in_splits is not out_splits or out.numel() != x.numel() or even * self.size != x.numel():
+            raise _wrong_sizes("all_to_all without splits", self, "out and x of size * n elements", out, x)
         _check_pair("all_to_all", out, x)
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
         over = None
         if self._observers:
-            sent = (x.numel() - in_splits[self.rank]) * x.element_size()
-            received = (out.numel() - out_splits[self.rank]) * out.element_size()
+            sent = (x.numel() - (even if in_splits is None else in_splits[self.rank])) * x.element_size()
+            received = (out.numel() - (even if out_splits is None else out_splits[self.rank])) * out.element_size()
             over = self._notify("all_to_all", sent, received, x.dtype)
         return _observed(self._all_to_all(out, x, out_splits, in_splits, async_op), over)
 
@@ -281,8 +288,9 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
-    ) -> Work | None: ...
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+    ) -> Work | None:
+        """Splits are None on every rank, where parts are equal, or on none."""
 
     @abstractmethod
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None: ...
@@ -439,6 +447,13 @@ def _wrong_sizes(op: str, group: Group, rule: str, out: Tensor, x: Tensor) -> er
         f"{op} over {group.size} ranks needs {rule}, but out has shape {tuple(out.shape)} ({out.numel()} elements) "
         f"and x has shape {tuple(x.shape)} ({x.numel()} elements)."
     )
+
+
+def _check_splits(group: Group, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> None:
+    if len(out_splits) != group.size or len(in_splits) != group.size:
+        raise _wrong_splits(group, "one entry per rank", out, x, out_splits, in_splits)
+    if sum(out_splits) != out.numel() or sum(in_splits) != x.numel():
+        raise _wrong_splits(group, "splits that add up to the buffers", out, x, out_splits, in_splits)
 
 
 def _wrong_splits(

@@ -29,7 +29,7 @@ class NullGroup(Group):
         return _zeros(out, async_op)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
         return _zeros(out, async_op)
 

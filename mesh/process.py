@@ -109,15 +109,14 @@ class ProcessGroup(Group):
         return None if work is None else _TorchWork([work], (x,))
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
+        splits = [None if given is None else list(given) for given in (out_splits, in_splits)]
         if x.dtype not in wire.NATIVE:
             width = x.element_size()
             out, x = wire.as_bytes(out), wire.as_bytes(x)
-            out_splits, in_splits = [s * width for s in out_splits], [s * width for s in in_splits]
-        work = dist.all_to_all_single(
-            _flat(out), _flat(x), list(out_splits), list(in_splits), group=self.handle, async_op=async_op
-        )
+            splits = [None if given is None else [n * width for n in given] for given in splits]
+        work = dist.all_to_all_single(_flat(out), _flat(x), *splits, group=self.handle, async_op=async_op)
         return None if work is None else _TorchWork([work], (out, x))
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
@@ -129,7 +128,8 @@ class ProcessGroup(Group):
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
         handle = self.handle
         self._connect(handle, x)
-        out, x = wire.as_bytes(out), wire.as_bytes(x)
+        if x.dtype not in wire.NATIVE or x.is_neg():
+            out, x = wire.as_bytes(out), wire.as_bytes(x)
         ops = []
         if dst is not None and x.numel():
             ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))

@@ -67,9 +67,10 @@ class SimulatedGroup(Group):
         return self._move(Call("all_reduce", (op, *like(x)), (x,)), meeting.move_all_reduce, async_op)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, out_splits: Sequence[int], in_splits: Sequence[int], async_op: bool
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
-        call = Call("all_to_all", (x.dtype,), (out, x, out_splits, in_splits))
+        even = [x.numel() // self.size] * self.size
+        call = Call("all_to_all", (x.dtype,), (out, x, out_splits or even, in_splits or even))
         return self._move(call, meeting.move_all_to_all, async_op)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:

@@ -238,8 +238,10 @@ def all_to_all(
             _check_one_each("all_to_all", "split_axis", axes, part, split)
             before = None if split == 0 else lambda t: t.movedim(split, 0)
             return _rows(axes, before, None if concat == 0 else lambda t: t.movedim(0, concat), (split, concat))
+        if sizes is None and part.shape[split] % axes.size == 0:
+            return _evenly(axes, part, split, concat)
         if split == concat:
-            return _within_one_dim(axes, part, split)
+            raise _not_a_multiple(axes, part, split)
         given = (concat, _lengths("all_to_all", axes, part, concat, sizes))
         return Prepared(_kept(axes, Exchange, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
 
@@ -253,14 +255,18 @@ def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepare
     return Prepared(_kept(axes, Swap), before, after, dims)
 
 
-def _within_one_dim(axes: Axes, part: Tensor, dim: int) -> Prepared:
-    n, length = axes.size, part.shape[dim]
-    if length % n:
-        what = f"dim {dim} of {list(part.shape)} is cut and put together"
-        raise ValueError(f"all_to_all over {axes}: {what}, and {length} is not a multiple of {n}")
+def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
+    """Equal parts along one dim, put together along another one or the same."""
+    shape = (axes.size, part.shape[split] // axes.size)
     return _rows(
-        axes, lambda t: t.unflatten(dim, (n, length // n)).movedim(dim, 0), lambda t: t.movedim(0, dim).flatten(dim, dim + 1), (dim,)
-    )
+        axes, lambda t: t.unflatten(split, shape).movedim(split, 0), lambda t: t.movedim(0, concat).flatten(concat, concat + 1),
+        (split, concat),
+    )  # fmt: skip
+
+
+def _not_a_multiple(axes: Axes, part: Tensor, dim: int) -> ValueError:
+    what = f"dim {dim} of {list(part.shape)} is cut and put together"
+    return ValueError(f"all_to_all over {axes}: {what}, and {part.shape[dim]} is not a multiple of {axes.size}")
 
 
 def ppermute(

@@ -129,6 +129,14 @@ def _inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMes
 # -- going in ----------------------------------------------------------------------------------------------------------
 
 
+def as_they_lie(leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[Any]:
+    """What the function sees of leaves that all go in as they are."""
+    return [
+        (leaf._local if leaf._local.requires_grad else dispatch.known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, way)
+        for leaf, way in zip(leaves, ways, strict=True)
+    ]
+
+
 def enter(name: str, leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[Any]:
     """What the function sees of each leaf.
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import Group
@@ -20,7 +19,7 @@ from ..spec import P, as_spec
 from ..tensor import ShardedTensor
 from .entry import check_manual
 from .replicas import sampled_digest
-from .signature import STATIC
+from .signature import STATIC, flattened, rebuilt
 from .types import ShardingTypeError, Tag
 
 
@@ -48,13 +47,18 @@ def wrapped(name: str, out: Any, exits: Sequence[Exit], parts: Sequence[Any]) ->
     """
     if type(out) is Tensor and len(exits) == 1:
         return _wrapped_one(name, out, exits[0], parts)
-    leaves, tree = pytree.tree_flatten(out)
+    leaves, tree = flattened(out)
     if len(leaves) != len(exits):
         raise TypeError(f"{name} returned {len(leaves)} results, and {len(exits)} when it was called with this signature before")
-    return pytree.tree_unflatten([_wrapped_one(name, x, way, parts) for x, way in zip(leaves, exits, strict=True)], tree)
+    taken = parts if len(exits) < 3 else _identities(parts)
+    return rebuilt(tree, [_wrapped_one(name, x, way, taken) for x, way in zip(leaves, exits, strict=True)])
 
 
-def _wrapped_one(name: str, x: Any, way: Exit, parts: Sequence[Any]) -> Any:
+def _identities(parts: Sequence[Any]) -> frozenset[int]:
+    return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
+
+
+def _wrapped_one(name: str, x: Any, way: Exit, parts: Any) -> Any:
     layout = way.layout
     if layout is None or not isinstance(x, Tensor):
         check_kind(way.path, x, way.spec, False)
@@ -63,6 +67,8 @@ def _wrapped_one(name: str, x: Any, way: Exit, parts: Sequence[Any]) -> Any:
         layout = _like_before(name, x, way, layout)
     if type(x) is ShardedTensor:
         x = x._local
+    if type(parts) is frozenset:
+        return ShardedTensor._make(x.view_as(x) if id(x) in parts else x, layout)
     for part in parts:
         if x is part or (type(part) is ShardedTensor and x is part._local):
             x = x.view_as(x)
@@ -162,16 +168,6 @@ def first_exits(
         _check_equal(path, spec, parts, own)
         found.append(Exit(path, spec, x.shape, layout))
     return found
-
-
-def tell_error(name: str, error: ShardingTypeError, own: DeviceMesh) -> None:
-    """Tell the other ranks, which wait in `first_exits` if they did not find it themselves.
-
-    Raises: the error.
-
-    Communication: a small all_gather over the manual axes.
-    """
-    first_exits([f"shard_map({name}): f"], [], [], error, own, own, False)
 
 
 def _exchanged(group: Group, told: Any) -> list[Any]:

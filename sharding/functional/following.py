@@ -44,6 +44,7 @@ class Following(TorchFunctionMode):
         names: the manual axes.
         uneven: whether parts of some argument differ in shape.
         looked: what the program knows in numbers: the type of everything that it looked at.
+        numbers: the same, and that of everything whose shape depends on values.
         random: the type of what random operators give.
         unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
     """
@@ -54,7 +55,7 @@ class Following(TorchFunctionMode):
         self.names = frozenset(names)
         self.replicated = Tag(REPLICATED, {}, self)
         self.looked = self.replicated
-        self.unknown = self.replicated
+        self.unknown = self.numbers = self.replicated
         self.random = Type.of(self.names)  # of what random operators give
         self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory, which the tensor keeps alive
         self._unwrapped: dict[int, tuple[Tag, Tensor]] = {}
@@ -184,7 +185,13 @@ class Following(TorchFunctionMode):
         return Tag(tag.type, origins, self)
 
     def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
-        """The same where an operand is pending: over each axis it goes through, if the operator is linear in it."""
+        """The same where an operand is pending: over each axis it goes through, if the operator is linear in it.
+
+        Raises: ShardingTypeError where it is not, or may be given a number that differs between the ranks whose shares it works on.
+        """
+        numbers = self.numbers.type.varying | (self.names if self.uneven else frozenset())
+        if tag.type.pending & numbers and any(type(x) in (int, float, complex) for x in (*args, *kwargs.values())):
+            raise ShardingTypeError(_by_a_number(func, sorted(tag.type.pending & numbers)))
         kept = frozenset(a for a in tag.type.pending if stays_pending(self, a, func, args, kwargs))
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
 
@@ -231,6 +238,7 @@ class Following(TorchFunctionMode):
         if not tag.type.varying <= self.looked.type.varying:
             why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
             self.looked = self.join(self.looked, self.varying(Origin(why, place()), tag.type))
+        self.numbers = self.join(self.numbers, self.looked)
 
 
     def check_seed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -253,6 +261,19 @@ class Following(TorchFunctionMode):
 # -- operators of their own kind ---------------------------------------------------------------------------------------
 
 Special = Callable[[Following, Any, Sequence[Any], dict[str, Any]], Any]
+
+
+_special: dict[Any, Special | None] = {}
+
+
+def special(*functions: Any) -> Callable[[Special], Special]:
+    """Register how to follow these functions."""
+
+    def register(how: Special) -> Special:
+        _special.update(dict.fromkeys(functions, how))
+        return how
+
+    return register
 
 
 def _write(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -285,6 +306,27 @@ def _look(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str
     return func(*args, **kwargs)
 
 
+def _sized_by_values(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator whose result is as long as values say, so that the length is a number of theirs."""
+    tag = following.made(func, args, kwargs)
+    result = func(*args, **kwargs)
+    following.note(result, tag)
+    following.numbers = following.join(following.numbers, tag)
+    return result
+
+
+@special(Tensor.__getitem__)
+def _index(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    masked = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1:]))
+    return (_sized_by_values if masked else _ordinary)(following, func, args, kwargs)
+
+
+def _ordinary(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    result = func(*args, **kwargs)
+    following.note(result, following.made(func, args, kwargs))
+    return result
+
+
 def _draw(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator that may take random numbers: it did if the generator has moved on."""
     with unfollowed():
@@ -311,25 +353,13 @@ _DRAWS = (
     "feature_alpha_dropout_ native_dropout gumbel_softmax scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d "
     "fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
 )  # fmt: skip
+_SIZED_BY_VALUES = "nonzero masked_select unique unique_consecutive argwhere bincount"
 _CONSTANTS = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
 _LIKES = "view_as expand_as reshape_as type_as"
 _BY_NAME: dict[str, Special] = {
     **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LIKES.split(), _like), **dict.fromkeys(_LOOKS.split(), _look),
-    **dict.fromkeys(_DRAWS.split(), _draw),
+    **dict.fromkeys(_DRAWS.split(), _draw), **dict.fromkeys(_SIZED_BY_VALUES.split(), _sized_by_values),
 }  # fmt: skip
-_special: dict[Any, Special | None] = {}
-
-
-def special(*functions: Any) -> Callable[[Special], Special]:
-    """Register how to follow these functions."""
-
-    def register(how: Special) -> Special:
-        _special.update(dict.fromkeys(functions, how))
-        return how
-
-    return register
-
-
 def _special_of(func: Any) -> Special | None:
     """How to follow a function that no one has registered; None for an ordinary operator."""
     name = getattr(func, "__name__", "")
@@ -425,6 +455,14 @@ def _memory(x: Tensor) -> int:
 def _generator_states() -> list[Tensor]:
     states = [torch.default_generator.get_state()]
     return [*states, *torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else states
+
+
+def _by_a_number(func: Any, axes: Sequence[str]) -> str:
+    names = ", ".join(map(repr, axes))
+    return (
+        f"{place()}: {name_of(func)} of a value that is pending over {names} and a number, which may differ between ranks, since they have "
+        f"read varying values or lengths of parts: the shares would not add up; psum over {names} first"
+    )
 
 
 def _from_outside(x: Tensor) -> str:

@@ -247,9 +247,21 @@ def _watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
     _thread.nested = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     try:
         with torch.enable_grad():
-            yield [_attached(x) if _thread.nested and x.requires_grad else _fresh(x) for x in leaves]
+            yield [_again(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
     finally:
         _thread.nested = before
+
+
+def _again(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Another tensor of the same values, of the same type: its gradient is reduced as that type says."""
+    mapping = current_mapping()
+    if mapping is None or mapping.checker is None:
+        return make(x)
+    tag = mapping.checker.of(x)
+    with unfollowed():
+        fresh = make(x)
+    mapping.checker.note(fresh, tag)
+    return fresh
 
 
 def _attached(x: Tensor) -> Tensor:

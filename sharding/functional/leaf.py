@@ -22,6 +22,7 @@ from ..tensor import ShardedTensor
 from .following import unfollowed
 from .linear import Finish, apply, is_transformed
 from .mapping import Axes, current_mapping
+from .signature import flattened, rebuilt
 from .types import Origin, ShardingTypeError, Tag, Type, place
 
 Applied = Callable[[Tensor, Any, Any, "Finish | None"], Tensor]
@@ -164,6 +165,8 @@ class Future:
 
     def wait(self) -> Any:
         """The result; the same objects at every call."""
+        if type(self._tree) is Later:
+            return self._tree.wait()
         return pytree.tree_map(lambda part: part.wait() if isinstance(part, Later) else part, self._tree)
 
 
@@ -186,7 +189,7 @@ def together(x: Any, call: Call) -> Any:
     """An elementwise collective on every tensor of a tree, those of one dtype in one go."""
     if isinstance(x, Tensor):
         return _one(x, call)
-    parts, tree = pytree.tree_flatten(x)
+    parts, tree = flattened(x)
     buckets: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
@@ -195,7 +198,7 @@ def together(x: Any, call: Call) -> Any:
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
             found[i] = out
-    return pytree.tree_unflatten(found, tree)
+    return rebuilt(tree, found)
 
 
 def _bucket(parts: list[Any], call: Call) -> list[Any]:

@@ -285,8 +285,7 @@ class Swap(LinearMap):
     def start(self, x: Tensor) -> Finish:
         given = x.contiguous() if self._by_group is None else x.index_select(0, self._by_group.to(x.device))
         out = torch.empty_like(given)
-        splits = [given.numel() // self.axes.size] * self.axes.size
-        wait = finish(self.axes.group.all_to_all(out, given, splits, splits, async_op=True), out)
+        wait = finish(self.axes.group.all_to_all(out, given, async_op=True), out)
         by_place = self._by_place
         return wait if by_place is None else lambda: wait().index_select(0, by_place.to(out.device))
 
@@ -295,8 +294,7 @@ class Swap(LinearMap):
             return self.start(x)()
         given = x.contiguous()
         out = torch.empty_like(given)
-        splits = [given.numel() // self.axes.size] * self.axes.size
-        self.axes.group.all_to_all(out, given, splits, splits)
+        self.axes.group.all_to_all(out, given)
         return out
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ def stays_pending(following: Following, axis: str, func: Any, args: Sequence[Any
         named = dict(zip(kwargs, _laid(following, axis, kwargs.values(), operands), strict=True))
         layouts = [x._layout for x in operands]
         try:
-            decision = decide(func, laid, named, operands, [object()])
+            with warnings.catch_warnings(action="ignore"):  # of operators without a rule
+                decision = decide(func, laid, named, operands, [object()])
         except (CannotKeep, NotImplementedError) as error:  # the second: an operator without a rule that writes in place
             raise _not_linear(func, axis) from error
         if decision.form is not None or decision.moves or any(t is not s for t, s in zip(decision.targets, layouts, strict=True)):

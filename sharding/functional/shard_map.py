@@ -31,12 +31,12 @@ from .. import dispatch, engine_hooks
 from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
-from .entry import Entrance, aliased, enter, entrance, written
-from .exits import Exit, check_type, checked_spec, first_exits, tell_error, wrapped
+from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
+from .exits import Exit, check_type, checked_spec, first_exits, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
 from .replicas import check_replicas
-from .signature import key_of, leaves_of, paths_of, position, specs_for
+from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
 from .types import Origin, ShardingTypeError, Tag
 
 CHECKS = (True, False, "always", "values")
@@ -155,7 +155,7 @@ class Mapped:
             if tree is None and known.inner is None:
                 return f(*parts, **kwargs)
             with known.inner or nullcontext():
-                return f(*(parts if tree is None else pytree.tree_unflatten(list(parts), tree)), **kwargs)
+                return f(*(parts if tree is None else rebuilt(tree, parts)), **kwargs)
         finally:
             swap(before)
 
@@ -170,7 +170,7 @@ class Mapped:
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()
         with nullcontext() if outer is None or outer.checker is None else unfollowed():
-            parts = enter(self.name, leaves, known.ways)
+            parts = as_they_lie(leaves, known.ways) if known.plain else enter(self.name, leaves, known.ways)
         if known.exits is None or not self._trusting or (outer is not None and outer.checker is not None):
             return self._carefully(known, leaves, parts, tree, kwargs)
         return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
@@ -256,10 +256,8 @@ class Mapped:
         try:
             with checker.also(mapping.names), checker if around is None else nullcontext():
                 return self._run(known, parts, tree, kwargs, uncompiled(self.f))
-        except BaseException as error:
+        except BaseException:
             known.seeds = before
-            if isinstance(error, ShardingTypeError) and around is None and (known.exits is None or not self._trusting):
-                tell_error(self.name, error, known.own)
             raise
         finally:
             mapping.checker, mapping.recording = None, False

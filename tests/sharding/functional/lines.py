@@ -29,7 +29,7 @@ torch.exp({x} * 0.3) | {x}.logsumexp({d}) | {x}.var({d}, correction=0) | ({x} - 
 torch.ones({n}, dtype=torch.float64) * 0.5 | {x}.to(torch.float64).sigmoid() | F.linear(K[:{n}], {x}) | {x}.new_ones({n}) |
 torch.linalg.vector_norm({x} + 3.0, dim={d}) | {x} * sm.axis_size('a') | {x}.square().mean() | 1 / ({x} * {x} + 1) |
 Square.apply({x}) | Same.apply({x}) | F.relu({x} + 0.2113, inplace=True) | Halved.apply({x} * {x}) |
-torch.nn.Parameter({x}.detach()).detach() | sm.stop_gradient({x}) | torch.nn.Parameter({x}.detach()).data * {x}
+sm.stop_gradient({x}) | {x}.detach() * {x}
 """
 BINARY = """
 {x} + {y} | {x} * {y} | {x} - 0.5 * {y} | {x} @ {y} | torch.where({x} > 0.2137, {y}, {x}) | torch.cat([{x}, {y}], {d}) |
@@ -55,7 +55,7 @@ WRITES = [
     "{z} = torch.zeros({n}, dtype=torch.float64)\n{w} = {z}.detach()\n{z}.fill_({y}.mean()).mul_({x}.sum())",
     "{z} = torch.zeros(3, dtype=torch.float64)\n{z}.index_put_((torch.tensor([1]),), {y}.sum() + {x}.sum())",
     "{z} = torch.ones(3, dtype=torch.float64)\n{w} = {z}[1:]\nF.relu({w}.mul_({y}.sum()).add_({x}.sum() + 0.1193), inplace=True)",
-    "{z} = torch.ones(2, dtype=torch.float64)\n{w} = {z}.clone()\ntorch._foreach_copy_([{z}], [{y}.detach().sum() + {x}.sum()])",
+    "{z} = torch.ones(2, dtype=torch.float64)\n{w} = {z}.clone()\ntorch._foreach_copy_([{z}], [{y}.detach().sum() + {x}.detach().sum()])",
     "with torch.no_grad():\n    {z} = {x} * {y}.sum()\n    {w} = {z}.t()",
     "{z} = {x} * {y}.sum()\nif {z}.requires_grad:\n    {z}.register_hook(lambda g: 2.0 * g)",
     "{z} = torch.zeros({n}, dtype=torch.float64)\nF.batch_norm({x}.detach().reshape(-1, {n}), {z}, K[:{n}] + 2.0, training=True)",

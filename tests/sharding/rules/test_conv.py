@@ -20,7 +20,7 @@ def numbers(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def put(mesh, tensor, spec=P(), grad=True):  # noqa: B008
+def put(mesh, tensor, spec=P(), grad=True):
     x = sm.distribute_tensor(tensor, mesh, spec, src_data_rank=None)
     return x.requires_grad_() if grad else x
 

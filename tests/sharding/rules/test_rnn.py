@@ -18,7 +18,7 @@ def numbers(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def put(mesh, tensor, spec=P(), grad=True):  # noqa: B008
+def put(mesh, tensor, spec=P(), grad=True):
     x = sm.distribute_tensor(tensor, mesh, spec, src_data_rank=None)
     return x.requires_grad_() if grad else x
 
