@@ -13,20 +13,19 @@ such results the program returns may depend on the number too: so ranks also com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import engine_hooks
 from ..decide import name_of
-from ..rules.registry import writes_first_operand
 from ..tensor import ShardedTensor
 from .pending import stays_pending
+from .special import SPECIAL, special_of, tensors_in
 from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
 
 _NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout})
@@ -34,7 +33,6 @@ unfollowed = torch._C.DisableTorchFunction  # a context in which operators are n
 
 
 transforms_active = engine_hooks.transforms_active
-_SEEDS = ("grad_outputs", "grad_tensors", "gradient")
 
 
 class Following(TorchFunctionMode):
@@ -139,9 +137,9 @@ class Following(TorchFunctionMode):
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        special = _special.get(func, func)
+        special = SPECIAL.get(func, func)
         if special is func:
-            special = _special[func] = _special_of(func)
+            special = SPECIAL[func] = special_of(func)
         if special is not None:
             return special(self, func, args, kwargs or {})
         result = func(*args, **kwargs) if kwargs else func(*args)
@@ -241,220 +239,13 @@ class Following(TorchFunctionMode):
         self.numbers = self.join(self.numbers, self.looked)
 
 
-    def check_seed(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What backward starts from by itself is 1 on every rank: right for a sum of losses that each rank has of its own.
-
-        Raises: ShardingTypeError for a loss that is replicated, whose gradients would be n times too large.
-        """
-        position = 2 if func is torch.autograd.grad else 1
-        if args[position : position + 1] not in ((), (None,)) or any(kwargs.get(name) is not None for name in _SEEDS):
-            return
-        for out in [args[0]] if isinstance(args[0], Tensor) else args[0]:
-            same = sorted(self.names - self.of(out).type.varying)
-            if same:
-                raise ShardingTypeError(
-                    f"{place()}: {name_of(func)} of a loss that is replicated over {', '.join(map(repr, same))} starts from 1 on every "
-                    "rank, and gradients would be as many times too large as there are ranks; use sm.grad or sm.value_and_grad, which know"
-                )
-
-
-# -- operators of their own kind ---------------------------------------------------------------------------------------
-
-Special = Callable[[Following, Any, Sequence[Any], dict[str, Any]], Any]
-
-
-_special: dict[Any, Special | None] = {}
-
-
-def special(*functions: Any) -> Callable[[Special], Special]:
-    """Register how to follow these functions."""
-
-    def register(how: Special) -> Special:
-        _special.update(dict.fromkeys(functions, how))
-        return how
-
-    return register
-
-
-def _write(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that writes to its first operand, or to all of a list; a fused optimizer to more lists than that."""
-    tag = following.made(func, args, kwargs)
-    result = func(*args, **kwargs)
-    for written in tensors_in(args if name_of(func).startswith("_fused") else args[:1]):
-        following.note(written, tag)
-        following.wrote(written)
-    return result
-
-
-def _constant(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that takes but the shape of its first operand."""
-    result = func(*args, **kwargs)
-    following.note(result, following.joined(tensors_in((*args[1:], *kwargs.values())), following.looked))
-    return result
-
-
-def _like(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that takes the values of its first operand and but the shape or dtype of the second."""
-    result = func(*args, **kwargs)
-    following.note(result, following.joined(tensors_in(args[:1]), following.looked))
-    return result
-
-
-def _look(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that gives a number."""
-    following.look(func, following.made(torch.Tensor.clone, args[:1], None))
-    return func(*args, **kwargs)
-
-
-def _sized_by_values(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator whose result is as long as values say, so that the length is a number of theirs."""
-    tag = following.made(func, args, kwargs)
-    result = func(*args, **kwargs)
-    following.note(result, tag)
-    following.numbers = following.join(following.numbers, tag)
-    return result
-
-
-@special(Tensor.__getitem__)
-def _index(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    masked = any(x.dtype in (torch.bool, torch.uint8) for x in tensors_in(args[1:]))
-    return (_sized_by_values if masked else _ordinary)(following, func, args, kwargs)
-
-
-def _ordinary(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    result = func(*args, **kwargs)
-    following.note(result, following.made(func, args, kwargs))
-    return result
-
-
-def _draw(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator that may take random numbers: it did if the generator has moved on."""
-    with unfollowed():
-        before = _generator_states()
-    writes = writes_first_operand(func)
-    tag = following.made(func, args, kwargs)
-    result = func(*args, **kwargs)
-    drew = kwargs.get("generator") is not None or not all(map(torch.equal, before, _generator_states()))
-    if drew:
-        tag = following.join(tag, following.varying(Origin(f"{name_of(func)} outside of sm.seeded(key)", place()), following.random))
-    following.note(result, tag)
-    if writes or kwargs.get("inplace") is True:
-        following.wrote(result)
-    return result
-
-
-_LOOKS = (
-    "item tolist numpy __array__ __bool__ __int__ __float__ __complex__ __index__ __contains__ is_nonzero equal allclose __dlpack__ "
-    "untyped_storage storage data_ptr"
-)  # fmt: skip
-_DRAWS = (
-    "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial rrelu rrelu_ dropout "
-    "dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout "
-    "feature_alpha_dropout_ native_dropout gumbel_softmax scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d "
-    "fractional_max_pool3d uniform_ normal_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli_ lstm gru rnn_tanh rnn_relu"
-)  # fmt: skip
-_SIZED_BY_VALUES = "nonzero masked_select unique unique_consecutive argwhere bincount"
-_CONSTANTS = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full new_empty_strided"
-_LIKES = "view_as expand_as reshape_as type_as"
-_BY_NAME: dict[str, Special] = {
-    **dict.fromkeys(_CONSTANTS.split(), _constant), **dict.fromkeys(_LIKES.split(), _like), **dict.fromkeys(_LOOKS.split(), _look),
-    **dict.fromkeys(_DRAWS.split(), _draw), **dict.fromkeys(_SIZED_BY_VALUES.split(), _sized_by_values),
-}  # fmt: skip
-def _special_of(func: Any) -> Special | None:
-    """How to follow a function that no one has registered; None for an ordinary operator."""
-    name = getattr(func, "__name__", "")
-    if name.startswith("_foreach_") and name.endswith("_"):
-        return _write
-    return _BY_NAME.get(name) or (_write if writes_first_operand(func) else None)
-
-
-@special(torch.autograd.grad)
-def _grad(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`torch.autograd.grad` on parts: each gradient is of the type dual to its input's."""
-    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
-    following.check_seed(func, args, kwargs)
-    found = func(*args, **kwargs)
-    for x, g in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True):
-        if g is not None:
-            following.note(g, following.gradient(following.of(x).type.dual_over(following.names)))
-    return found
-
-
-@special(Tensor.backward, torch.autograd.backward)
-def _backward(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    following.check_seed(func, args, kwargs)
-    return func(*args, **kwargs)
-
-
-@special(Tensor.grad.__get__)  # type: ignore[attr-defined]
-def _read_grad(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    found = func(*args, **kwargs)
-    if found is not None:
-        following.note(found, following.gradient(following.of(args[0]).type.dual_over(following.names)))
-    return found
-
-
-@special(Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
-def _detach(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same values without gradient: also those of a tensor from outside."""
-    result = func(*args, **kwargs)
-    with torch.no_grad():
-        following.note(result, following.joined(iter(args), following.looked))
-    return result
-
-
-@special(Tensor.set_, Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The first operand is another tensor from now on."""
-    tag = following.joined(tensors_in(args[1:]), following.looked)
-    result = func(*args, **kwargs)
-    following.note(args[0], tag)
-    return result
-
-
-@special(F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm)
-def _norm_with_statistics(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A normalisation that may write statistics of its first operand into others."""
-    tag = following.made(func, args, kwargs)
-    result = func(*args, **kwargs)
-    following.note(result, tag)
-    names = ("running_mean", "running_var")
-    for statistics in (*args[1:], *[kwargs[name] for name in names if name in kwargs]):
-        if isinstance(statistics, Tensor) and not statistics.requires_grad:
-            following.note(statistics, tag)
-            following.wrote(statistics)
-    return result
-
-
-@special(Tensor.requires_grad_, Tensor.retain_grad, Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.detach_)  # type: ignore[attr-defined]
-def _leave(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """No values change."""
-    return func(*args, **kwargs)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, also those in lists, tuples and dicts."""
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from tensors_in(item)
-        elif isinstance(item, dict):
-            yield from tensors_in(item.values())
 
 
 def _memory(x: Tensor) -> int:
     while engine_hooks.is_transformed(x):
         x = engine_hooks.untransformed(x)
     return x.untyped_storage()._cdata
-
-
-def _generator_states() -> list[Tensor]:
-    states = [torch.default_generator.get_state()]
-    return [*states, *torch.cuda.get_rng_state_all()] if torch.cuda.is_initialized() else states
 
 
 def _by_a_number(func: Any, axes: Sequence[str]) -> str:
