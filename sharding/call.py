@@ -62,14 +62,14 @@ def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any)
         >>> y = sm.call(torch.matmul, x, w, out_sharding=P("dp", "tp"))
     """
     _check_call(func, args, kwargs)
-    if dispatch._thread.implicit_replication:
-        given, kwargs = dispatch._replicated(args, kwargs)
+    if dispatch.takes_plain():
+        given, kwargs = dispatch.replicated_arguments(args, kwargs)
         args = tuple(given)
     key: list[Any] = [call, func, repr(out_sharding)]
     operands: list[Any] = []
     for name, item in (("", list(args)), *kwargs.items()):
         key.append(name)
-        dispatch._locals_of([item], key, operands, func)
+        dispatch.locals_of([item], key, operands, func)
     targets = _known_targets(func, args, kwargs, operands, out_sharding, tuple(key))
     moved, options = decide.with_values(args, kwargs, _moved(operands, targets))
     return with_sharding_constraint(func(*moved, **options), out_sharding)
@@ -80,7 +80,7 @@ DESCRIBERS[call.__code__] = lambda frame: decide.name_of(frame["func"])  # what 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = decide.name_of(func)
-    if not any(isinstance(x, ShardedTensor) for x in dispatch._tensors((*args, *kwargs.values()))):
+    if not any(isinstance(x, ShardedTensor) for x in dispatch.tensors_in((*args, *kwargs.values()))):
         raise TypeError(
             f"call({name}, ...): no ShardedTensor among the arguments, whose mesh the result would lie on; place one first with "
             "device_put(t, mesh, P(...))"
@@ -124,14 +124,14 @@ def _targets(
         ValueError: the result cannot lie so.
     """
     layouts = [x._layout for x in operands]
-    decide._check_one_mesh(func, layouts)
-    metas = [decide._operand_meta(layout) for layout in layouts]
-    named = dict(zip(kwargs, decide._meta_numbers(kwargs.values()), strict=True))
-    args, kwargs = decide.with_values(decide._meta_numbers(args), named, metas)
+    decide.check_one_mesh(func, layouts)
+    metas = [decide.operand_meta(layout) for layout in layouts]
+    named = dict(zip(kwargs, decide.meta_numbers(kwargs.values()), strict=True))
+    args, kwargs = decide.with_values(decide.meta_numbers(args), named, metas)
     made = None
-    if func not in HANDLERS and decide._form_for(func, args, kwargs) is None:
-        made = decide._rule_for(func, args, kwargs, metas)
-    wanted = _wanted(func, decide._meta_result(func, made, args, kwargs), layouts[0], out)
+    if func not in HANDLERS and decide.form_for(func, args, kwargs) is None:
+        made = decide.rule_for(func, args, kwargs, metas)
+    wanted = _wanted(func, decide.meta_result(func, made, args, kwargs), layouts[0], out)
     if made is None or not wanted:
         return tuple(layouts)
     order = [next(i for i, meta in enumerate(metas) if meta is x) for x in made.operands]

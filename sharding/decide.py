@@ -79,22 +79,22 @@ def decide(
     Communication: none.
     """
     layouts = [x._layout for x in operands]
-    _check_one_mesh(func, layouts)
-    metas = [_operand_meta(layout) for layout in layouts]
-    named = dict(zip(kwargs, _meta_numbers(kwargs.values()), strict=True))
-    meta_args, meta_kwargs = with_values(_meta_numbers(args), named, metas)
+    check_one_mesh(func, layouts)
+    metas = [operand_meta(layout) for layout in layouts]
+    named = dict(zip(kwargs, meta_numbers(kwargs.values()), strict=True))
+    meta_args, meta_kwargs = with_values(meta_numbers(args), named, metas)
     in_place = writes_first_operand(func) or kwargs.get("inplace") is True
-    form = _form_for(func, meta_args, meta_kwargs)
+    form = form_for(func, meta_args, meta_kwargs)
     if form is not None:
         return form if isinstance(form, Decision) else _formed(func, form)
-    made = _rule_for(func, meta_args, meta_kwargs, metas)
+    made = rule_for(func, meta_args, meta_kwargs, metas)
     if made is None:
         _check_operator(func)
-        return _gathered(func, layouts, _meta_result(func, None, meta_args, meta_kwargs), in_place)
+        return _gathered(func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place)
     if made.pointwise:
         result = _pointwise_result(func, made, meta_args, meta_kwargs, key)
     else:
-        result = _meta_result(func, made, meta_args, meta_kwargs)
+        result = meta_result(func, made, meta_args, meta_kwargs)
     return _from_rule(func, made, layouts, metas, result, in_place)
 
 
@@ -123,26 +123,26 @@ def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
     return out
 
 
-def _operand_meta(layout: Layout) -> Tensor:
+def operand_meta(layout: Layout) -> Tensor:
     """A meta tensor that stands for an operand of this layout; rule makers tell operands from numbers by it."""
     meta = layout.meta.detach()
     meta._operand = layout  # type: ignore[attr-defined]
     return meta
 
 
-def _meta_numbers(items: Iterable[Any]) -> list[Any]:
+def meta_numbers(items: Iterable[Any]) -> list[Any]:
     """The arguments with plain 0-d tensors, which are numbers, on the meta device too."""
     out: list[Any] = []
     for item in items:
         if type(item) in (list, tuple):
-            item = type(item)(_meta_numbers(item))
+            item = type(item)(meta_numbers(item))
         elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor):
             item = item.detach().to("meta")
         out.append(item)
     return out
 
 
-def _check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
+def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
     for layout in layouts[1:]:
         if layout.mesh is not layouts[0].mesh:
             one, other = told_apart(layouts[0].mesh, layout.mesh)
@@ -155,7 +155,7 @@ def _check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None
 # -- with a form -------------------------------------------------------------------------------------------------------
 
 
-def _form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+def form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The form for operands that lie like these; torch's own complaints about the arguments come first."""
     maker = FORMS.get(func)
     if maker is None:
@@ -163,7 +163,7 @@ def _form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     try:
         return maker(*args, **kwargs)
     except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError):
-        _meta_result(func, None, args, kwargs)
+        meta_result(func, None, args, kwargs)
         raise
 
 
@@ -176,7 +176,7 @@ def _formed(func: Callable[..., Any], form: Callable[..., Any]) -> Decision:
 # -- with a rule -------------------------------------------------------------------------------------------------------
 
 
-def _rule_for(
+def rule_for(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor]
 ) -> Rule | None:
     """The rule for this call; None where there is none for this form of it."""
@@ -190,7 +190,7 @@ def _rule_for(
     except (TypeError, AttributeError, IndexError, KeyError):
         if not _fits_signature(maker, args, kwargs):
             return None
-        _meta_result(func, None, args, kwargs)  # torch's own complaint about these arguments comes first
+        meta_result(func, None, args, kwargs)  # torch's own complaint about these arguments comes first
         raise
     covered = made is not None and sorted(map(id, made.operands)) == sorted(map(id, metas))
     return made if covered else None
@@ -204,7 +204,7 @@ def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict
     return True
 
 
-def _meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operator's result on meta tensors; None where its shape depends on values."""
     if made is not None and made.result is not None:
         return made.result
@@ -224,19 +224,19 @@ _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype 
 def _pointwise_result(
     func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
 ) -> Any:
-    """`_meta_result` of a pointwise operator: run once for each combination of dtypes, since torch needs up to half a
+    """`meta_result` of a pointwise operator: run once for each combination of dtypes, since torch needs up to half a
     millisecond for it; after that only shapes are broadcast."""
     shape = _broadcast_shape([x.shape for x in made.operands])
     if shape is None:
-        return _meta_result(func, made, args, kwargs)
+        return meta_result(func, made, args, kwargs)
     kind = tuple((k.dtype, k.shape == ()) if type(k) is Layout else k for k in key)
     try:
         dtype = _dtypes.get(kind)
     except TypeError:  # an argument that cannot be hashed
-        return _meta_result(func, made, args, kwargs)
+        return meta_result(func, made, args, kwargs)
     if dtype is not None and (shape == made.operands[0].shape or not writes_first_operand(func)):
         return torch.empty(shape, dtype=dtype, device="meta")
-    result = _meta_result(func, made, args, kwargs)
+    result = meta_result(func, made, args, kwargs)
     if isinstance(result, Tensor) and result.shape == shape:
         keep(_dtypes, kind, result.dtype)
     return result

@@ -62,7 +62,7 @@ def torch_function(
         if result is not NotImplemented:
             return result
     if _thread.implicit_replication:
-        args, kwargs = _replicated(args, kwargs)
+        args, kwargs = replicated_arguments(args, kwargs)
     key: list[Any] = [func]
     operands: list[Any] = []
     local_args: list[Any] = []
@@ -80,7 +80,7 @@ def torch_function(
             key += kind, item
             local_args.append(item)
         elif kind is tuple or kind is list:
-            local_args.append(_locals_of(item, key, operands, func))
+            local_args.append(locals_of(item, key, operands, func))
         else:
             local_args.append(_local_of(item, key, operands, func))
     local_kwargs = kwargs
@@ -123,7 +123,7 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     elif kind is float or kind is complex:
         key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others look at no float but zero
     elif kind is list or kind is tuple:
-        return _locals_of(item, key, operands, func)
+        return locals_of(item, key, operands, func)
     elif kind is slice:
         key += kind, item.start, item.stop, item.step
     elif isinstance(item, Tensor):
@@ -134,7 +134,7 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     return item
 
 
-def _locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
+def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     """`_local_of` for a list or tuple; one of numbers and slices, as shapes and indices are, without calls in between."""
     key += type(items), len(items)
     before = len(key)
@@ -194,9 +194,14 @@ def implicit_replication() -> Iterator[None]:
         _thread.implicit_replication = before
 
 
-def _replicated(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+def takes_plain() -> bool:
+    """Whether plain tensors count as replicated here: inside `implicit_replication()`."""
+    return _thread.implicit_replication
+
+
+def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments with their plain tensors made `ShardedTensor`s on the mesh of the others."""
-    mesh = next((t.mesh for t in _tensors((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
+    mesh = next((t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
     if mesh is None:
         return args, kwargs
     return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
@@ -213,12 +218,15 @@ def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
     return out
 
 
-def _tensors(items: Iterable[Any]) -> Iterator[Any]:
+def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among arguments, also those in lists, tuples and dicts."""
     for item in items:
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
+            yield from tensors_in(item)
+        elif isinstance(item, dict):
+            yield from tensors_in(item.values())
 
 
 # -- running -----------------------------------------------------------------------------------------------------------

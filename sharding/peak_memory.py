@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import outside
 from .decide import decide
+from .dispatch import tensors_in
 from .layout import Layout
 from .tensor import ShardedTensor
 
@@ -71,7 +71,7 @@ class PeakMemory(TorchDispatchMode):
 
     def _storages(self, tree: Any) -> Iterator[Any]:
         """The memory of every tensor that counts, several times where it is shared."""
-        for x in _tensors(tree):
+        for x in (t._local if isinstance(t, ShardedTensor) else t for t in tensors_in((tree,))):
             if x.device.type == self._device_type and x.layout is torch.strided:
                 yield x.untyped_storage()
 
@@ -111,13 +111,3 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The plain tensors, and this rank's part of the others."""
-    if isinstance(tree, Tensor):
-        yield tree._local if isinstance(tree, ShardedTensor) else tree
-    elif isinstance(tree, (tuple, list, dict)):
-        items: Iterable[Any] = tree.values() if isinstance(tree, dict) else tree
-        for item in items:
-            yield from _tensors(item)

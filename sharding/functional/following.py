@@ -23,9 +23,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import engine_hooks
 from ..decide import name_of
+from ..dispatch import tensors_in
 from ..tensor import ShardedTensor
 from .pending import stays_pending
-from .special import SPECIAL, special_of, tensors_in
+from .special import SPECIAL, special_of
 from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
 
 _NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout})

@@ -6,7 +6,7 @@ or turn values into numbers. Each has here how to run it and what to note of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..decide import name_of
+from ..dispatch import tensors_in
 from ..rules.registry import writes_first_operand
 from .types import Origin, ShardingTypeError, place
 
@@ -215,17 +216,6 @@ def _leave(following: Following, func: Any, args: Sequence[Any], kwargs: dict[st
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, also those in lists, tuples and dicts."""
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from tensors_in(item)
-        elif isinstance(item, dict):
-            yield from tensors_in(item.values())
 
 
 def _generator_states() -> list[Tensor]:

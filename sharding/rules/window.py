@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..dispatch import tensors_in
 from ..fetch import Fetch, Interval, Wanted
 from ..layout import Layout
 from ..spec import Cut, P
@@ -156,18 +157,10 @@ def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout
 
 
 def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any]) -> Any:
-    tensors = list(_tensors(values))
+    tensors = list(tensors_in(values))
     empty = [tensors[0].new_zeros(x.local_shape, dtype=x.dtype) for x in layouts]
     results = tuple(joined(part, *tensors, linear=linear) for part in empty)
     return results[0] if len(results) == 1 else results
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:

@@ -56,12 +56,12 @@ def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
     metas = []
 
     def meta(x: Tensor) -> Tensor:
-        metas.append(decide._operand_meta(sm.Layout.of(mesh, P(), x.shape, x.dtype)))
+        metas.append(decide.operand_meta(sm.Layout.of(mesh, P(), x.shape, x.dtype)))
         return metas[-1]
 
     args, kwargs = _mapped(sample.args, meta), _mapped(sample.kwargs, meta)
     try:
-        made = None if decide._form_for(sample.func, args, kwargs) else decide._rule_for(sample.func, args, kwargs, metas)
+        made = None if decide.form_for(sample.func, args, kwargs) else decide.rule_for(sample.func, args, kwargs, metas)
     except TypeError:  # a function of torch.nn.functional, which passes its arguments on in another way
         return []
     if made is None:
