@@ -170,6 +170,17 @@ def first_exits(
     return found
 
 
+def tell_error(name: str, error: Exception, own: DeviceMesh) -> None:
+    """Tell the other ranks of an error inside the function, which may be this rank's alone where parts differ in shape. They hear of it
+    in `first_exits`.
+
+    Raises: the error.
+
+    Communication: a small all_gather over the manual axes.
+    """
+    first_exits([f"shard_map({name}): f"], [], [], error, own, own, False)
+
+
 def _exchanged(group: Group, told: Any) -> list[Any]:
     """What every rank tells. In a null world nobody is there to ask: all are like this one, and nothing is counted, so that what a
     program moves when its signatures are known can be read there."""

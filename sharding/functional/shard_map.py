@@ -32,7 +32,7 @@ from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
 from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
-from .exits import Exit, check_type, checked_spec, first_exits, wrapped
+from .exits import Exit, check_type, checked_spec, first_exits, tell_error, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
 from .replicas import check_replicas
@@ -256,8 +256,10 @@ class Mapped:
         try:
             with checker.also(mapping.names), checker if around is None else nullcontext():
                 return self._run(known, parts, tree, kwargs, uncompiled(self.f))
-        except BaseException:
+        except BaseException as error:
             known.seeds = before
+            if checker.uneven and around is None and known.exits is None and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
+                tell_error(self.name, error, known.own)
             raise
         finally:
             mapping.checker, mapping.recording = None, False

@@ -195,3 +195,13 @@ def test_one_rank_alone_returns_no_tensor():
     assert "numbers or kinds" in texts[0]
     texts = errors(3, lambda x, w: w if _rank() == 2 else 1.5, None, kind=(sm.ShardingTypeError, TypeError))
     assert texts[0] == "on rank 2: " + "TypeError: " + texts[2]
+
+
+@every_rank(2, 2)
+def test_an_error_of_uneven_parts_is_raised_on_every_rank(mesh):
+    """5 rows over a: the ranks with 3 cannot scatter one to each of 2, those with 2 could."""
+    x = put(mesh, torch.randn(5, 4), P("a"))
+    mapped = sm.shard_map(lambda x: sm.psum_scatter(x, "b"), mesh=mesh, in_specs=P("a"), out_specs=P(("a", "b")))
+    for _ in range(2):
+        with pytest.raises((ValueError, sm.ShardingTypeError), match=r"dim 0 \(scatter_dimension\) of \[3, 4\] must have 2 elements"):
+            mapped(x)
