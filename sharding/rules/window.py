@@ -61,8 +61,9 @@ class Window(NamedTuple):
     def padding(self, start: int, stop: int) -> Interval:
         """How many of them are padding, before and after the elements."""
         (first, end), (low, high) = self.span(start, stop), self.elements(start, stop)
-        before = max(0, low - first)
-        return before, end - first - (high - low) - before
+        missing = end - first - (high - low)
+        before = min(max(0, low - first), missing)  # all of them, where there is no element among them
+        return before, missing - before
 
 
 class Halo:
