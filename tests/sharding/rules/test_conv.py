@@ -291,6 +291,7 @@ def test_two_meshes_of_processes(world4):
 
 def test_a_part_that_is_made_of_padding_alone():
     """9 results of 1 element and 4 of padding on either side: the first and the last rank's 3 see no element."""
-    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) for shape in ((1, 2, 1), (3, 2, 1), (3,))]
+    random = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((1, 2, 1), (3, 2, 1), (3,))]
     specs = [P(None, None, "a"), P(), P()]
     on_mesh((3,), lambda mesh: check_twice(mesh, lambda x, w, b: F.conv1d(x, w, b, padding=4), tensors, specs))
