@@ -44,14 +44,14 @@ class Entrance:
         """Whether the part goes in as it is."""
         return self.src is not None and self.src is self.dst and self.inner is None
 
-
     @property
     def uneven(self) -> bool:
         """Whether the ranks' parts differ in shape."""
         dst = self.dst
-        return (dst is not None and any(
-            n % dst.mesh.size(axes) for n, axes in zip(dst.shape, dst.spec.dims, strict=True) if axes
-        )) or bool(dst is not None and dst.spec.sizes)
+        if dst is None:
+            return False
+        cut = zip(dst.shape, dst.spec.dims, strict=True)
+        return bool(dst.spec.sizes) or any(n % dst.mesh.size(axes) for n, axes in cut if axes)
 
 
 def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], inner: DeviceMesh | None) -> Entrance:

@@ -46,19 +46,20 @@ def wrapped(name: str, out: Any, exits: Sequence[Exit], parts: Sequence[Any]) ->
     Raises: TypeError for results that are not like those of the call before.
     """
     if type(out) is Tensor and len(exits) == 1:
-        return _wrapped_one(name, out, exits[0], parts)
+        return _wrapped_one(name, out, exits[0], _identities(parts))
     leaves, tree = flattened(out)
     if len(leaves) != len(exits):
         raise TypeError(f"{name} returned {len(leaves)} results, and {len(exits)} when it was called with this signature before")
-    taken = parts if len(exits) < 3 else _identities(parts)
+    taken = _identities(parts)
     return rebuilt(tree, [_wrapped_one(name, x, way, taken) for x, way in zip(leaves, exits, strict=True)])
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:
+    """The tensors that went in: one that comes out again must be another object, with a gradient of its own."""
     return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
 
 
-def _wrapped_one(name: str, x: Any, way: Exit, parts: Any) -> Any:
+def _wrapped_one(name: str, x: Any, way: Exit, taken: frozenset[int]) -> Any:
     layout = way.layout
     if layout is None or not isinstance(x, Tensor):
         check_kind(way.path, x, way.spec, False)
@@ -67,12 +68,7 @@ def _wrapped_one(name: str, x: Any, way: Exit, parts: Any) -> Any:
         layout = _like_before(name, x, way, layout)
     if type(x) is ShardedTensor:
         x = x._local
-    if type(parts) is frozenset:
-        return ShardedTensor._make(x.view_as(x) if id(x) in parts else x, layout)
-    for part in parts:
-        if x is part or (type(part) is ShardedTensor and x is part._local):
-            x = x.view_as(x)
-    return ShardedTensor._make(x, layout)
+    return ShardedTensor._make(x.view_as(x) if id(x) in taken else x, layout)
 
 
 def _like_before(name: str, x: Tensor, way: Exit, layout: Layout) -> Layout:

@@ -118,12 +118,6 @@ class Mapping:
         part = set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
         return Mapping(self.root, (*self.names, *names)) if part else Mapping(mesh, names)
 
-    @cached_property
-    def coordinate(self) -> dict[str, int]:
-        """This rank's index along each manual axis."""
-        places = self.root.coordinate or ()
-        return {name: places[self.root.axis_index(name)] for name in self.names}
-
     def size(self, names: Sequence[str]) -> int:
         """Number of ranks along these axes."""
         return math.prod(self.root.size(name) for name in names)

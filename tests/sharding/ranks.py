@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,3 +89,20 @@ def same_error(
     texts = on_mesh(mesh_shape, rank)
     assert len(set(texts)) == 1, texts
     return texts[0]
+
+
+def run_programs(module: str, names: Sequence[str]) -> int:
+    """On a real rank: run these programs of a test module, each on a mesh of the first ranks; returns how many this rank took part in."""
+    taken = 0
+    for name in names:
+        test = getattr(importlib.import_module(module), name)
+        ranks = torch.arange(math.prod(test.mesh_shape)).view(test.mesh_shape)
+        mesh = sm.DeviceMesh("cpu", ranks, axis_names=AXES[: ranks.ndim])
+        if mesh.coordinate is not None:
+            try:
+                test.program(mesh)
+            except BaseException as error:
+                error.add_note(f"in {module}.{name}")
+                raise
+            taken += 1
+    return taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import Shard
-from tests.sharding.ranks import AXES, collectives, launched, on_mesh
+from tests.sharding.ranks import collectives, launched, on_mesh, run_programs
 from tests.sharding.test_errors import BAD
 
 PROGRAMS = {
@@ -88,26 +87,9 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"tests.sharding.{name}")
 
 
-def _run(module: str) -> int:
-    """Run the module's programs, each on a mesh of the first ranks; returns how many this rank took part in."""
-    taken = 0
-    for name in PROGRAMS[module]:
-        test = getattr(_module(module), name)
-        ranks = torch.arange(math.prod(test.mesh_shape)).view(test.mesh_shape)
-        mesh = sm.DeviceMesh("cpu", ranks, axis_names=AXES[: ranks.ndim])
-        if mesh.coordinate is not None:
-            try:
-                test.program(mesh)
-            except BaseException as error:
-                error.add_note(f"in {module}.{name}")
-                raise
-            taken += 1
-    return taken
-
-
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_programs_run_alike_on_real_processes(world4, module):
-    taken = world4(_run, module)
+    taken = world4(run_programs, f"tests.sharding.{module}", PROGRAMS[module])
     assert taken[0] == len(PROGRAMS[module])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
-from tests.sharding.ranks import AXES
+from tests.sharding.ranks import run_programs
 
 PROGRAMS = {
     "test_shard_map": [
@@ -68,26 +66,9 @@ PROGRAMS = {
 X, W = values(6, 4), values(4, 5, seed=1)
 
 
-def _run(module: str) -> int:
-    """Run the module's programs, each on a mesh of the first ranks; returns how many this rank took part in."""
-    taken = 0
-    for name in PROGRAMS[module]:
-        test = getattr(importlib.import_module(f"tests.sharding.functional.{module}"), name)
-        ranks = torch.arange(math.prod(test.mesh_shape)).view(test.mesh_shape)
-        mesh = sm.DeviceMesh("cpu", ranks, axis_names=AXES[: ranks.ndim])
-        if mesh.coordinate is not None:
-            try:
-                test.program(mesh)
-            except BaseException as error:
-                error.add_note(f"in {module}.{name}")
-                raise
-            taken += 1
-    return taken
-
-
 @pytest.mark.parametrize("module", PROGRAMS)
 def test_programs_run_alike_on_real_processes(world4, module):
-    taken = world4(_run, module)
+    taken = world4(run_programs, f"tests.sharding.functional.{module}", PROGRAMS[module])
     assert taken[0] == len(PROGRAMS[module])
 
 
