@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +78,6 @@ PROGRAMS = {
     "test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
     "test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
 }
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"tests.sharding.{name}")
 
 
 @pytest.mark.parametrize("module", PROGRAMS)
