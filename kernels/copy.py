@@ -1,4 +1,4 @@
-"""Boxes of a tensor <-> one flat buffer, in torch operations.
+"""Boxes of a tensor <-> one flat buffer.
 
     pack:    x ---> [ box 0, row-major | box 1, row-major | ... ]
     unpack:  x <--- [ box 0, row-major | box 1, row-major | ... ]
@@ -10,7 +10,8 @@ boxes as the fewest strided views of the tensor that it finds, each of which is 
 2. equal boxes at a constant step become one view with an extra leading dim, and equal runs of those likewise, so
    W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
 
-A pack that is one view which happens to be contiguous is returned as that view: nothing is copied or launched.
+A pack that is one view which happens to be contiguous is returned as that view: nothing is copied or launched. On a GPU
+everything else is one launch for all tensors of a bucket (`strided_triton.py`), which casts and scales on the way.
 
 With `offsets` the boxes lie anywhere in the flat buffer, so that several tensors can share one (a bucket), here one that
 goes to two peers:
@@ -25,11 +26,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .backend import wants_kernels
 from .box import Box, box_origin, box_shape, box_size, check_boxes, row_major_strides
+from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
 
 Delta = tuple[int, ...]
 _Placed = tuple[int, int, Box]  # where in the flat buffer it starts and stops, the box
@@ -56,16 +59,6 @@ class Run:
     def __repr__(self) -> str:
         counts = "".join(f"{count} x " for count, _, _ in self.levels)
         return f"{counts}{list(box_shape(self.first))} at {list(box_origin(self.first))}"
-
-
-class View(NamedTuple):
-    """One `copy_`: the same elements as a strided view of the tensor and of the flat buffer."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    flat_strides: tuple[int, ...]
-    flat_offset: int
 
 
 def _joined(a: Box, b: Box) -> Box | None:
@@ -143,24 +136,12 @@ def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
 def _view(run: Run, strides: Sequence[int]) -> View:
     """The run's elements in a tensor of these strides, and in the flat buffer."""
     shape = box_shape(run.first)
-    sizes, steps, flat_steps = _merge_dims(
+    sizes, steps, flat_steps = merge_views(
         (*(count for count, _, _ in run.levels), *shape),
         (*(_dot(step, strides) for _, step, _ in run.levels), *strides),
         (*(step for _, _, step in run.levels), *row_major_strides(shape)),
     )
     return View(sizes, steps, _dot(box_origin(run.first), strides), flat_steps, run.start)
-
-
-def _merge_dims(sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]) -> tuple[Delta, ...]:
-    """The same elements on both sides in the fewest dims (but one), as `box.merge_dims` does for one side."""
-    merged: list[tuple[int, int, int]] = []
-    for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1:] == (size * stride, size * flat_stride):
-            size *= merged.pop()[0]
-        merged.append((size, stride, flat_stride))
-    return tuple(zip(*(merged or [(1, 1, 1)]), strict=True))
 
 
 class _BoxCopy:
@@ -230,29 +211,25 @@ class Pack(_BoxCopy):
         super().__init__(shape, placed, offsets is not None)
         self.zero_copy = self.zero_copy and not self._has_gaps
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`pack(x, out=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x.
+    def __call__(self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
+        """`pack(x, out=None, scale=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x.
 
-        What lies in `out` between and behind the boxes stays as it is.
+        What lies in `out` between and behind the boxes stays as it is. `scale` multiplies, in float32 for 16-bit floats.
         """
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         views = self.views(x)
-        start = x.storage_offset()
         if out is None:
             if self._has_gaps:
                 raise ValueError(f"{self!r} leaves gaps in its buffer: give it the buffer to write to, as out=")
-            if len(views) == 1:
+            if len(views) == 1 and scale is None and (views[0].strides == (1,) or not wants_kernels(x.device)):
                 sizes, strides, offset, _, _ = views[0]
-                part = x.as_strided(sizes, strides, start + offset).contiguous()
+                part = x.as_strided(sizes, strides, x.storage_offset() + offset).contiguous()
                 return part if len(sizes) == 1 else part.view(-1)
             out = x.new_empty(self.size)
         else:
             self.check_flat(out)
-        flat_start = out.storage_offset()
-        for sizes, strides, offset, flat_strides, flat_offset in views:
-            part = out.as_strided(sizes, flat_strides, flat_start + flat_offset)
-            part.copy_(x.as_strided(sizes, strides, start + offset))
+        _copy([x], [views], out, to_flat=True, scale=scale)
         return out
 
 
@@ -264,21 +241,28 @@ class Unpack(_BoxCopy):
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
         super().__init__(shape, _placed(shape, boxes, offsets), offsets is not None)
 
-    def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """`unpack(flat, out=None) -> x`: in `out` (any strides, cast to its dtype) where given.
+    def __call__(self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
+        """`unpack(flat, out=None, scale=None) -> x`: in `out` (any strides, cast to its dtype) where given.
 
         Else in a new tensor with zeros where no box lies, or a view of `flat` where that is the whole tensor in order.
+        `scale` multiplies, in float32 for 16-bit floats.
         """
         self.check_flat(flat)
         if out is None:
-            if self.zero_copy and self._is_whole:
+            if self.gives_view and scale is None:
                 return self._part_of(flat)
-            out = flat.new_empty(self.shape) if self._is_whole else flat.new_zeros(self.shape)
-        start, flat_start = out.storage_offset(), flat.storage_offset()
-        for sizes, strides, offset, flat_strides, flat_offset in self.views(out):
-            part = out.as_strided(sizes, strides, start + offset)
-            part.copy_(flat.as_strided(sizes, flat_strides, flat_start + flat_offset))
+            out = self.new(flat)
+        _copy([out], [self.views(out)], flat, to_flat=False, scale=scale)
         return out
+
+    @property
+    def gives_view(self) -> bool:
+        """Whether the tensor can be had as a part of the flat buffer."""
+        return self.zero_copy and self._is_whole
+
+    def new(self, flat: Tensor) -> Tensor:
+        """A tensor to unpack to: with zeros where no box lies."""
+        return flat.new_empty(self.shape) if self._is_whole else flat.new_zeros(self.shape)
 
     def _part_of(self, flat: Tensor) -> Tensor:
         """The range of `flat` that is the whole tensor."""
@@ -286,6 +270,90 @@ class Unpack(_BoxCopy):
             start = self.runs[0].start if self.runs else 0
             flat = flat[start : start + math.prod(self.shape)]
         return flat.view(self.shape)
+
+
+def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None) -> Tensor:
+    """`pack_many(packs, tensors, out) -> out`: every tensor's boxes in their places, cast to out's dtype; one launch on a GPU."""
+    tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
+    for pack_one in packs:
+        pack_one.check_flat(out)
+    _copy(tensors, [p.views(x) for p, x in zip(packs, tensors, strict=True)], out, to_flat=True, scale=scale)
+    return out
+
+
+def unpack_many(
+    unpacks: Sequence[Unpack], flat: Tensor, outs: Sequence[Tensor] | None = None, scale: float | None = None
+) -> list[Tensor]:
+    """`unpack_many(unpacks, flat, outs=None) -> tensors`: all of them read from one buffer; one launch on a GPU.
+
+    Without `outs` new ones, or views of `flat` where a tensor lies in it in order.
+    """
+    for unpack_one in unpacks:
+        unpack_one.check_flat(flat)
+    if outs is not None:
+        done, copied = list(outs), list(range(len(unpacks)))
+    else:
+        copied = [i for i, u in enumerate(unpacks) if scale is not None or not u.gives_view]
+        done = [u.new(flat) if i in set(copied) else u(flat) for i, u in enumerate(unpacks)]
+    chosen = [done[i] for i in copied]
+    _copy(chosen, [unpacks[i].views(done[i]) for i in copied], flat, to_flat=False, scale=scale)
+    return done
+
+
+def _copy(
+    tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, *, to_flat: bool, scale: float | None
+) -> None:
+    """Between the views of tensors and those of a flat buffer, one way or the other."""
+    if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors[0].dtype, flat.dtype, scale):
+        return _launch(tensors, views, flat, to_flat, scale)
+    for x, parts in zip(tensors, views, strict=True):
+        start, flat_start = x.storage_offset(), flat.storage_offset()
+        for sizes, strides, offset, flat_strides, flat_offset in parts:
+            ours = x.as_strided(sizes, strides, start + offset)
+            theirs = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
+            source, target = (ours, theirs) if to_flat else (theirs, ours)
+            target.copy_(source if scale is None else scaled(source, scale))
+    return None
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """x * scale, of 16-bit floats in float32, not rounded."""
+    return (x.float() if x.is_floating_point() and x.itemsize < 4 else x) * scale
+
+
+def _is_for_kernels(a: torch.dtype, b: torch.dtype, scale: float | None) -> bool:
+    """Kernels copy every dtype; they cast, scale and add up those of which GPU and torch have the same idea."""
+    if a == b and scale is None:
+        return True
+    return a in COMPUTED and b in COMPUTED and (scale is None or (a.is_floating_point and b.is_floating_point))
+
+
+def _launch(
+    tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, to_flat: bool, scale: float | None
+) -> None:
+    from .strided_triton import launch  # imports triton
+
+    halved = tensors[0].dtype.itemsize == 16
+    if halved:
+        tensors, flat = [torch.view_as_real(x) for x in tensors], torch.view_as_real(flat).view(-1)
+    itemsizes = (tensors[0].itemsize, flat.itemsize) if to_flat else (flat.itemsize, tensors[0].itemsize)
+    raw = tensors[0].dtype == flat.dtype and scale is None
+    aligned = alignment((*tensors, flat))
+
+    def make() -> list[Table]:
+        placed = [Placed(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
+        return make_tables(placed, to_flat, itemsizes, aligned, raw)
+
+    ours = tensors[0] if len(tensors) == 1 else list(tensors)
+    for table in remembered(views, (halved, to_flat, itemsizes, aligned, raw), make):
+        launch(table, *((ours, flat) if to_flat else (flat, ours)), scale=scale)
+
+
+def _halves(view: View) -> View:
+    """The view of a complex128 tensor as one of float64 with a dim of 2 more."""
+    double = [tuple([2 * s for s in strides]) for strides in (view.strides, view.flat_strides)]
+    sizes, strides, flat_strides = merge_views((*view.sizes, 2), (*double[0], 1), (*double[1], 1))
+    return View(sizes, strides, 2 * view.offset, flat_strides, 2 * view.flat_offset)
 
 
 def _check_apart(placed: Sequence[_Placed]) -> None:

@@ -1,0 +1,134 @@
+"""Contributions in a flat buffer -> their combination, in the places of a tensor.
+
+    flat   [ a0 a1 | . . | b0 b1 | c0 c1 ]     box ((0, 2),) from 0, 4, 6   --->   x [a0+b0+c0  a1+b1+c1]
+
+This is the local half of a reduction by exchange: every rank receives all contributions to its elements and adds them up
+in the order of the group, so that all that hold an element hold the same bits. 16-bit floats are combined in float32 and
+rounded once. In torch this takes a pass for every sum and another for every box that is not the whole tensor; on a GPU all
+tensors of a bucket are one launch that reads each contribution once and writes each result once (`strided_triton.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .backend import wants_kernels
+from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
+from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
+
+Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> where in the buffer the contributions to it begin
+
+_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+
+
+class Combine:
+    """`combine(flat, out=None) -> x`: what `compile_combine` returns.
+
+    Attributes:
+        shape: of the tensor.
+        kind: how contributions are combined.
+        stacks: box -> where its contributions begin.
+    """
+
+    __slots__ = ("_is_whole", "kind", "placed", "shape", "stacks")
+
+    def __init__(self, shape: Sequence[int], stacks: Stacks, kind: str) -> None:
+        self.shape, self.stacks, self.kind = tuple(shape), dict(stacks), kind
+        self._is_whole = list(self.stacks) == [full_box(self.shape)]
+        self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
+
+    def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
+        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) where given; may be a view of `flat`."""
+        return combine_many([self], flat, None if out is None else [out])[0]
+
+    @property
+    def gives_view(self) -> bool:
+        """Whether the result lies in the buffer: one contribution, to the whole tensor."""
+        return self._is_whole and len(next(iter(self.stacks.values()))) == 1
+
+    def in_torch(self, flat: Tensor, out: Tensor | None) -> Tensor:
+        """The definition, in torch operations."""
+        if out is None and self._is_whole:
+            ((box, starts),) = self.stacks.items()
+            return _combined(self.kind, flat, box, starts)
+        out = flat.new_empty(self.shape) if out is None else out
+        for box, starts in self.stacks.items():
+            out[slices(box)] = _combined(self.kind, flat, box, starts)
+        return out
+
+
+def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> Combine:
+    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: how to combine, decided once.
+
+    Args:
+        shape: of the result.
+        stacks: for each box of the result, where in the flat buffer the contributions to it begin, each row-major; boxes
+            that are left out are left as they are in `out`, and undefined without.
+        kind: "sum", "max", "min" or "product".
+
+    >>> add = compile_combine((2,), {((0, 2),): [0, 2, 4]})
+    >>> add(torch.tensor([1.0, 2.0, 10.0, 20.0, 100.0, 200.0])).tolist()
+    [111.0, 222.0]
+    """
+    return Combine(shape, stacks, kind)
+
+
+def combine_many(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None) -> list[Tensor]:
+    """`combine_many(combines, flat, outs=None) -> tensors`: all of them, of one kind, from one buffer; one launch on a GPU."""
+    if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
+        return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]
+    if outs is None:
+        views = [c.gives_view for c in combines]
+        done = [c.in_torch(flat, None) if view else flat.new_empty(c.shape) for c, view in zip(combines, views, strict=True)]
+    else:
+        views, done = [False] * len(outs), list(outs)
+    launched = [i for i, view in enumerate(views) if not view]
+    if launched:
+        _launch([combines[i] for i in launched], flat, [done[i] for i in launched])
+    return done
+
+
+def _launch(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor]) -> None:
+    from .strided_triton import launch  # imports triton
+
+    itemsizes, aligned = (flat.itemsize, outs[0].itemsize), alignment((flat, *outs))
+
+    def make() -> list[Table]:
+        placed = [p._replace(tensor=i) for i, c in enumerate(combines) for p in c.placed]
+        return make_tables(placed, False, itemsizes, aligned, raw=False)
+
+    for table in remembered(combines, (itemsizes, aligned), make):
+        launch(table, flat, outs[0] if len(outs) == 1 else list(outs), combines[0].kind)
+
+
+def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> Placed:
+    sizes, strides = box_shape(box), row_major_strides(shape)
+    origin = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
+    sizes, strides, flat_strides = merge_views(sizes, strides, row_major_strides(sizes))
+    return Placed(0, View(sizes, strides, origin, flat_strides, starts[0]), tuple(starts))
+
+
+def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
+    shape, size = box_shape(box), box_size(box)
+    if len(starts) == 1:
+        return flat[starts[0] :][:size].view(shape)
+    steps = {b - a for a, b in pairwise(starts)}
+    if len(steps) == 1:
+        parts = flat.as_strided((len(starts), size), (steps.pop(), 1), flat.storage_offset() + starts[0])
+    else:
+        parts = torch.stack([flat[start:][:size] for start in starts])
+    return reduced(kind, parts).view(shape)
+
+
+def reduced(kind: str, parts: Tensor) -> Tensor:
+    """`reduced(kind, parts: [n, ...]) -> [...]`: combined along dim 0, in order; 16-bit floats in float32."""
+    if kind in ("max", "min"):
+        return _COMBINE[kind](parts, 0)
+    if kind == "sum" and (parts.dtype.is_floating_point or parts.dtype.is_complex):
+        return parts.sum(0)  # torch adds 16-bit floats up in fp32
+    wide = torch.float32 if parts.dtype.is_floating_point and parts.dtype.itemsize < 4 else parts.dtype
+    return _COMBINE[kind](parts, 0, dtype=wide).to(parts.dtype)  # by itself torch would make integers an int64
