@@ -112,7 +112,7 @@ class Crossing:
         share = _share(plan, world.rank)
         self._have, self._shape = box_shape(share.have), self.target.local_shape
         takes_part = plan.transfers and world.rank in plan.ranks
-        self._run = Exchange(world.group(plan.ranks), [share]).run if takes_part else _keeping(share)
+        self._run = Exchange(world.group(plan.ranks), plan.src.dtype, [share]).run if takes_part else _keeping(share)
 
     def __call__(self, local: Tensor) -> Tensor:
         return self._run(local.reshape(self._have)).reshape(self._shape)

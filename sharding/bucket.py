@@ -62,6 +62,7 @@ class ManyRunner:
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         segments = [_segments(p) for p in plans]
+        self._dtypes = [p.dst.dtype for p in plans]
         depth = max(map(len, segments), default=0)
         self.stages = [_Stage([s[k] if k < len(s) else () for s in segments]) for k in range(depth)]
 
@@ -81,7 +82,7 @@ class ManyRunner:
         def wait() -> list[Tensor]:
             _finish(under_way, tensors, fresh)
             under_way.clear()
-            return tensors
+            return [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
 
         return wait
 

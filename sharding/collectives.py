@@ -7,6 +7,9 @@ their parts travel together, so that it is one launch.
     pack        boxes of the tensors -> one flat buffer, what goes to the same rank next to each other
     collective
     place       flat buffer -> the results; nothing is copied where it arrives in place
+
+Each has the dtype in which its tensors travel; tensors of other dtypes are cast as they are packed. A reduction may scale
+them, too.
 """
 
 from __future__ import annotations
@@ -14,17 +17,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import accumulate, chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, shift, slices
-from ..kernels.copy import Pack, Unpack, compile_pack, compile_unpack
+from ..kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
+from ..kernels.reduce import combine_many, compile_combine
 from ..mesh.group import Group
 from ..mesh.work import DONE, Work
 
-_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+PackT = TypeVar("PackT", Pack, Unpack)
 
 
 class Pending:
@@ -41,7 +46,13 @@ class Pending:
 
 
 class Collective(ABC):
-    """A collective that is ready to run on this rank."""
+    """A collective that is ready to run on this rank.
+
+    Attributes:
+        dtype: in which tensors travel and arrive; they may be given in another one.
+    """
+
+    dtype: torch.dtype
 
     @abstractmethod
     def start(
@@ -79,8 +90,8 @@ def _done(work: Work | None, finish: Callable[[], list[Tensor]]) -> Pending | li
 class AllReduce(Collective):
     """Every rank's tensor combined, on every rank."""
 
-    def __init__(self, group: Group, kind: str, shapes: Sequence[Sequence[int]]) -> None:
-        self.group, self.kind, self.shapes = group, kind, shapes
+    def __init__(self, group: Group, kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> None:
+        self.group, self.kind, self.dtype, self.shapes = group, kind, dtype, shapes
         self.sizes = [box_size(tuple((0, n) for n in shape)) for shape in shapes]
 
     def start(
@@ -94,11 +105,23 @@ class AllReduce(Collective):
 
     def _flat(self, tensors: Sequence[Tensor], own: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
-            return torch.cat([x.reshape(-1) for x in tensors])
+            return _joined(tensors, self.dtype)
         (x,) = tensors
         if outs is not None:
             return x if x is outs[0] else outs[0].copy_(x)
-        return x if own and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+        if own and x.is_contiguous() and x.dtype == self.dtype:
+            return x
+        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The tensors one after the other; a single one that lies so already as it is."""
+    if len(tensors) == 1:
+        return tensors[0].to(dtype).contiguous()
+    flat = [x.reshape(-1) for x in tensors]
+    if all(x.dtype == dtype for x in tensors):
+        return torch.cat(flat)
+    return torch.cat(flat, out=flat[0].new_empty(sum(x.numel() for x in flat), dtype=dtype))
 
 
 def _split(
@@ -128,7 +151,7 @@ class Gathered:
         self.size = box_size(self.boxes[0])
 
 
-def _interleaved(tensors: Sequence[Gathered], make: Callable[..., Pack | Unpack]) -> list[Pack | Unpack]:
+def _interleaved(tensors: Sequence[Gathered], make: Callable[..., PackT]) -> list[PackT]:
     """Packings of buffers in which each rank's parts of all tensors lie together."""
     if len(tensors) == 1:
         return [make(tensors[0].whole, tensors[0].boxes)]
@@ -142,37 +165,40 @@ def _interleaved(tensors: Sequence[Gathered], make: Callable[..., Pack | Unpack]
 class AllGather(Collective):
     """Every rank's part, on every rank, in the places where they belong."""
 
-    def __init__(self, group: Group, tensors: Sequence[Gathered]) -> None:
-        self.group, self.total = group, group.size * sum(t.size for t in tensors)
-        self.places = _interleaved(tensors, compile_unpack)
+    def __init__(self, group: Group, dtype: torch.dtype, tensors: Sequence[Gathered]) -> None:
+        self.group, self.dtype, self.total = group, dtype, group.size * sum(t.size for t in tensors)
+        self.places: list[Unpack] = _interleaved(tensors, compile_unpack)
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
         """Where the result is the parts one after the other, they arrive in `outs` itself, and a part that lies in its
         place there already is not copied."""
-        x = tensors[0].contiguous() if len(tensors) == 1 else torch.cat([x.reshape(-1) for x in tensors])
+        x = _joined(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1 and self.places[0].zero_copy:
             flat, outs = outs[0].view(-1), None
         else:
             flat = x.new_empty(self.total)
         work = self.group.all_gather(flat, x, async_op)
-        return _done(work, lambda: [place(flat, out) for place, out in zip(self.places, outs or repeat(None), strict=False)])
+        return _done(work, lambda: unpack_many(self.places, flat, outs))
 
 
 class ReduceScatter(Collective):
     """Every rank's tensor combined, each rank its part of it."""
 
-    def __init__(self, group: Group, kind: str, tensors: Sequence[Gathered]) -> None:
-        self.group, self.kind, self.packs = group, kind, _interleaved(tensors, compile_pack)
+    def __init__(
+        self, group: Group, kind: str, dtype: torch.dtype, tensors: Sequence[Gathered], scale: float | None = None
+    ) -> None:
+        self.group, self.kind, self.dtype, self.scale = group, kind, dtype, scale
+        self.packs: list[Pack] = _interleaved(tensors, compile_pack)
         self.parts, self.sizes, self.size = [t.part for t in tensors], [t.size for t in tensors], sum(t.size for t in tensors)
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
         """With `own`, the result is a view of the packed input (which is the input where that lies in order)."""
-        flat, size = _packed(self.packs, tensors, self.group.size * self.size), self.size
+        flat, size = _packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale), self.size
         tensors.clear()
         if outs is not None and len(outs) == 1:
             out, outs = outs[0].view(-1), None
@@ -212,8 +238,8 @@ def _numel(boxes: Sequence[Box]) -> int:
 
 def _packings(
     shares: Sequence[Share], peers: Callable[[Share], Sequence[Sequence[Box]]], side: Callable[[Share], Box],
-    make: Callable[..., Pack | Unpack],
-) -> tuple[list[Pack | Unpack], list[int]]:  # fmt: skip
+    make: Callable[..., PackT],
+) -> tuple[list[PackT], list[int]]:  # fmt: skip
     """Packings of a buffer in which what goes to (comes from) one rank lies together, and its length by rank."""
     by_peer = [[peers(share)[p] for share in shares] for p in range(len(peers(shares[0])))]
     splits = [sum(map(_numel, boxes)) for boxes in by_peer]
@@ -233,8 +259,8 @@ class Exchange(Collective):
     """An all_to_all with exact splits. What a rank holds already is copied past the buffers, unless a buffer with it in
     its place is the tensor itself: then everything goes through the buffers, and one of the two copies is none."""
 
-    def __init__(self, group: Group, shares: Sequence[Share]) -> None:
-        self.group = group
+    def __init__(self, group: Group, dtype: torch.dtype, shares: Sequence[Share]) -> None:
+        self.group, self.dtype = group, dtype
         if len(shares) == 1 and (through := _through_buffers(group.rank, shares[0])) is not None:
             shares = [through]
         self.keeps = [keeping(share) for share in shares]
@@ -247,28 +273,25 @@ class Exchange(Collective):
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
         if outs is None and not self.arrives_whole:
-            outs = [x.new_empty(shape) for x, shape in zip(tensors, self.shapes, strict=True)]
+            outs = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
         for keep, x, out in zip(self.keeps, tensors, outs or (), strict=False):
             keep(x, out)
-        packed = _packed(self.packs, tensors, sum(self.in_splits))
-        arrived = tensors[0].new_empty(self.total)
+        packed = _packed(self.packs, tensors, sum(self.in_splits), self.dtype)
+        arrived = packed.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(arrived, packed, self.out_splits, self.in_splits, async_op)
         return _done(work, lambda: self._placed(arrived, outs))
 
     def _placed(self, arrived: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
-        if outs is None:
-            return [self.places[0](arrived)]
-        return [place(arrived, out) for place, out in zip(self.places, outs, strict=True)]
+        return unpack_many(self.places, arrived, outs)
 
 
-def _packed(packs: Sequence[Pack | Unpack], tensors: Sequence[Tensor], size: int) -> Tensor:
-    if len(packs) == 1:
+def _packed(
+    packs: Sequence[Pack], tensors: Sequence[Tensor], size: int, dtype: torch.dtype, scale: float | None = None
+) -> Tensor:
+    if len(packs) == 1 and tensors[0].dtype == dtype and scale is None:
         return packs[0](tensors[0])
-    flat = tensors[0].new_empty(size)
-    for pack, x in zip(packs, tensors, strict=True):
-        pack(x, flat)
-    return flat
+    return pack_many(packs, tensors, tensors[0].new_empty(size, dtype=dtype), scale)
 
 
 def with_own(share: Share, me: int) -> Share:
@@ -294,64 +317,33 @@ class ExchangeReduce(Collective):
     Sums and products of 16-bit floats are accumulated in fp32 and rounded once.
     """
 
-    def __init__(self, group: Group, kind: str, shares: Sequence[Share]) -> None:
+    def __init__(self, group: Group, kind: str, dtype: torch.dtype, shares: Sequence[Share], scale: float | None = None) -> None:
         """The own contribution is among `sends` and `recvs` at this rank's index."""
-        self.group, self.kind = group, kind
+        self.group, self.dtype, self.scale = group, dtype, scale
         self.packs, self.in_splits = _packings(shares, lambda s: s.sends, lambda s: s.have, compile_pack)
-        self.stacks, self.out_splits = _stacks(shares)
-        self.wants = [(share.want, box_shape(share.want)) for share in shares]
+        stacks, self.out_splits = _stacks(shares)
+        self.combines = [compile_combine(box_shape(share.want), found, kind) for share, found in zip(shares, stacks, strict=True)]
         self.total = sum(self.out_splits)
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        packed = _packed(self.packs, tensors, sum(self.in_splits))
-        arrived = tensors[0].new_empty(self.total)
+        packed = _packed(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
+        arrived = packed.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(arrived, packed, self.out_splits, self.in_splits, async_op)
-        return _done(work, lambda: self._combined(arrived, outs))
-
-    def _combined(self, arrived: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
-        if outs is None and all(list(stacks) == [want] for stacks, (want, _) in zip(self.stacks, self.wants, strict=True)):
-            return [self._combine(arrived, box, stacks[box]) for (box, _), stacks in zip(self.wants, self.stacks, strict=True)]
-        if outs is None:
-            outs = [arrived.new_empty(shape) for _, shape in self.wants]
-        for (want, _), stacks, out in zip(self.wants, self.stacks, outs, strict=True):
-            for box, starts in stacks.items():
-                out[slices(box, box_origin(want))] = self._combine(arrived, box, starts)
-        return outs
-
-    def _combine(self, arrived: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
-        shape, size = box_shape(box), box_size(box)
-        if len(starts) == 1:
-            return arrived[starts[0] :][:size].view(shape)
-        steps = {b - a for a, b in pairwise(starts)}
-        if len(steps) == 1:
-            parts = arrived.as_strided((len(starts), size), (steps.pop(), 1), arrived.storage_offset() + starts[0])
-        else:
-            parts = torch.stack([arrived[start:][:size] for start in starts])
-        return _reduced(self.kind, parts).view(shape)
-
-
-def _reduced(kind: str, parts: Tensor) -> Tensor:
-    """The parts combined along dim 0, in order."""
-    if kind in ("max", "min"):
-        return _COMBINE[kind](parts, 0)
-    if kind == "sum" and (parts.dtype.is_floating_point or parts.dtype.is_complex):
-        return parts.sum(0)  # torch adds 16-bit floats up in fp32
-    wide = torch.float32 if parts.dtype.is_floating_point and parts.dtype.itemsize < 4 else parts.dtype
-    return _COMBINE[kind](parts, 0, dtype=wide).to(parts.dtype)  # by itself torch would make integers an int64
+        return _done(work, lambda: combine_many(self.combines, arrived, outs))
 
 
 def _stacks(shares: Sequence[Share]) -> tuple[list[dict[Box, list[int]]], list[int]]:
-    """Per tensor, box -> where in the buffer the contributions to it start, in group order; and the splits."""
+    """Per tensor, box of its result -> where in the buffer the contributions to it start, in group order; and the splits."""
     found: list[dict[Box, list[int]]] = [{} for _ in shares]
     start, splits = 0, []
     for peer in range(len(shares[0].recvs)):
         begin = start
         for stacks, share in zip(found, shares, strict=True):
             for box in share.recvs[peer]:
-                stacks.setdefault(box, []).append(start)
+                stacks.setdefault(shift(box, box_origin(share.want)), []).append(start)
                 start += box_size(box)
         splits.append(start - begin)
     return found, splits
@@ -360,13 +352,13 @@ def _stacks(shares: Sequence[Share]) -> tuple[list[dict[Box, list[int]]], list[i
 class Permute(Collective):
     """One whole box to one rank, one from one rank."""
 
-    def __init__(self, group: Group, dst: int, src: int, shape: Sequence[int]) -> None:
-        self.group, self.dst, self.src, self.shape = group, dst, src, shape
+    def __init__(self, group: Group, dtype: torch.dtype, dst: int, src: int, shape: Sequence[int]) -> None:
+        self.group, self.dtype, self.dst, self.src, self.shape = group, dtype, dst, src, shape
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        x = tensors[0].contiguous()
+        x = _joined(tensors, self.dtype)
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
         work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op)
@@ -379,8 +371,8 @@ Into = Callable[[Tensor, Tensor], None]  # from this rank's tensor into the resu
 class InTurn(Collective):
     """Several collectives one after the other that fill one result."""
 
-    def __init__(self, shape: Sequence[int], turns: Sequence[Into]) -> None:
-        self.shape, self.turns = shape, turns
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], turns: Sequence[Into]) -> None:
+        self.dtype, self.shape, self.turns = dtype, shape, turns
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
@@ -388,7 +380,7 @@ class InTurn(Collective):
         """The collectives are waited for one by one, also with `async_op`."""
         (x,) = tensors
         tensors.clear()
-        out = x.new_empty(self.shape) if outs is None else outs[0]
+        out = x.new_empty(self.shape, dtype=self.dtype) if outs is None else outs[0]
         for turn in self.turns:
             turn(x, out)
         return Pending(DONE, lambda: [out]) if async_op else [out]
@@ -409,7 +401,7 @@ def sharing(group: Group, share: Share) -> Into:
     in_splits, total = [_numel(boxes) for boxes in share.sends], sum(out_splits)
 
     def run(x: Tensor, out: Tensor) -> None:
-        packed, arrived = x.new_empty(sum(in_splits)), x.new_empty(total)
+        packed, arrived = out.new_empty(sum(in_splits)), out.new_empty(total)
         fill(x, out, packed)
         group.all_to_all(arrived, packed, out_splits, in_splits)
         place[0](arrived, out)

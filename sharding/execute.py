@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
@@ -44,16 +45,18 @@ _NEUTRAL = {"sum": 0, "product": 1}
 class Runner:
     """A plan made ready on this rank: `runner(local)` is this rank's part after it.
 
+    The part may have another dtype than the plan: local steps work in it, and the first collective casts as it packs.
+
     Attributes:
         steps: the plan's steps that this rank takes part in; none for a rank outside the mesh.
         calls: for each of them a function of the local tensor, or a collective.
     """
 
-    __slots__ = ("_only", "_runs", "calls", "steps")
+    __slots__ = ("_dtype", "_only", "_runs", "calls", "steps")
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
-        self.calls = [compile_local(step) if step.is_local else compile_collective([step]) for step in self.steps]
+        self.calls = _compiled(self.steps)
         self._runs: list[Run] = []
         fresh = False  # whether the tensor is no longer the caller's, so that it may be overwritten
         for step, call in zip(self.steps, self.calls, strict=True):
@@ -62,13 +65,15 @@ class Runner:
             self._runs.append(run)
             fresh = fresh or step.op not in ("slice", "pad")
         self._only = self._runs[0] if len(self._runs) == 1 else None
+        self._dtype = plan.dst.dtype
 
     def __call__(self, local: Tensor) -> Tensor:
         if self._only is not None:
-            return self._only(local)
-        for run in self._runs:
-            local = run(local)
-        return local
+            local = self._only(local)
+        else:
+            for run in self._runs:
+                local = run(local)
+        return local if local.dtype is self._dtype else local.to(self._dtype)
 
     def start(self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None) -> Callable[[], Tensor]:
         """Everything but waiting for the last collective; call what comes back for the result.
@@ -86,10 +91,33 @@ class Runner:
             tensors[0] = call.run_own(tensors[0]) if own and isinstance(call, Collective) else run(tensors[0])
         final, after = self.calls[last] if last >= 0 else None, self._runs[last + 1 :]
         if not isinstance(final, Collective):
-            return partial(_chained, after, tensors.pop, out)
+            return partial(_chained, after, lambda: tensors.pop().to(self._dtype), out)
         own = own or self._runs[last] == final.run_own
         pending = final.begin(tensors, own=own, outs=[out] if out is not None and not after else None)
         return partial(_chained, after, lambda: pending.wait()[0], out)
+
+
+def _compiled(steps: Sequence[Step]) -> list[Run | Collective]:
+    """The division of an average is done in the packing of the reduction that follows, where that gives the same bits."""
+    calls: list[Run | Collective] = []
+    for before, step in zip((None, *steps), steps, strict=False):
+        if step.is_local:
+            calls.append(compile_local(step))
+        elif before is not None and _is_exact_scale(before) and step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1:
+            calls[-1] = _unchanged
+            calls.append(compile_collective([step], 1 / before.group_size))
+        else:
+            calls.append(compile_collective([step]))
+    return calls
+
+
+def _is_exact_scale(step: Step) -> bool:
+    """Whether the step divides, and to divide is to multiply by the inverse."""
+    return step.op == "scale" and step.src.dtype.is_floating_point and step.group_size & (step.group_size - 1) == 0
+
+
+def _unchanged(local: Tensor) -> Tensor:
+    return local
 
 
 def compile_plan(plan: Plan) -> Runner:
@@ -164,10 +192,10 @@ def compile_local(step: Step) -> Run:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def compile_collective(steps: Sequence[Step]) -> Collective:
-    """The collective of one step, or of several that can share one: see `bucket_key`."""
-    make = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[_bucket_op(steps)]
-    return make(steps)
+def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Collective:
+    """The collective of one step, or of several that can share one: see `bucket_key`. A reduction may scale what it packs."""
+    make: Callable[..., Collective] = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[_bucket_op(steps)]
+    return make(steps) if scale is None else make(steps, scale)
 
 
 def bucket_key(step: Step) -> object:
@@ -184,15 +212,16 @@ def _bucket_op(steps: Sequence[Step]) -> str:
 
 def _all_reduce(steps: Sequence[Step]) -> Collective:
     shapes = [box_shape(step.dst.box) for step in steps]
-    return AllReduce(_group(steps[0]), steps[0].kind, shapes)
+    return AllReduce(_group(steps[0]), steps[0].kind, _dtype(steps), shapes)
 
 
 def _all_gather(steps: Sequence[Step]) -> Collective:
-    return AllGather(_group(steps[0]), [_gathered(step, step.src, step.dst) for step in steps])
+    return AllGather(_group(steps[0]), _dtype(steps), [_gathered(step, step.src, step.dst) for step in steps])
 
 
-def _reduce_scatter(steps: Sequence[Step]) -> Collective:
-    return ReduceScatter(_group(steps[0]), steps[0].kind, [_gathered(step, step.dst, step.src) for step in steps])
+def _reduce_scatter(steps: Sequence[Step], scale: float | None = None) -> Collective:
+    tensors = [_gathered(step, step.dst, step.src) for step in steps]
+    return ReduceScatter(_group(steps[0]), steps[0].kind, _dtype(steps), tensors, scale)
 
 
 def _gathered(step: Step, parts: Layout, whole: Layout) -> Gathered:
@@ -201,22 +230,23 @@ def _gathered(step: Step, parts: Layout, whole: Layout) -> Gathered:
 
 
 def _exchange(steps: Sequence[Step]) -> Collective:
-    return Exchange(_group(steps[0]), [_shares(step)[0] for step in steps])
+    return Exchange(_group(steps[0]), _dtype(steps), [_shares(step)[0] for step in steps])
 
 
-def _exchange_reduce(steps: Sequence[Step]) -> Collective:
+def _exchange_reduce(steps: Sequence[Step], scale: float | None = None) -> Collective:
     group = _group(steps[0])
-    return ExchangeReduce(group, steps[0].kind, [with_own(_shares(step)[0], group.rank) for step in steps])
+    shares = [with_own(_shares(step)[0], group.rank) for step in steps]
+    return ExchangeReduce(group, steps[0].kind, _dtype(steps), shares, scale)
 
 
 def _permute(steps: Sequence[Step]) -> Collective:
     group, (share,) = _group(steps[0]), _shares(steps[0])
     (dst,) = [p for p, boxes in enumerate(share.sends) if boxes] or [group.rank]
     (src,) = [p for p, boxes in enumerate(share.recvs) if boxes] or [group.rank]
-    return Permute(group, dst, src, box_shape(share.want))
+    return Permute(group, _dtype(steps), dst, src, box_shape(share.want))
 
 
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, Callable[..., Collective]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -228,6 +258,10 @@ _COLLECTIVES = {
 
 def _group(step: Step) -> Group:
     return device_mesh(step.src).group(step.axes)
+
+
+def _dtype(steps: Sequence[Step]) -> torch.dtype:
+    return steps[0].src.dtype
 
 
 def _peers(step: Step) -> list[Coordinate]:
@@ -260,17 +294,17 @@ def _by_peer(peers: Peers, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
 def _in_turn(steps: Sequence[Step]) -> Collective:
     """In rounds, or in two phases."""
     (step,) = steps
-    group, (first, *later) = _group(step), _shares(step)
+    group, dtype, (first, *later) = _group(step), _dtype(steps), _shares(step)
     if step.op == "exchange_reduce":
         whole = with_own(first, group.rank)
-        reductions = [ExchangeReduce(group, step.kind, [_round(whole, i, step.rounds)]) for i in range(step.rounds)]
-        return InTurn(box_shape(first.want), [_into(reduction) for reduction in reductions])
+        reductions = [ExchangeReduce(group, step.kind, dtype, [_round(whole, i, step.rounds)]) for i in range(step.rounds)]
+        return InTurn(dtype, box_shape(first.want), [_into(reduction) for reduction in reductions])
     turns: list[Into] = [keeping(first)]
-    turns += [_into(Exchange(group, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
+    turns += [_into(Exchange(group, dtype, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
     for share in later:
         node, inside = _inside_node(step, group, share)
         turns += [sharing(node, _round(inside, i, step.rounds)) for i in range(step.rounds)]
-    return InTurn(box_shape(first.want), turns)
+    return InTurn(dtype, box_shape(first.want), turns)
 
 
 def _into(collective: Exchange | ExchangeReduce) -> Into:

@@ -32,7 +32,7 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     The result may share memory with `local` where nothing but a slice is needed.
 
     Args:
-        local: this rank's box under `src`.
+        local: this rank's box under `src`; in another dtype than that, it is cast on the way (and its gradient back).
         src: the layout that `local` has now.
         dst: the wanted layout: same mesh, global shape and dtype.
         backward_dtype: dtype in which the gradient travels; by default the gradient's own.
@@ -46,7 +46,7 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     Communication: the plan's, over the axes that differ; none if the layouts are equal.
     """
     if src is dst:
-        return local
+        return _cast(local, dst.dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if _is_linear(src, dst):
             return _apply(local, src, dst, backward_dtype)
@@ -161,7 +161,7 @@ class _Redistribute(torch.autograd.Function):
         backward_dtype: torch.dtype | None,
         ready: Callable[[], Tensor] | None,
     ) -> Tensor:
-        ctx.src, ctx.dst, ctx.backward_dtype = src, dst, backward_dtype
+        ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
         out = runner(src, dst)(local) if ready is None else ready()
         return out.view_as(out) if out is local else out
 
@@ -170,8 +170,8 @@ class _Redistribute(torch.autograd.Function):
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
         src, dst = ctx.dst.dual.replace(dtype=travel), ctx.src.dual.replace(dtype=travel)
-        back = redistribute_local(_cast(with_memory(grad), travel), src, dst)
-        return _cast(back, ctx.src.dtype), None, None, None, None
+        back = redistribute_local(with_memory(grad), src, dst)
+        return _cast(back, ctx.dtype), None, None, None, None
 
 
 class _RedistributeMany(torch.autograd.Function):
@@ -185,7 +185,7 @@ class _RedistributeMany(torch.autograd.Function):
         ready: Callable[[], list[Tensor]],
         *locals_: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.pairs, ctx.backward_dtype = pairs, backward_dtype
+        ctx.pairs, ctx.dtypes, ctx.backward_dtype = pairs, [x.dtype for x in locals_], backward_dtype
         ctx.set_materialize_grads(False)
         same = {x.untyped_storage().data_ptr() for x in locals_}
         return tuple(out.view_as(out) if out.untyped_storage().data_ptr() in same else out for out in ready())
@@ -199,9 +199,9 @@ class _RedistributeMany(torch.autograd.Function):
             pairs = [
                 (dst.dual.replace(dtype=t), src.dual.replace(dtype=t)) for (_, _, src, dst), t in zip(there, travel, strict=True)
             ]
-            back = redistribute_locals([_cast(with_memory(g), t) for (_, g, _, _), t in zip(there, travel, strict=True)], pairs)
-            for (i, _, src, _), grad in zip(there, back, strict=True):
-                found[i] = _cast(grad, src.dtype)
+            back = redistribute_locals([with_memory(grad) for _, grad, _, _ in there], pairs)
+            for (i, *_), grad in zip(there, back, strict=True):
+                found[i] = _cast(grad, ctx.dtypes[i])
         return None, None, None, *found
 
 
@@ -221,6 +221,7 @@ def _is_linear(src: Layout, dst: Layout) -> bool:
 
 def _redistribute_nonlinear(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
     """Reduce what is pending with other kinds than sum, move linearly, then call the result pending where wanted."""
+    local = _cast(local, src.dtype)
     for reduce_kind in (_reduce_average, _reduce_extreme, _reduce_product):
         local, src = reduce_kind(local, src, dst)
     kept = {a: k for a, k in src.spec.unreduced if dst.pending.get(a) == k}

@@ -93,7 +93,7 @@ def redistribute(
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
     if target.mesh is not layout.mesh:
         _check_plain(layout, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, donate=donate, out=out)
-        moved = redistribute_across(local, layout, target, backward_dtype=backward_dtype)
+        moved = redistribute_across(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
         return ShardedTensor._make(_unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
@@ -212,10 +212,10 @@ def _wanted(
 def _prepared(
     x: ShardedTensor, wanted: tuple[DeviceMesh, SpecLike], forward_dtype: torch.dtype | None
 ) -> tuple[Tensor, Layout, Layout]:
-    """This rank's part in the dtype in which it travels, its layout, and the wanted one."""
+    """This rank's part (cast when it is packed), its layout in the dtype in which it travels, and the wanted one."""
     local, layout = dispatch.known_local(x), x._layout
     if forward_dtype is not None and forward_dtype != layout.dtype:
-        local, layout = local.to(forward_dtype), layout.replace(dtype=forward_dtype)
+        layout = layout.replace(dtype=forward_dtype)
     return local, layout, Layout.of(*wanted, layout.shape, layout.dtype)
 
 
