@@ -21,11 +21,13 @@ def to_bfloat16(x):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """As torch's `.to(dtype)`: what goes to bfloat16 goes through float32."""
+    """As torch's `.to(dtype)`: what goes to 16 bits goes through float32."""
     if x.dtype == dtype:
         return x
     elif dtype == tl.bfloat16:
         return to_bfloat16(x.to(tl.float32))
+    elif dtype == tl.float16:
+        return x.to(tl.float32).to(tl.float16)
     elif dtype == tl.int1:
         return x != 0
     else:

@@ -80,7 +80,8 @@ class Collective(ABC):
         return self.start([tensor], own=True)[0]  # type: ignore[index]
 
 
-def _done(work: Work | None, finish: Callable[[], list[Tensor]]) -> Pending | list[Tensor]:
+def done(work: Work | None, finish: Callable[[], list[Tensor]]) -> Pending | list[Tensor]:
+    """What `start` returns: the results now, or what gives them when the work is done."""
     return finish() if work is None else Pending(work, finish)
 
 
@@ -101,7 +102,7 @@ class AllReduce(Collective):
         flat = self._flat(tensors, own, outs)
         tensors.clear()
         work = self.group.all_reduce(flat, self.kind, async_op)
-        return _done(work, lambda: [flat] if len(self.sizes) == 1 else _split(flat, self.sizes, self.shapes, outs))
+        return done(work, lambda: [flat] if len(self.sizes) == 1 else _split(flat, self.sizes, self.shapes, outs))
 
     def _flat(self, tensors: Sequence[Tensor], own: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
@@ -181,7 +182,7 @@ class AllGather(Collective):
         else:
             flat = x.new_empty(self.total)
         work = self.group.all_gather(flat, x, async_op)
-        return _done(work, lambda: unpack_many(self.places, flat, outs))
+        return done(work, lambda: unpack_many(self.places, flat, outs))
 
 
 class ReduceScatter(Collective):
@@ -206,8 +207,8 @@ class ReduceScatter(Collective):
             out = flat.view(-1)[self.group.rank * size :][:size] if own else flat.new_empty(size)
         work = self.group.reduce_scatter(out, flat, self.kind, async_op)
         if len(self.parts) == 1:
-            return _done(work, lambda: [out.view(self.parts[0])])
-        return _done(work, lambda: _split(out, self.sizes, self.parts, outs))
+            return done(work, lambda: [out.view(self.parts[0])])
+        return done(work, lambda: _split(out, self.sizes, self.parts, outs))
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class Exchange(Collective):
         arrived = packed.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(arrived, packed, self.out_splits, self.in_splits, async_op)
-        return _done(work, lambda: self._placed(arrived, outs))
+        return done(work, lambda: self._placed(arrived, outs))
 
     def _placed(self, arrived: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
         return unpack_many(self.places, arrived, outs)
@@ -332,7 +333,7 @@ class ExchangeReduce(Collective):
         arrived = packed.new_empty(self.total)
         tensors.clear()
         work = self.group.all_to_all(arrived, packed, self.out_splits, self.in_splits, async_op)
-        return _done(work, lambda: combine_many(self.combines, arrived, outs))
+        return done(work, lambda: combine_many(self.combines, arrived, outs))
 
 
 def _stacks(shares: Sequence[Share]) -> tuple[list[dict[Box, list[int]]], list[int]]:
@@ -362,7 +363,7 @@ class Permute(Collective):
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
         work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op)
-        return _done(work, lambda: [out])
+        return done(work, lambda: [out])
 
 
 Into = Callable[[Tensor, Tensor], None]  # from this rank's tensor into the result

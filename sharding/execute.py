@@ -35,6 +35,7 @@ from .collectives import (
 from .layout import Layout, chunk
 from .plan import Plan, Step
 from .plan.route import Peers, routes
+from .transport import QuantizedAllGather, QuantizedExchange
 
 Run = Callable[[Tensor], Tensor]
 Coordinate: TypeAlias = tuple[int, ...]
@@ -103,7 +104,7 @@ def _compiled(steps: Sequence[Step]) -> list[Run | Collective]:
     for before, step in zip((None, *steps), steps, strict=False):
         if step.is_local:
             calls.append(compile_local(step))
-        elif before is not None and _is_exact_scale(before) and step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1:
+        elif before is not None and _is_exact_scale(before) and _scales(step):
             calls[-1] = _unchanged
             calls.append(compile_collective([step], 1 / before.group_size))
         else:
@@ -114,6 +115,10 @@ def _compiled(steps: Sequence[Step]) -> list[Run | Collective]:
 def _is_exact_scale(step: Step) -> bool:
     """Whether the step divides, and to divide is to multiply by the inverse."""
     return step.op == "scale" and step.src.dtype.is_floating_point and step.group_size & (step.group_size - 1) == 0
+
+
+def _scales(step: Step) -> bool:
+    return step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1 and step.transport is None
 
 
 def _unchanged(local: Tensor) -> Tensor:
@@ -194,7 +199,11 @@ def compile_local(step: Step) -> Run:
 
 def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Collective:
     """The collective of one step, or of several that can share one: see `bucket_key`. A reduction may scale what it packs."""
-    make: Callable[..., Collective] = _in_turn if steps[0].rounds > 1 or steps[0].op == "two_phase" else _COLLECTIVES[_bucket_op(steps)]
+    if steps[0].rounds > 1 or steps[0].op == "two_phase":
+        return _in_turn(steps)
+    if steps[0].transport is not None:
+        return _quantized(steps, steps[0].transport)
+    make = _COLLECTIVES[_bucket_op(steps)]
     return make(steps) if scale is None else make(steps, scale)
 
 
@@ -202,7 +211,8 @@ def bucket_key(step: Step) -> object:
     """Equal for steps over one group whose tensors can travel together in one collective."""
     if step.rounds > 1 or step.op == "two_phase":
         return step
-    return ("exchange" if step.op == "permute" else step.op), step.kind, step.src.dtype, device_mesh(step.src).device
+    op = "exchange" if step.op == "permute" else step.op
+    return op, step.kind, step.src.dtype, step.transport, device_mesh(step.src).device
 
 
 def _bucket_op(steps: Sequence[Step]) -> str:
@@ -256,6 +266,13 @@ _COLLECTIVES: dict[str, Callable[..., Collective]] = {
 }
 
 
+def _quantized(steps: Sequence[Step], transport: str) -> Collective:
+    group = _group(steps[0])
+    if steps[0].op == "all_gather":
+        return QuantizedAllGather(group, _dtype(steps), transport, [_gathered(step, step.src, step.dst) for step in steps])
+    return QuantizedExchange(group, _dtype(steps), transport, [with_own(_shares(step)[0], group.rank) for step in steps])
+
+
 def _group(step: Step) -> Group:
     return device_mesh(step.src).group(step.axes)
 
@@ -295,10 +312,10 @@ def _in_turn(steps: Sequence[Step]) -> Collective:
     """In rounds, or in two phases."""
     (step,) = steps
     group, dtype, (first, *later) = _group(step), _dtype(steps), _shares(step)
-    if step.op == "exchange_reduce":
+    if step.op == "exchange_reduce" or step.transport is not None:
         whole = with_own(first, group.rank)
-        reductions = [ExchangeReduce(group, step.kind, dtype, [_round(whole, i, step.rounds)]) for i in range(step.rounds)]
-        return InTurn(dtype, box_shape(first.want), [_into(reduction) for reduction in reductions])
+        pieces = [[_round(whole, i, step.rounds)] for i in range(step.rounds)]
+        return InTurn(dtype, box_shape(first.want), [_into(_through(step, group, piece)) for piece in pieces])
     turns: list[Into] = [keeping(first)]
     turns += [_into(Exchange(group, dtype, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
     for share in later:
@@ -307,7 +324,14 @@ def _in_turn(steps: Sequence[Step]) -> Collective:
     return InTurn(dtype, box_shape(first.want), turns)
 
 
-def _into(collective: Exchange | ExchangeReduce) -> Into:
+def _through(step: Step, group: Group, shares: Sequence[Share]) -> Collective:
+    """An exchange in which the own boxes go through the buffers, too."""
+    if step.transport is not None:
+        return QuantizedExchange(group, step.src.dtype, step.transport, shares)
+    return ExchangeReduce(group, step.kind, step.src.dtype, shares)
+
+
+def _into(collective: Collective) -> Into:
     def run(x: Tensor, out: Tensor) -> None:
         collective.start([x], outs=[out])
 

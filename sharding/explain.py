@@ -14,7 +14,7 @@ from ..mesh.topology import Topology, seconds_text
 from .layout import Layout
 from .plan import Plan, Step, plan
 from .plan.bounds import is_reduction, node_bound, rank_bound
-from .plan.cost import seconds
+from .plan.cost import memory_bytes, seconds
 from .plan.memory import buffer_bytes, peak_bytes
 from .plan.traffic import most_received, traffic
 from .spec import Placement, SpecLike
@@ -33,9 +33,11 @@ class StepCost:
         ranks: how many ranks that is.
         result: the spec after the step.
         launches: collectives that are called.
+        transport: how values travel, if not as they are.
         bytes_sent, bytes_received: per rank, to and from others.
         bytes_into_node: from other nodes, all ranks of the node together.
         buffer_bytes: memory beside input and result.
+        memory_bytes: read and written in a rank's own memory, to pack, unpack, cast and add up.
         seconds: estimated time.
     """
 
@@ -44,18 +46,20 @@ class StepCost:
     ranks: int
     result: str
     launches: int
+    transport: str | None
     bytes_sent: int
     bytes_received: int
     bytes_into_node: int
     buffer_bytes: int
+    memory_bytes: int
     seconds: float
 
     @staticmethod
     def of(step: Step, topology: Topology) -> StepCost:
         moved = traffic(step, topology)
         return StepCost(
-            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, moved.sent, moved.received,
-            moved.into_node, buffer_bytes(step), seconds(step, topology),
+            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.transport, moved.sent, moved.received,
+            moved.into_node, buffer_bytes(step), memory_bytes(step, topology), seconds(step, topology),
         )  # fmt: skip
 
 
@@ -155,7 +159,7 @@ class Explanation:
         if not self.steps:
             return f"{title}\nnothing to do"
         nodes = self.plan.topology.nodes(self.plan.src.mesh) > 1
-        header = ["step", "axes", "ranks", "result", "sent", "received", *["into node"] * nodes, "buffers", "time"]
+        header = ["step", "axes", "ranks", "result", "sent", "received", *["into node"] * nodes, "buffers", "memory", "time"]
         return "\n".join([title, *aligned([header, *(_row(cost, nodes) for cost in self.costs)]), *self._totals(nodes)])
 
     __repr__ = __str__
@@ -176,6 +180,7 @@ def explain(
     topology: Topology | None = None,
     max_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
 ) -> Explanation:
     """explain(x.layout, dst) -> the steps, bytes and bounds of `redistribute`, without running it.
 
@@ -183,7 +188,7 @@ def explain(
         src: a `Layout`, or a `ShardedTensor`.
         dst: a `Layout`, a `P`, or placements.
         topology: links and nodes to plan for; by default the mesh's.
-        max_bytes, accumulate_dtype: as for `redistribute`.
+        max_bytes, accumulate_dtype, transport: as for `redistribute`.
 
     Raises:
         ValueError: the two do not fit together, or no plan fits into `max_bytes`.
@@ -195,14 +200,14 @@ def explain(
         >>> print(explain(layout, P(None, "x")))
         f32[8, 8] @ P('x', None) on (x=4)
           -> P(None, 'x')
-        step      axes  ranks  result        sent  received  buffers   time
-        exchange  x         4  P(None, 'x')    48        48      128  11 us
+        step      axes  ranks  result        sent  received  buffers  memory   time
+        exchange  x         4  P(None, 'x')    48        48      128      96  11 us
         1 collective, about 11 us, peak 256 bytes in a rank
         into a rank 48 bytes, the lower bound
     """
     before = src if isinstance(src, Layout) else src.layout
     after = dst if isinstance(dst, Layout) else before.replace(dst)
-    return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype))
+    return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport))
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -217,8 +222,9 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(cost: StepCost, nodes: bool) -> list[str]:
-    op = cost.op if cost.launches <= 2 else f"{cost.op} x{cost.launches}"
-    numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes]
+    op = cost.op if cost.transport is None else f"{cost.op} as {cost.transport}"
+    op = op if cost.launches <= 2 else f"{op} x{cost.launches}"
+    numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes, cost.memory_bytes]
     shown = [f"{number:,}" for number in numbers]
     return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, seconds_text(cost.seconds)]
 

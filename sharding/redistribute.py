@@ -22,7 +22,7 @@ from .cache import keep
 from .engine_hooks import with_memory
 from .execute import Runner, compile_plan
 from .layout import Layout
-from .plan import plan
+from .plan import check_transport, plan
 from .spec import Cut, P
 
 
@@ -62,6 +62,7 @@ def start_redistribute(
     backward_dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
     own: bool = False,
     out: Tensor | None = None,
 ) -> Callable[[], Tensor]:
@@ -69,7 +70,7 @@ def start_redistribute(
 
     Args:
         tensors: a list of this rank's part, which is emptied.
-        max_bytes, accumulate_dtype: see `plan`.
+        max_bytes, accumulate_dtype, transport: see `plan`.
         own: the part may be overwritten, and the result may share its memory.
         out: a contiguous tensor for the result.
 
@@ -78,11 +79,11 @@ def start_redistribute(
     (local,) = tensors
     if not (local.requires_grad and torch.is_grad_enabled()):
         del local
-        return runner(src, dst, max_bytes, accumulate_dtype).start(tensors, own=own, out=out)
+        return runner(src, dst, max_bytes, accumulate_dtype, transport).start(tensors, own=own, out=out)
     if not _is_linear(src, dst):
-        done = _redistribute_nonlinear(tensors.pop(), src, dst, backward_dtype)
+        done = _redistribute_nonlinear(tensors.pop(), src, dst, backward_dtype, accumulate_dtype, transport)
         return lambda: done
-    ready = runner(src, dst, max_bytes, accumulate_dtype).start([tensors.pop().detach()])
+    ready = runner(src, dst, max_bytes, accumulate_dtype, transport).start([tensors.pop().detach()])
     return lambda: _apply(local, src, dst, backward_dtype, ready)
 
 
@@ -127,13 +128,18 @@ def _goes_alone(x: Tensor, pair: Pair) -> bool:
 
 
 def runner(
-    src: Layout, dst: Layout, max_bytes: int | None = None, accumulate_dtype: torch.dtype | None = None
+    src: Layout,
+    dst: Layout,
+    max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
 ) -> Runner:
     """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    key = dst if max_bytes is None and accumulate_dtype is None else (dst, max_bytes, accumulate_dtype)
+    plain = max_bytes is None and accumulate_dtype is None and transport is None
+    key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
     found = src.runners.get(key)
     if found is None:
-        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype)
+        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
         found = keep(src.runners, key, compile_plan(way))
     return found
 
@@ -219,14 +225,24 @@ def _is_linear(src: Layout, dst: Layout) -> bool:
     return all(kind == "sum" for _, kind in changed)
 
 
-def _redistribute_nonlinear(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
+def _redistribute_nonlinear(
+    local: Tensor,
+    src: Layout,
+    dst: Layout,
+    backward_dtype: torch.dtype | None,
+    accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
+) -> Tensor:
     """Reduce what is pending with other kinds than sum, move linearly, then call the result pending where wanted."""
+    if transport is not None:
+        check_transport(transport, src, dst)
     local = _cast(local, src.dtype)
     for reduce_kind in (_reduce_average, _reduce_extreme, _reduce_product):
         local, src = reduce_kind(local, src, dst)
     kept = {a: k for a, k in src.spec.unreduced if dst.pending.get(a) == k}
     middle = dst.replace(dst.spec.with_unreduced({**kept, **_only_sums(dst)}))
-    local = redistribute_local(local, src, middle, backward_dtype=backward_dtype)
+    how: dict[str, Any] = {"accumulate_dtype": accumulate_dtype, "transport": transport}
+    local = start_redistribute([local], src, middle, backward_dtype=backward_dtype, **how)()
     return _make_product_pending(local, middle, dst)
 
 

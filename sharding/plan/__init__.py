@@ -13,8 +13,8 @@ every rank. Read on in this order:
     bounds.py     what no plan can do better
 """
 
-from .planner import plan
+from .planner import check_transport, plan
 from .steps import Plan, Step
 from .toward import without_trivial_axes
 
-__all__ = ["Plan", "Step", "plan", "without_trivial_axes"]
+__all__ = ["Plan", "Step", "check_transport", "plan", "without_trivial_axes"]

@@ -33,19 +33,37 @@ def _latency(step: Step, topology: Topology, crosses: bool) -> float:
     return step.rounds * (topology.network if crosses else topology.local).latency
 
 
+def memory_bytes(step: Step, topology: Topology) -> int:
+    """Bytes that a rank reads and writes in its own memory around the collective: to pack and unpack, cast or quantise, and
+    add up; 0 where all is sent from where it lies and arrives where it belongs. What the collective itself does is not in it."""
+    moved = traffic(step, topology)
+    if step.op == "all_reduce" and step.transport is None:
+        return 2 * part_bytes(step.dst)  # the copy that it works on
+    if step.op == "exchange_reduce" and step.transport is None:  # with the own contribution
+        return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
+    return 2 * _copied(step, moved)
+
+
 def _copied(step: Step, moved: Traffic) -> int:
-    """Bytes that a rank copies in its own memory around the collective: packing and unpacking."""
+    """Bytes that a rank copies, each read and written."""
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
+    if step.transport is not None:  # floats to codes, codes to floats
+        return (before + moved.sent + moved.received + after) // 2
     if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on counts as no time)
         return 0
     if step.is_local:
         return after
-    packed = 0 if op == "all_gather" else before if op == "reduce_scatter" else moved.sent
-    if packed and packed <= before and arrives_in_place(step.dst, step.src, step.axes):
-        packed = 0
+    packed = _packed(step, moved)
     if op == "reduce_scatter":
         return packed
     if op == "exchange_reduce":  # every contribution is read once to be summed
         return packed + moved.received + after
     placed = after if op == "all_gather" else moved.received
     return packed + (0 if arrives_in_place(step.src, step.dst, step.axes) else placed)
+
+
+def _packed(step: Step, moved: Traffic) -> int:
+    """Bytes that are packed: none where they lie in order already."""
+    before = part_bytes(step.src)
+    packed = 0 if step.op == "all_gather" else before if step.op == "reduce_scatter" else moved.sent
+    return 0 if packed <= before and arrives_in_place(step.dst, step.src, step.axes) else packed

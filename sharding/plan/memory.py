@@ -52,6 +52,8 @@ def part_bytes(layout: Layout) -> int:
 
 def _gather_buffers(step: Step) -> int:
     """The parts as they arrive, unless they arrive in their places."""
+    if step.transport is not None:
+        return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(step.src.largest_local_numel)
     return 0 if arrives_in_place(step.src, step.dst, step.axes) else part_bytes(step.dst)
 
 

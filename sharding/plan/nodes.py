@@ -26,7 +26,7 @@ def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
     if step.op == "two_phase" and shares_evenly(step):
         count = _shared
     busiest, into = zip(*[count(step, topology, ranks) for ranks in looked_at(step.src.mesh, topology)], strict=True)
-    return max(busiest) * step.src.dtype.itemsize, max(into) * step.src.dtype.itemsize
+    return step.wire_bytes(max(busiest)), step.wire_bytes(max(into))
 
 
 @lru_cache(maxsize=64)
@@ -64,16 +64,16 @@ def members_key(step: Step, rank: Coordinate) -> Coordinate:
 
 def _column(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
     """All that a rank receives and sends, less what stays in the node."""
-    from .traffic import bytes_received, bytes_sent  # which adds up what is counted here
+    from .traffic import elements_received, elements_sent  # traffic adds up what is counted here
 
-    itemsize, most, total = step.src.dtype.itemsize, 0, 0
+    most = total = 0
     for me in ranks:
         here = [r for r in ranks if r != me and members_key(step, r) == members_key(step, me)]
         have, want = step.src.box_at(me), step.dst.box_at(me)
         near_in = sum(overlap(step.src.box_at(r), want) for r in here)
         near_out = sum(overlap(have, step.dst.box_at(r)) for r in here)
-        entering = bytes_received(step, me) // itemsize - near_in
-        most = max(most, entering, bytes_sent(step, me) // itemsize - near_out)
+        entering = elements_received(step, me) - near_in
+        most = max(most, entering, elements_sent(step, me, have, want) - near_out)
         total += entering
     return most, total
 

@@ -20,6 +20,9 @@ from operator import itemgetter
 
 import torch
 
+from ...kernels.quantize import DTYPES as QUANTIZED
+from ...kernels.quantize import FORMATS
+from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
 from ..spec import EACH
@@ -56,6 +59,7 @@ def plan(
     *,
     max_bytes: int | None = None,
     accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
 ) -> Plan:
     """plan(src, dst) -> the steps that take a tensor from layout `src` to layout `dst`.
 
@@ -67,10 +71,12 @@ def plan(
             done in rounds until they fit.
         accumulate_dtype: torch.float32 to have 16-bit floats added up in fp32: then they are reduced by exchanges, in
             which they travel in 16 bits. A ring adds up in the dtype that travels, rounding at every rank.
+        transport: "int8" or "fp8" to quantise what travels, see `kernels.quantize`; reductions are done by exchanges.
 
     Raises:
         ValueError: the layouts are of different meshes, shapes or dtypes; no plan fits into `max_bytes` (the message
-            says how much the smallest takes); another `accumulate_dtype`.
+            says how much the smallest takes); another `accumulate_dtype` or `transport`; a transport of anything but 16-
+            and 32-bit floats, or of pending values that are not to be added up.
 
     Communication: none; nothing is run.
 
@@ -85,9 +91,12 @@ def plan(
     candidates = list(_candidates(without_trivial_axes(src), without_trivial_axes(dst), topology))
     if accumulate_dtype is not None:
         candidates = [_accumulating(steps, accumulate_dtype) for steps in candidates]
+    if transport is not None:
+        check_transport(transport, src, dst)
+        candidates = [_quantized(steps, transport) for steps in candidates]
     if max_bytes is not None:
         candidates = _fitting(candidates, src, dst, max_bytes)
-    return Plan(src, dst, _cheapest(candidates, topology), topology)
+    return Plan(src, dst, _cheapest(candidates, topology, src.mesh), topology)
 
 
 def _check_compatible(src: Layout, dst: Layout) -> None:
@@ -104,7 +113,7 @@ def _check_compatible(src: Layout, dst: Layout) -> None:
         )
 
 
-def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
+def _cheapest(candidates: Sequence[Steps], topology: Topology, mesh: AbstractMesh) -> Steps:
     """The cheapest; on one node, the cheapest with fewer launches unless those that it saves cost much.
 
     Estimates know nothing of what a launch costs beyond its latency (waiting for the slowest rank, above all), so bytes
@@ -115,7 +124,7 @@ def _cheapest(candidates: Sequence[Steps], topology: Topology) -> Steps:
     price = _remembered(topology)
     priced = [(sum(map(price, steps)), steps) for steps in candidates]
     least, best = min(priced, key=itemgetter(0))
-    if topology.crossing_axes(best[0].src.mesh if best else candidates[0][0].src.mesh):
+    if topology.crossing_axes(mesh):
         return best
     near = [steps for cost, steps in sorted(priced, key=itemgetter(0)) if cost <= _WORTH_A_LAUNCH * least]
     return min(near, key=_launches)
@@ -126,7 +135,7 @@ def _remembered(topology: Topology) -> Callable[[Step], float]:
     known: dict[object, float] = {}
 
     def price(step: Step) -> float:
-        key = step.op, step.axes, step.src, step.dst, step.rounds, step.topology is None
+        key = step.op, step.axes, step.src, step.dst, step.rounds, step.transport, step.topology is None
         if key not in known:
             known[key] = seconds(step, topology)
         return known[key]
@@ -146,6 +155,30 @@ def _accumulating(steps: Steps, dtype: torch.dtype) -> Steps:
         return steps
     adding = {"reduce_scatter", "all_reduce"}
     return tuple(replace(s, op="exchange_reduce") if s.op in adding and s.kind == "sum" else s for s in steps)
+
+
+_QUANTIZED_AS = {"reduce_scatter": "exchange_reduce", "all_reduce": "exchange_reduce", "two_phase": "exchange"}
+
+
+def check_transport(transport: str, src: Layout, dst: Layout) -> None:
+    """Raises: ValueError where what goes from `src` to `dst` cannot be quantised."""
+    if transport not in FORMATS:
+        raise ValueError(f"transport={transport!r}: values can travel as {' or '.join(map(repr, FORMATS))}; or leave it out")
+    if src.dtype not in QUANTIZED:
+        raise ValueError(
+            f"cannot redistribute {src} with transport={transport!r}: 16- and 32-bit floats can be quantised; leave it out, or cast first"
+        )
+    reduced = {kind for axis, kind in src.spec.unreduced if dst.pending.get(axis) != kind} - {"sum", "avg"}
+    if reduced:
+        raise ValueError(
+            f"cannot redistribute {src} to {dst.spec} with transport={transport!r}: quantised values can be added up, but not combined "
+            f"by {sorted(reduced)[0]}; reduce first without it"
+        )
+
+
+def _quantized(steps: Steps, transport: str) -> Steps:
+    """The same with what moves quantised. A ring would quantise again at every rank, and so would a second phase."""
+    return tuple(s if s.is_local else replace(s, op=_QUANTIZED_AS.get(s.op, s.op), transport=transport) for s in steps)
 
 
 # -- candidates, stage by stage ----------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+from ...kernels.quantize import BLOCK
 from ...mesh.topology import Topology
 from ..layout import Layout
 
@@ -32,6 +34,7 @@ class Step:
         kind: how values combine, for reductions; the neutral element's kind, for "pad".
         rounds: into how many calls the boxes are cut, so that the buffers are that much smaller.
         topology: which ranks share a node, where the choice of the sender depends on it.
+        transport: the format of 8 bits in which values travel, "int8" or "fp8"; None for their own.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Step:
     kind: str = "sum"
     rounds: int = 1
     topology: Topology | None = None
+    transport: str | None = None
 
     @property
     def is_local(self) -> bool:
@@ -67,6 +71,13 @@ class Step:
         """Whether the ranks of a group together come to hold all that they held before."""
         return all(a in self.axes or a in self.src.dim_of for a in self.dst.dim_of)
 
+    def wire_bytes(self, elements: Any) -> Any:
+        """Bytes in which so many elements (a number, or an array of numbers) travel; quantised, but for what the last block of
+        a box is filled up with."""
+        if self.transport is None:
+            return elements * self.src.dtype.itemsize
+        return elements + 4 * -(-elements // BLOCK)  # codes, and a float32 scale for each block
+
     def bytes_received(self, coordinate: tuple[int, ...]) -> int:
         """Bytes that the rank at `coordinate` receives from others in this step."""
         from .traffic import bytes_received  # traffic measures steps
@@ -76,7 +87,8 @@ class Step:
     def __repr__(self) -> str:
         where = f" over {', '.join(self.axes)}" if self.axes else ""
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
-        return f"{self.op}{where}{rounds}: {self.src.spec} -> {self.dst.spec}"
+        travelling = f" as {self.transport}" if self.transport else ""
+        return f"{self.op}{where}{rounds}{travelling}: {self.src.spec} -> {self.dst.spec}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,16 @@ def _received(step: Step, before: Box, after: Box) -> int:
         return 0
     if step.op in RING_OPS:
         return _ring(step, box_size(before), box_size(after))
-    return (_contributions(step) * box_size(after) - overlap(before, after)) * step.src.dtype.itemsize
+    return step.wire_bytes(_lacking(step, before, after))
+
+
+def elements_received(step: Step, coordinate: Coordinate) -> int:
+    """Elements that arrive at the rank in an exchange."""
+    return _lacking(step, step.src.box_at(coordinate), step.dst.box_at(coordinate))
+
+
+def _lacking(step: Step, before: Box, after: Box) -> int:
+    return _contributions(step) * box_size(after) - overlap(before, after)
 
 
 def _contributions(step: Step) -> int:
@@ -75,20 +84,25 @@ def _sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
         return 0
     if step.op in RING_OPS:
         return _ring(step, box_size(before), box_size(after))
+    return step.wire_bytes(elements_sent(step, coordinate, before, after))
+
+
+def elements_sent(step: Step, coordinate: Coordinate, before: Box, after: Box) -> int:
+    """Elements that leave the rank in an exchange."""
     if step.topology is None and step.wants_all:  # each element goes to all ranks of the group that will hold it
         copies = [a for a in step.axes if a not in step.dst.dim_of]
         sent = box_size(before) * (step.src.mesh.size(tuple(copies)) if copies else 1)
-        return (sent - overlap(before, after)) * step.src.dtype.itemsize
-    return sum(_numel(route.sends) for route in routes(step, coordinate)) * step.src.dtype.itemsize
+        return sent - overlap(before, after)
+    return sum(_numel(route.sends) for route in routes(step, coordinate))
 
 
 def _ring(step: Step, before: Any, after: Any) -> Any:
     """Bytes into (and out of) a rank in an all_gather, reduce_scatter or all_reduce, from elements before and after: of one
     rank, or of all as arrays."""
-    n, itemsize = step.group_size, step.src.dtype.itemsize
+    n = step.group_size
     if step.op == "all_reduce":
-        return 2 * (n - 1) * after * itemsize // n
-    return (n - 1) * (before if step.op == "all_gather" else after) * itemsize
+        return 2 * (n - 1) * step.wire_bytes(after) // n
+    return (n - 1) * step.wire_bytes(before if step.op == "all_gather" else after)
 
 
 def _numel(peers: Iterable[tuple[Coordinate, Box]]) -> int:
@@ -139,7 +153,7 @@ def _received_everywhere(step: Step) -> np.ndarray:
     before, after, own = numels(step.src, step.dst)
     if step.op in RING_OPS:
         return _ring(step, before, after)
-    return (_contributions(step) * after - own) * step.src.dtype.itemsize
+    return step.wire_bytes(_contributions(step) * after - own)
 
 
 @lru_cache(maxsize=64)
