@@ -20,10 +20,18 @@ def to_bfloat16(x):
 
 
 @triton.jit
+def from_bfloat16(x):
+    """bfloat16 -> float32, exact; subnormal numbers, too."""
+    return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def cast(x, dtype: tl.constexpr):
-    """As torch's `.to(dtype)`: what goes to 16 bits goes through float32."""
+    """As torch's `.to(dtype)`: what goes to 16 bits goes through float32, and so does what comes from bfloat16."""
     if x.dtype == dtype:
         return x
+    elif x.dtype == tl.bfloat16:
+        return cast(from_bfloat16(x), dtype)
     elif dtype == tl.bfloat16:
         return to_bfloat16(x.to(tl.float32))
     elif dtype == tl.float16:
@@ -37,7 +45,33 @@ def cast(x, dtype: tl.constexpr):
 @triton.jit
 def widened(x):
     """16-bit floats as float32, the rest as it is."""
-    if x.dtype == tl.bfloat16 or x.dtype == tl.float16:
+    if x.dtype == tl.bfloat16:
+        return from_bfloat16(x)
+    elif x.dtype == tl.float16:
         return x.to(tl.float32)
     else:
         return x
+
+
+@triton.jit
+def to_e4m3(x):
+    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for all that is larger, 0x7f for NaN.
+
+    What a GPU that converts by itself (`x.to(tl.float8e4nv)`, from compute capability 8.9 on) makes of it, too.
+    """
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    below = (size + 16384.0).to(tl.int32, bitcast=True)  # 2**14, so that the last bit is worth 2**-9; the low bits are the code
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    code = tl.where(size < 0.015625, below & 0xF, normal) | sign
+    return tl.where(x != x, 0x7F, code).to(tl.int8)
+
+
+@triton.jit
+def from_e4m3(code):
+    """The codes of float8_e4m3fn, as int8 -> float32."""
+    code = code.to(tl.int32)
+    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, what the exponents' biases differ by
+    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

@@ -60,9 +60,10 @@ class Group(ABC):
         rank: my index within `ranks`.
         size: number of ranks.
         world: the world that the group belongs to.
+        shared: memory that the ranks share, by device type, see `symmetric.peers_of`.
     """
 
-    __slots__ = ("_observers", "rank", "ranks", "size", "world")
+    __slots__ = ("_observers", "rank", "ranks", "shared", "size", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -70,6 +71,7 @@ class Group(ABC):
         self.rank = ranks.index(world.rank)
         self.size = len(ranks)
         self._observers = world.observers
+        self.shared: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
@@ -247,6 +249,15 @@ class Group(ABC):
         gathered = [data] if self.size == 1 else self._all_gather_bytes(data)
         _observed(None, over)
         return [pickle.loads(d) for d in gathered]
+
+    def direct(self, op: str, sent: int, received: int, dtype: torch.dtype, run: Callable[[], None]) -> None:
+        """A collective that `run` does by itself, without the backend: it is observed like any other.
+
+        Communication: what the arguments say, as in `CollectiveRecord`.
+        """
+        over = self._notify(op, sent, received, dtype) if self._observers else None
+        run()
+        _observed(None, over)
 
     def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> Callable[[], None] | None:
         """Tells the observers; what they want to be told when it is over."""

@@ -60,6 +60,8 @@ class Topology:
         node_size: how many consecutive global ranks share a node; None where `crossing` says it or all ranks do.
         crossing: the axes along which one leaves the node; empty where `node_size` says it or no axis does.
         factors: (op, factor) pairs (or a mapping) for `factor`.
+        symmetric: what a collective costs that kernels do inside a node by reading the memory of the peers; None where there
+            is no such memory or nobody has measured (`calibrate` does). Then those kernels are used where they are faster.
         rails: over how many network links at a time one ring collective leaves a node; None: one per rank, as NCCL
             does with a network card per GPU. Gloo's rings have one.
 
@@ -80,6 +82,7 @@ class Topology:
     crossing: tuple[str, ...] = ()
     factors: tuple[tuple[str, float], ...] | Mapping[str, float] = ()
     rails: int | None = None
+    symmetric: Link | None = None
 
     def __post_init__(self) -> None:
         _check_positive("Topology", memory=self.memory)
@@ -175,7 +178,8 @@ class Topology:
         if self.crossing:
             where = f"nodes along {', '.join(self.crossing)}"
         slower = "".join(f", {op} x{factor:.3g}" for op, factor in dict(self.factors).items())
-        return f"{where}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{slower}"
+        shared = "" if self.symmetric is None else f", shared memory {self.symmetric}"
+        return f"{where}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{slower}{shared}"
 
 
 def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) -> int | None:

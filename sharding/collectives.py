@@ -14,6 +14,7 @@ them, too.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ class AllReduce(Collective):
 
     def __init__(self, group: Group, kind: str, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> None:
         self.group, self.kind, self.dtype, self.shapes = group, kind, dtype, shapes
-        self.sizes = [box_size(tuple((0, n) for n in shape)) for shape in shapes]
+        self.sizes = list(map(math.prod, shapes))
 
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
@@ -102,11 +103,11 @@ class AllReduce(Collective):
         flat = self._flat(tensors, own, outs)
         tensors.clear()
         work = self.group.all_reduce(flat, self.kind, async_op)
-        return done(work, lambda: [flat] if len(self.sizes) == 1 else _split(flat, self.sizes, self.shapes, outs))
+        return done(work, lambda: [flat] if len(self.shapes) == 1 else parted(flat, self.sizes, self.shapes, outs))
 
     def _flat(self, tensors: Sequence[Tensor], own: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
-            return _joined(tensors, self.dtype)
+            return joined(tensors, self.dtype)
         (x,) = tensors
         if outs is not None:
             return x if x is outs[0] else outs[0].copy_(x)
@@ -115,7 +116,7 @@ class AllReduce(Collective):
         return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """The tensors one after the other; a single one that lies so already as it is."""
     if len(tensors) == 1:
         return tensors[0].to(dtype).contiguous()
@@ -125,7 +126,7 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return torch.cat(flat, out=flat[0].new_empty(sum(x.numel() for x in flat), dtype=dtype))
 
 
-def _split(
+def parted(
     flat: Tensor, sizes: Sequence[int], shapes: Sequence[Sequence[int]], outs: list[Tensor] | None
 ) -> list[Tensor]:
     """The tensors of a bucket; views of it, but for autograd tensors of their own, that may be written in place."""
@@ -175,7 +176,7 @@ class AllGather(Collective):
     ) -> Pending | list[Tensor]:
         """Where the result is the parts one after the other, they arrive in `outs` itself, and a part that lies in its
         place there already is not copied."""
-        x = _joined(tensors, self.dtype)
+        x = joined(tensors, self.dtype)
         tensors.clear()
         if outs is not None and len(outs) == 1 and self.places[0].zero_copy:
             flat, outs = outs[0].view(-1), None
@@ -208,7 +209,7 @@ class ReduceScatter(Collective):
         work = self.group.reduce_scatter(out, flat, self.kind, async_op)
         if len(self.parts) == 1:
             return done(work, lambda: [out.view(self.parts[0])])
-        return done(work, lambda: _split(out, self.sizes, self.parts, outs))
+        return done(work, lambda: parted(out, self.sizes, self.parts, outs))
 
 
 # -- exchanges ---------------------------------------------------------------------------------------------------------
@@ -359,7 +360,7 @@ class Permute(Collective):
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        x = _joined(tensors, self.dtype)
+        x = joined(tensors, self.dtype)
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
         work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from ..kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.group import Group
+from ..mesh.symmetric import STAGING_BYTES
+from ..mesh.topology import Link
 from .collectives import (
     AllGather,
     AllReduce,
@@ -34,7 +37,9 @@ from .collectives import (
 )
 from .layout import Layout, chunk
 from .plan import Plan, Step
+from .plan.memory import part_bytes
 from .plan.route import Peers, routes
+from .symmetric import Staged, SymmetricAllReduce, SymmetricPull
 from .transport import QuantizedAllGather, QuantizedExchange
 
 Run = Callable[[Tensor], Tensor]
@@ -118,7 +123,7 @@ def _is_exact_scale(step: Step) -> bool:
 
 
 def _scales(step: Step) -> bool:
-    return step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1 and step.transport is None
+    return step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1 and step.transport is None and step.symmetric is None
 
 
 def _unchanged(local: Tensor) -> Tensor:
@@ -203,6 +208,8 @@ def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Col
         return _in_turn(steps)
     if steps[0].transport is not None:
         return _quantized(steps, steps[0].transport)
+    if steps[0].symmetric is not None and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES:
+        return _symmetric(steps, steps[0].symmetric)
     make = _COLLECTIVES[_bucket_op(steps)]
     return make(steps) if scale is None else make(steps, scale)
 
@@ -212,7 +219,7 @@ def bucket_key(step: Step) -> object:
     if step.rounds > 1 or step.op == "two_phase":
         return step
     op = "exchange" if step.op == "permute" else step.op
-    return op, step.kind, step.src.dtype, step.transport, device_mesh(step.src).device
+    return op, step.kind, step.src.dtype, step.transport, step.symmetric, device_mesh(step.src).device
 
 
 def _bucket_op(steps: Sequence[Step]) -> str:
@@ -273,6 +280,28 @@ def _quantized(steps: Sequence[Step], transport: str) -> Collective:
     return QuantizedExchange(group, _dtype(steps), transport, [with_own(_shares(step)[0], group.rank) for step in steps])
 
 
+def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
+    group, device, first = _group(steps[0]), device_mesh(steps[0].src).device, steps[0]
+    if first.op == "all_reduce":
+        return SymmetricAllReduce(group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps])
+    return SymmetricPull(group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps])
+
+
+def _staged(step: Step, group: Group) -> Staged:
+    """What every rank of the group gives, and what this one takes."""
+    have, want, peers = step.src.box, step.dst.box, _peers(step)
+    if step.op == "all_gather":
+        parts = [[step.src.box_at(c)] for c in peers]
+        return Staged(have, want, parts, parts, (group.size - 1) * box_size(have))
+    if step.op == "reduce_scatter":
+        parts = [step.dst.box_at(c) for c in peers]
+        return Staged(have, want, [parts] * group.size, [[want]] * group.size, (group.size - 1) * box_size(want))
+    shares = [with_own(_shares(step, c)[0], i) for i, c in enumerate(peers)]
+    given = [list(dict.fromkeys(chain.from_iterable(share.sends))) for share in shares]
+    sent = sum(box_size(box) for i, boxes in enumerate(shares[group.rank].sends) if i != group.rank for box in boxes)
+    return Staged(have, want, given, shares[group.rank].recvs, sent)
+
+
 def _group(step: Step) -> Group:
     return device_mesh(step.src).group(step.axes)
 
@@ -287,12 +316,15 @@ def _peers(step: Step) -> list[Coordinate]:
     return [c for c in found if c is not None]
 
 
-def _shares(step: Step) -> list[Share]:
-    """What the step makes this rank send and receive in each of its exchanges, and what stays here."""
-    mesh, group, have, want = device_mesh(step.src), _group(step), step.src.box, step.dst.box
+def _shares(step: Step, coordinate: Coordinate | None = None) -> list[Share]:
+    """What the step makes a rank of the group (by default this one) send and receive in each of its exchanges, and what stays
+    there."""
+    mesh, group = device_mesh(step.src), _group(step)
+    me = _coordinate(mesh) if coordinate is None else coordinate
+    have, want = step.src.box_at(me), step.dst.box_at(me)
     return [
         Share(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
-        for r in routes(step, _coordinate(mesh))
+        for r in routes(step, me)
     ]
 
 

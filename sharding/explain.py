@@ -33,7 +33,7 @@ class StepCost:
         ranks: how many ranks that is.
         result: the spec after the step.
         launches: collectives that are called.
-        transport: how values travel, if not as they are.
+        how: what is special about the way: quantised, or through memory that the ranks of a node share.
         bytes_sent, bytes_received: per rank, to and from others.
         bytes_into_node: from other nodes, all ranks of the node together.
         buffer_bytes: memory beside input and result.
@@ -46,7 +46,7 @@ class StepCost:
     ranks: int
     result: str
     launches: int
-    transport: str | None
+    how: str
     bytes_sent: int
     bytes_received: int
     bytes_into_node: int
@@ -58,7 +58,7 @@ class StepCost:
     def of(step: Step, topology: Topology) -> StepCost:
         moved = traffic(step, topology)
         return StepCost(
-            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.transport, moved.sent, moved.received,
+            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.how, moved.sent, moved.received,
             moved.into_node, buffer_bytes(step), memory_bytes(step, topology), seconds(step, topology),
         )  # fmt: skip
 
@@ -222,8 +222,7 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(cost: StepCost, nodes: bool) -> list[str]:
-    op = cost.op if cost.transport is None else f"{cost.op} as {cost.transport}"
-    op = op if cost.launches <= 2 else f"{op} x{cost.launches}"
+    op = f"{cost.op}{cost.how}" + (f" x{cost.launches}" if cost.launches > 2 else "")
     numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes, cost.memory_bytes]
     shown = [f"{number:,}" for number in numbers]
     return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, seconds_text(cost.seconds)]

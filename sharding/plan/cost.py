@@ -7,7 +7,7 @@ Bytes are those of the busiest rank, the larger of what it sends and what it rec
 
 from __future__ import annotations
 
-from ...mesh.topology import Topology
+from ...mesh.topology import Link, Topology
 from .memory import arrives_in_place, part_bytes
 from .steps import Step
 from .traffic import Traffic, traffic
@@ -18,6 +18,8 @@ _MEASURED_AS = {"exchange": "all_to_all", "permute": "all_to_all", "two_phase": 
 def seconds(step: Step, topology: Topology) -> float:
     """Estimated time of a step, of its slowest rank."""
     moved = traffic(step, topology)
+    if step.symmetric is not None:
+        return _symmetric_seconds(step, moved, step.symmetric, topology)
     copies = _copied(step, moved) / topology.memory
     if step.is_local:
         return copies
@@ -25,6 +27,27 @@ def seconds(step: Step, topology: Topology) -> float:
     across = moved.network / topology.network.bandwidth
     factor = topology.factor(_MEASURED_AS.get(step.op, step.op))
     return _latency(step, topology, bool(moved.network)) + max(inside, across) * factor + copies
+
+
+def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
+    """By kernels that read the peers' memory: one launch, and no buffers to unpack from."""
+    size = part_bytes(step.src)
+    if step.op == "all_reduce":
+        one, two = _shots(size, step.group_size, link)
+        return min(one, two) + size / topology.memory
+    return link.latency + moved.received / link.bandwidth + size / topology.memory
+
+
+def _shots(size: int, ranks: int, link: Link) -> tuple[float, float]:
+    """An all-reduce in which every rank adds up everything, and one in which each adds up its share and all read those."""
+    crossing = (ranks - 1) * size / link.bandwidth
+    return link.latency + crossing, 2 * link.latency + 2 * crossing / ranks
+
+
+def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
+    """Whether an all-reduce of so many bytes is faster in two shots."""
+    one, two = _shots(size, ranks, link)
+    return two < one
 
 
 def _latency(step: Step, topology: Topology, crosses: bool) -> float:
@@ -37,8 +60,8 @@ def memory_bytes(step: Step, topology: Topology) -> int:
     """Bytes that a rank reads and writes in its own memory around the collective: to pack and unpack, cast or quantise, and
     add up; 0 where all is sent from where it lies and arrives where it belongs. What the collective itself does is not in it."""
     moved = traffic(step, topology)
-    if step.op == "all_reduce" and step.transport is None:
-        return 2 * part_bytes(step.dst)  # the copy that it works on
+    if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
+        return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
     if step.op == "exchange_reduce" and step.transport is None:  # with the own contribution
         return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
     return 2 * _copied(step, moved)

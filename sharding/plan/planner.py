@@ -22,12 +22,15 @@ import torch
 
 from ...kernels.quantize import DTYPES as QUANTIZED
 from ...kernels.quantize import FORMATS
+from ...kernels.strided import COMPUTED
+from ...kernels.symmetric import MAX_RANKS
 from ...mesh.abstract_mesh import AbstractMesh
+from ...mesh.symmetric import STAGING_BYTES
 from ...mesh.topology import Topology
 from ..layout import Layout, told_apart
 from ..spec import EACH
 from .cost import seconds
-from .memory import held_bytes, peak_bytes
+from .memory import held_bytes, part_bytes, peak_bytes
 from .route import MAX_CELLS, cells, members, shares_evenly
 from .steps import Plan, Step
 from .toward import (
@@ -96,6 +99,8 @@ def plan(
         candidates = [_quantized(steps, transport) for steps in candidates]
     if max_bytes is not None:
         candidates = _fitting(candidates, src, dst, max_bytes)
+    if topology.symmetric is not None:
+        candidates = [tuple(_faster(step, topology) for step in steps) for steps in candidates]
     return Plan(src, dst, _cheapest(candidates, topology, src.mesh), topology)
 
 
@@ -135,7 +140,7 @@ def _remembered(topology: Topology) -> Callable[[Step], float]:
     known: dict[object, float] = {}
 
     def price(step: Step) -> float:
-        key = step.op, step.axes, step.src, step.dst, step.rounds, step.transport, step.topology is None
+        key = step.op, step.axes, step.src, step.dst, step.rounds, step.how, step.topology is None
         if key not in known:
             known[key] = seconds(step, topology)
         return known[key]
@@ -378,6 +383,29 @@ def _are_few_cells(step: Step) -> bool:
     people, nodes = members(step, (0,) * step.src.mesh.ndim), (step.topology or step.src.mesh.topology).node_ids(step.src.mesh)
     together = len({int(nodes[c]) for c in people}) < len(people)
     return together and cells([step.src.box_at(c) for c in people], [step.dst.box_at(c) for c in people]) <= MAX_CELLS
+
+
+# -- symmetric memory --------------------------------------------------------------------------------------------------
+
+
+def _faster(step: Step, topology: Topology) -> Step:
+    """The step through memory that its ranks share, where that is possible and costs less."""
+    if not _may_share(step, topology):
+        return step
+    shared = replace(step, symmetric=topology.symmetric)
+    return shared if seconds(shared, topology) < seconds(step, topology) else step
+
+
+def _may_share(step: Step, topology: Topology) -> bool:
+    if step.is_local or step.op == "two_phase" or step.rounds > 1 or step.transport is not None:
+        return False
+    if step.op == "all_reduce" and step.kind != "sum":
+        return False
+    if set(step.axes) & set(topology.crossing_axes(step.src.mesh)) or step.group_size > MAX_RANKS:
+        return False
+    if part_bytes(step.src) > STAGING_BYTES:
+        return False
+    return step.src.dtype in COMPUTED if step.reduced_axes else step.src.dtype.itemsize <= 8
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ...kernels.quantize import BLOCK
-from ...mesh.topology import Topology
+from ...mesh.topology import Link, Topology
 from ..layout import Layout
 
 LOCAL_OPS = frozenset({"slice", "pad", "scale"})
@@ -34,6 +34,7 @@ class Step:
         kind: how values combine, for reductions; the neutral element's kind, for "pad".
         rounds: into how many calls the boxes are cut, so that the buffers are that much smaller.
         topology: which ranks share a node, where the choice of the sender depends on it.
+        symmetric: what it costs through memory that the ranks of a node share, if that is how it is done; None: by the backend.
         transport: the format of 8 bits in which values travel, "int8" or "fp8"; None for their own.
     """
 
@@ -45,11 +46,17 @@ class Step:
     rounds: int = 1
     topology: Topology | None = None
     transport: str | None = None
+    symmetric: Link | None = None
 
     @property
     def is_local(self) -> bool:
         """Whether the step moves nothing between ranks."""
         return self.op in LOCAL_OPS
+
+    @property
+    def how(self) -> str:
+        """What is special about the way in which it moves, in words."""
+        return f" as {self.transport}" if self.transport else " in shared memory" if self.symmetric else ""
 
     @property
     def launches(self) -> int:
@@ -87,8 +94,7 @@ class Step:
     def __repr__(self) -> str:
         where = f" over {', '.join(self.axes)}" if self.axes else ""
         rounds = f" in {self.rounds} rounds" if self.rounds > 1 else ""
-        travelling = f" as {self.transport}" if self.transport else ""
-        return f"{self.op}{where}{rounds}{travelling}: {self.src.spec} -> {self.dst.spec}"
+        return f"{self.op}{self.how}{where}{rounds}: {self.src.spec} -> {self.dst.spec}"
 
 
 @dataclass(frozen=True, eq=False)
