@@ -1,9 +1,10 @@
 # Needs make and Python 3.11 or newer, nothing else: every target sets up its own .venv first (once; quick afterwards).
 #
-#   make demo    train the example language model on four local processes and compare with one process
-#   make test    all tests that need no GPU
-#   make lint    ruff and pyright
-#   make clean   remove .venv and what builds and tests leave behind
+#   make demo      train the example language model on four local processes and compare with one process
+#   make test      all tests that need no GPU
+#   make gpu-test  on a machine with a CUDA device: the tests that need one, the library's tests on it, memcheck, benchmark
+#   make lint      ruff and pyright
+#   make clean     remove .venv and what builds and tests leave behind
 #
 # PYTHON=/path/to/python3.x chooses the interpreter, ARGS="..." adds arguments to the demo's or pytest's command line.
 
@@ -17,13 +18,21 @@ READY := .venv/ready
 FIND_PYTHON := for p in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done
 
-.PHONY: demo test lint clean
+# Beside the other, as what has CUDA is often the machine's own torch.
+GPU_PY := .venv/gpu/bin/python
+GPU_PIP := $(GPU_PY) -m pip install --quiet --disable-pip-version-check
+GPU_READY := .venv/gpu/ready
+
+.PHONY: demo test gpu-test lint clean
 
 demo: $(READY)
 	$(PY) examples/train_lm.py --compare $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
+
+gpu-test: $(GPU_READY)
+	tests/gpu/run $(GPU_PY) $(ARGS)
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -44,3 +53,12 @@ $(READY): pyproject.toml Makefile
 	mkdir -p .venv/src
 	ln -sfn ../.. .venv/src/shardmesh
 	touch $(READY)
+
+# On top of the machine's own torch where it is new enough, else with one from PyPI, which has CUDA; PYTHON=... says whose torch.
+$(GPU_READY): pyproject.toml Makefile
+	@python=$$($(FIND_PYTHON)); test -n "$$python" || { echo "make: Python 3.11 or newer is needed: PYTHON=/path/to/it"; exit 1; }; \
+	test -x $(GPU_PY) || "$$python" -m venv --system-site-packages .venv/gpu
+	$(GPU_PIP) "setuptools>=77"
+	$(GPU_PIP) --no-build-isolation --editable ".[gpu,test,viz]"
+	@$(GPU_PY) -c "import torch; assert torch.cuda.is_available(), f'torch {torch.__version__} finds no CUDA device'"
+	touch $(GPU_READY)

@@ -35,6 +35,7 @@ from .box import Box, box_origin, box_shape, box_size, check_boxes, row_major_st
 from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
 
 Delta = tuple[int, ...]
+_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # a kernel is given its factor as a float32
 _Placed = tuple[int, int, Box]  # where in the flat buffer it starts and stops, the box
 
 
@@ -304,7 +305,7 @@ def _copy(
     tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, *, to_flat: bool, scale: float | None
 ) -> None:
     """Between the views of tensors and those of a flat buffer, one way or the other."""
-    if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors[0].dtype, flat.dtype, scale):
+    if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors, flat, scale):
         return _launch(tensors, views, flat, to_flat, scale)
     for x, parts in zip(tensors, views, strict=True):
         start, flat_start = x.storage_offset(), flat.storage_offset()
@@ -321,11 +322,14 @@ def scaled(x: Tensor, scale: float) -> Tensor:
     return (x.float() if x.is_floating_point() and x.itemsize < 4 else x) * scale
 
 
-def _is_for_kernels(a: torch.dtype, b: torch.dtype, scale: float | None) -> bool:
+def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
     """Kernels copy every dtype; they cast, scale and add up those of which GPU and torch have the same idea."""
-    if a == b and scale is None:
-        return True
-    return a in COMPUTED and b in COMPUTED and (scale is None or (a.is_floating_point and b.is_floating_point))
+    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # their memory holds other numbers
+        return False
+    dtypes = {tensors[0].dtype, flat.dtype}
+    if scale is None:
+        return len(dtypes) == 1 or dtypes <= COMPUTED
+    return dtypes <= _SCALED
 
 
 def _launch(

@@ -1,4 +1,4 @@
-"""log, exp and cos/sin that give the same bits on every device: float64 additions, multiplications, one division, bit moves.
+"""log, exp, cos/sin and sqrt that give the same bits on every device: float64 additions, multiplications, one division, bit moves.
 
 A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the vector loop and its
 tail, so it would make a number depend on where it is computed. These are fdlibm's polynomials (`e_log.c`, `e_exp.c`,
@@ -8,6 +8,7 @@ A fused multiply-add anywhere would change the bits: a compiled form must switch
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +47,9 @@ EXP = (
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
 LOG2_E = 1.44269504088896338700
 HALF_PI = 1.57079632679489661923
-
-_ONE_BITS = 0x3FF0000000000000
-_SQRT_HALF_BITS = 0x3FE6A09E00000000  # the float64 just below sqrt(1/2) with 32 zero bits at its end
-_FRACTION_BITS = 0x000FFFFFFFFFFFFF
+ONE_BITS = 0x3FF0000000000000
+SQRT_HALF_BITS = 0x3FE6A09E00000000  # the float64 just below sqrt(1/2) with 32 zero bits at its end
+FRACTION_BITS = 0x000FFFFFFFFFFFFF
 
 
 def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
@@ -60,11 +60,25 @@ def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
     return total
 
 
+def over(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once; by a number, torch on a GPU multiplies with the rounded reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """`sqrt(x: float64) -> float64`: correctly rounded, as on GPUs; torch's on a CPU may be MKL's, which is not."""
+    if x.device.type != "cpu":
+        return x.sqrt()
+    root = torch.empty_like(x)
+    np.sqrt(x.numpy(), out=root.numpy())
+    return root
+
+
 def log(x: Tensor) -> Tensor:
     """`log(x: float64) -> float64`: the natural logarithm of positive normal numbers."""
-    bits = x.view(torch.int64) + (_ONE_BITS - _SQRT_HALF_BITS)
+    bits = x.view(torch.int64) + (ONE_BITS - SQRT_HALF_BITS)
     exponent = ((bits >> 52) - 1023).to(torch.float64)
-    f = ((bits & _FRACTION_BITS) + _SQRT_HALF_BITS).view(torch.float64) - 1  # 1 + f in [sqrt(1/2), sqrt(2))
+    f = ((bits & FRACTION_BITS) + SQRT_HALF_BITS).view(torch.float64) - 1  # 1 + f in [sqrt(1/2), sqrt(2))
     s = f / (f + 2)
     z = s * s
     half_square = f * f * 0.5

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from .box import Box
-from .elementary import cos_sin_turns, exp, log
-from .random import box_muller, by_blocks, top53
+from .elementary import cos_sin_turns, exp, log, over, sqrt
+from .random import Law, box_muller, by_blocks, top53
 
 Units = Callable[[int], Tensor]  # number of the draw -> float64 in (0, 1), one for each element
 PARTS_FROM = 40  # streams above 2**40 are further draws of those below
@@ -41,9 +41,12 @@ def _inside(words: Tensor) -> Tensor:
     return (top53(words) | 1).to(torch.float64) * 2.0**-53
 
 
+_UNIT = Law("unit", 2, _inside)
+
+
 def unit(shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str) -> Tensor:
     """`unit(shape, box, ...) -> float64 [box shape]`: u in (0, 1), the part-th of a stream of fewer than 2**40."""
-    return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, 2, _inside)
+    return by_blocks(shape, box, seed, stream + (part << PARTS_FROM), torch.float64, device, _UNIT)
 
 
 def exponential(
@@ -58,9 +61,9 @@ def exponential(
     least = torch.finfo(dtype).tiny  # what is drawn may be divided by
 
     def make(words: Tensor) -> Tensor:
-        return (log(_inside(words)) / -rate).to(dtype).clamp_min_(least)
+        return over(log(_inside(words)), -rate).to(dtype).clamp_min_(least)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, make)
+    return by_blocks(shape, box, seed, stream, dtype, device, Law("exponential", 2, make, (float(rate), least)))
 
 
 def gumbel(
@@ -68,7 +71,8 @@ def gumbel(
 ) -> Tensor:
     """`gumbel(shape, box, ...) -> [box shape]`: standard Gumbel numbers, always finite."""
     _check("gumbel", dtype)
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, lambda words: (-log(-log(_inside(words)))).to(dtype))
+    law = Law("gumbel", 2, lambda words: (-log(-log(_inside(words)))).to(dtype))
+    return by_blocks(shape, box, seed, stream, dtype, device, law)
 
 
 def cauchy(
@@ -86,7 +90,7 @@ def cauchy(
         cos, sin = cos_sin_turns(_inside(words) / 2)
         return (cos / sin * -sigma + median).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, make)
+    return by_blocks(shape, box, seed, stream, dtype, device, Law("cauchy", 2, make, (float(median), float(sigma))))
 
 
 def log_normal(
@@ -105,7 +109,7 @@ def log_normal(
         normal = box_muller(numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53)
         return exp(normal * std + mean).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, make)
+    return by_blocks(shape, box, seed, stream, dtype, device, Law("log_normal", 2, make, (float(std), float(mean))))
 
 
 def geometric(
@@ -126,9 +130,9 @@ def geometric(
     failure = math.log1p(-p)
 
     def make(words: Tensor) -> Tensor:
-        return (log(_inside(words)) / failure).floor_().add_(1).clamp_(max=largest).to(dtype)
+        return over(log(_inside(words)), failure).floor_().add_(1).clamp_(max=largest).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, make)
+    return by_blocks(shape, box, seed, stream, dtype, device, Law("geometric", 2, make, (failure, largest)))
 
 
 def _largest_double(whole: int) -> float:
@@ -158,8 +162,8 @@ def poisson(rate: Tensor, units: Units) -> Tensor:
     """
     rate = rate.to(torch.float64)
     small, large = rate.clamp(max=SMALL_MEAN), rate.clamp(min=SMALL_MEAN)
-    few = _inverted(units(0), exp(-small), lambda k: small / k)
-    b = large.sqrt() * 2.53 + 0.931
+    few = _inverted(units(0), exp(-small), lambda k: over(small, k))
+    b = sqrt(large) * 2.53 + 0.931
     a = b * 0.02483 - 0.059
     log_rate = log(large)
 
@@ -186,13 +190,13 @@ def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
 def _few_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     p = torch.where(mean < SMALL_MEAN, p, 0)
     odds = p / (1 - p)
-    return _inverted(units(0), exp(log(1 - p) * n), lambda k: (n - k + 1) / k * odds)
+    return _inverted(units(0), exp(log(1 - p) * n), lambda k: over(n - k + 1, k) * odds)
 
 
 def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     large = mean >= SMALL_MEAN
     n, p = torch.where(large, n, 4 * SMALL_MEAN), torch.where(large, p, 0.5)
-    spread = (n * p * (1 - p)).sqrt()
+    spread = sqrt(n * p * (1 - p))
     b = spread * 2.53 + 1.15
     a = b * 0.0248 - 0.0873 + p * 0.01
     mode, log_odds = ((n + 1) * p).floor(), log(p / (1 - p))

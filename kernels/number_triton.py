@@ -8,6 +8,8 @@ In integer arithmetic, so that the interpreter, which gets bfloat16 wrong, and e
 
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
@@ -53,25 +55,35 @@ def widened(x):
         return x
 
 
+@triton.constexpr_function
+def converts_natively():
+    """Whether the GPU converts float32 to and from bfloat16 and float8_e4m3fn by itself, to the nearest, ties to even: Nvidia's
+    do from compute capability 8.9 on. (These instructions keep nothing of a NaN but that it is one.)"""
+    return not knobs.runtime.interpret and cuda_capability_geq(8, 9)
+
+
 @triton.jit
 def to_e4m3(x):
-    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for all that is larger, 0x7f for NaN.
-
-    What a GPU that converts by itself (`x.to(tl.float8e4nv)`, from compute capability 8.9 on) makes of it, too.
-    """
-    size = tl.minimum(tl.abs(x), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    below = (size + 16384.0).to(tl.int32, bitcast=True)  # 2**14, so that the last bit is worth 2**-9; the low bits are the code
-    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-    code = tl.where(size < 0.015625, below & 0xF, normal) | sign
-    return tl.where(x != x, 0x7F, code).to(tl.int8)
+    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for all that is larger, 0x7f for NaN."""
+    if converts_natively():
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        below = (size + 16384.0).to(tl.int32, bitcast=True)  # 2**14: the last bit is worth 2**-9, as that of the code
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        code = tl.where(size < 0.015625, below & 0xF, normal) | sign
+        return tl.where(x == x, code, 0x7F).to(tl.int8)
 
 
 @triton.jit
 def from_e4m3(code):
     """The codes of float8_e4m3fn, as int8 -> float32."""
-    code = code.to(tl.int32)
-    bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, what the exponents' biases differ by
-    return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
+    if converts_natively():
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = code.to(tl.int32)
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, what the exponents' biases differ by
+        return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

@@ -10,7 +10,7 @@ A record is a box's elements, row-major, in blocks of `block`:
 The last block is filled up with zeros, and so is the rest of the last 16 bytes. With amax the largest finite |element| of a
 block, in float32 with every operation rounded as IEEE says:
 
-    scale = max(amax / largest, 2**-126)        code = nearest(element * (1 / scale)), ties to even        value = code * scale
+    scale = max(amax * (1 / largest), 2**-126)        code = nearest(element * (1 / scale)), ties to even        value = code * scale
 
 | transport | codes | largest | +-inf | NaN | |value - element| of finite elements is at most |
 |---|---|---|---|---|---|
@@ -18,9 +18,10 @@ block, in float32 with every operation rounded as IEEE says:
 | fp8 | float8_e4m3fn up to 416 | 416 | +-448 | NaN | max(|element| / 16, scale / 1024): 3 bits of mantissa, spacing 2**-9 below 2**-6 |
 
 and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the result to its dtype
-(`error_bound` has all of it). Zero stays zero, infinities and NaNs stay what they are, and nothing finite becomes infinite:
-largest * (amax / largest) never rounds to more than float32's largest number. The floor of the scale (float32's smallest
-normal number) keeps its reciprocal finite.
+(`error_bound` has all of it). Zero stays zero, infinities stay what they are and NaN is NaN, and nothing finite becomes
+infinite: what is largest comes back as it was but for its last bits, even next to float32's largest number, where no product
+overflows. The floor of the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantised
+to the dtype that they were quantised from get the same codes again.
 
 In torch this takes a dozen passes over memory, on a GPU one for all boxes of all tensors (`quantize_triton.py`).
 """
@@ -34,6 +35,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from .backend import wants_kernels
 from .box import Box, box_size, check_boxes, slices
 from .reduce import Stacks
 
@@ -43,7 +45,7 @@ RECORD_ALIGNMENT = 16  # bytes
 LARGEST = {"int8": 126.0, "fp8": 416.0}  # of the codes that stand for finite numbers
 SMALLEST_SCALE = 2.0**-126
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 def record_bytes(elements: int, block: int = BLOCK) -> int:
@@ -214,7 +216,14 @@ def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out:
     for quantize, x in zip(quantizes, tensors, strict=True):
         _check_tensor(quantize, x)
         _check_flat(quantize, out)
-        quantize.in_torch(x, out)
+    if wants_kernels(out.device):
+        from .quantize_triton import launch_quantize  # imports triton
+
+        for alike in _alike(quantizes, tensors):
+            launch_quantize([quantizes[i] for i in alike], [tensors[i].resolve_neg() for i in alike], out)
+    else:
+        for quantize, x in zip(quantizes, tensors, strict=True):
+            quantize.in_torch(x, out)
     return out
 
 
@@ -231,8 +240,24 @@ def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seque
         if not out.is_contiguous():
             raise ValueError(f"{dequantize!r} writes to contiguous tensors, not to one of strides {out.stride()}")
         _check_flat(dequantize, flat)
-        dequantize.in_torch(flat, out)
+    if wants_kernels(flat.device):
+        from .quantize_triton import launch_dequantize  # imports triton
+
+        for alike in _alike(dequantizes, outs):
+            launch_dequantize([dequantizes[i] for i in alike], flat, [outs[i] for i in alike])
+    else:
+        for dequantize, out in zip(dequantizes, outs, strict=True):
+            dequantize.in_torch(flat, out)
     return list(outs)
+
+
+def _alike(compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The numbers of those that can share a launch: of one dtype and format, and not without boxes."""
+    found: dict[object, list[int]] = {}
+    for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
+        if one.size:
+            found.setdefault((x.dtype, one.transport, one.block), []).append(i)
+    return list(found.values())
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:
@@ -269,8 +294,7 @@ def _blocks(part: Tensor, block: int) -> Tensor:
 def _encoded(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
     """`float32 [n, block] -> codes: uint8 [n, block], scales: float32 [n]`."""
     amax = blocks.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1)
-    scales = amax.div_(torch.full_like(amax, LARGEST[transport]))  # by a number, a GPU would multiply by its reciprocal
-    scales.clamp_min_(SMALLEST_SCALE)
+    scales = amax.mul_(1 / LARGEST[transport]).clamp_min_(SMALLEST_SCALE)
     scaled = blocks.mul_(scales.reciprocal()[:, None])
     if transport == "int8":
         return scaled.round_().nan_to_num_(-128.0, 127.0, -127.0).to(torch.int8).view(torch.uint8), scales

@@ -4,7 +4,7 @@ An element's number depends on (seed, stream, the element's row-major position i
 else: not on the box that is drawn, the rank, the device or the number of threads. Drawing a box gives the same bits as
 drawing the whole tensor and slicing it.
 
-This is the definition; every other form (a compiled kernel) must be bit-equal to it:
+This is the definition; the kernel (`random_triton.py`), which makes any draw in one launch, is bit-equal to it:
 
 - Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, as in Random123).
   Key = (seed low, seed high), counter = (b low, b high, stream low, stream high), 32-bit words, for block number b.
@@ -40,8 +40,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .backend import wants_kernels
 from .box import Box, box_origin, box_shape, check_boxes, merge_dims, row_major_strides
-from .elementary import cos_sin_turns, log
+from .elementary import cos_sin_turns, log, sqrt
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -57,12 +58,30 @@ BLOCKS_AT_ONCE_CPU = 1 << 16
 BLOCKS_AT_ONCE = 1 << 22
 # Up to here numpy, whose calls take half the time of torch's, is faster on the CPU; beyond, both are bound by memory.
 BLOCKS_IN_NUMPY = 1 << 14
+# What torch's gather takes instead.
+_GATHERED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
-Make = Callable[[Tensor], Tensor]
 RowT = TypeVar("RowT", int, Tensor)
 
 
-def _halves(number: int) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How the words of blocks become their elements.
+
+    Attributes:
+        name: of the kernel's form, in `random_triton.py`.
+        per_block: elements made of a block: 4 of a word each, or 2 of two words.
+        make: the definition: words [..., 4] -> elements [..., per_block].
+        parameters: what the kernel's form wants to know, at most 4; an int is 64 bits, and a float a float64.
+    """
+
+    name: str
+    per_block: int
+    make: Callable[[Tensor], Tensor]
+    parameters: tuple[float, ...] = ()
+
+
+def halves(number: int) -> tuple[int, int]:
     """(low, high) 32-bit words of a 64-bit number."""
     return number & WORD, (number >> 32) & WORD
 
@@ -102,7 +121,7 @@ def philox_blocks(seed: int, stream: int, block: Tensor) -> Tensor:
 
 
 def _words(seed: int, stream: int, block: Any) -> tuple:
-    return philox4x32((block & WORD, (block >> 32) & WORD, *_halves(stream)), _halves(seed))
+    return philox4x32((block & WORD, (block >> 32) & WORD, *halves(stream)), halves(seed))
 
 
 def philox_uint32(seed: int, stream: int, index: Tensor) -> Tensor:
@@ -129,7 +148,7 @@ def box_index(shape: Sequence[int], box: Box, device: torch.device | str | None 
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class Rows:
     """A box as rows of consecutive positions: row r begins at `origin` plus the digits of r times the strides."""
 
     origin: int
@@ -161,13 +180,14 @@ class _Rows:
                 yield row, min(at_once, self.count - row), 0, self.length
 
 
-def _rows(shape: Sequence[int], box: Box) -> _Rows:
+def rows_of(shape: Sequence[int], box: Box) -> Rows:
+    """`rows_of(shape, box) -> Rows`: as few and as long as can be."""
     strides = row_major_strides(shape)
     origin = sum(start * stride for start, stride in zip(box_origin(box), strides, strict=True))
     sizes, steps = merge_dims(box_shape(box), strides)
     if steps[-1] != 1:
         sizes, steps = (*sizes, 1), (*steps, 1)
-    return _Rows(origin, sizes[:-1], steps[:-1], sizes[-1])
+    return Rows(origin, sizes[:-1], steps[:-1], sizes[-1])
 
 
 def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Tensor]:
@@ -178,28 +198,40 @@ def _blocks_of(start: Tensor, columns: int, per_block: int) -> tuple[Tensor, Ten
 
 
 def by_blocks(
-    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device, per_block: int, make: Make
+    shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str, law: Law
 ) -> Tensor:
-    """The box, where `make` turns the words [..., 4] of blocks into their `per_block` elements [..., per_block]."""
+    """The box, drawn by this law; one launch on a GPU."""
     check_boxes(shape, [box])
     out = torch.empty(box_shape(box), dtype=dtype, device=device)
-    if out.numel() == 0 or out.is_meta:
+    if out.numel() == 0:
         return out
-    rows, flat, done = _rows(shape, box), out.view(-1), 0
+    if wants_kernels(out.device):
+        from .random_triton import launch  # imports triton
+
+        launch(out, rows_of(shape, box), seed, stream, law)
+    elif not out.is_meta:
+        _fill(out, rows_of(shape, box), seed, stream, law)
+    return out
+
+
+def _fill(out: Tensor, rows: Rows, seed: int, stream: int, law: Law) -> None:
+    """The definition, in torch operations."""
+    flat, done, per_block = out.view(-1), 0, law.per_block
     at_once = BLOCKS_AT_ONCE_CPU if out.device.type == "cpu" else BLOCKS_AT_ONCE
     aligned = all(stride % per_block == 0 for stride in rows.strides)
     for row, count, column, columns in rows.tiles(at_once * per_block):
         start = rows.starts(torch.arange(row, row + count, device=out.device)) + column
         blocks, offsets = _blocks_of(start, columns, per_block)
-        values = make(philox_blocks(seed, stream, blocks)).view(count, -1)
+        values = law.make(philox_blocks(seed, stream, blocks)).view(count, -1)
         part = flat[done : done + count * columns].view(count, columns)
         if aligned or count == 1:
             offset = (rows.starts(row) + column) % per_block
             part.copy_(values[:, offset : offset + columns])
         else:
-            torch.gather(values, 1, offsets.unsqueeze(1) + torch.arange(columns, device=out.device), out=part)
+            at = offsets.unsqueeze(1) + torch.arange(columns, device=out.device)
+            gathered = _GATHERED.get(out.dtype, out.dtype)
+            torch.gather(values.view(gathered), 1, at, out=part.view(gathered))
         done += count * columns
-    return out
 
 
 def top53(words: Tensor) -> Tensor:
@@ -258,12 +290,13 @@ def uniform(
         u = top53(words).to(torch.float64) * 2.0**-53 if double else (words >> 8).to(torch.float32) * 2.0**-24
         return u.mul_(high - low).add_(low).to(dtype).clamp_(smallest, largest)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2 if double else 4, make)
+    law = Law("uniform", 2 if double else 4, make, (float(high - low), float(low), smallest, largest))
+    return by_blocks(shape, box, seed, stream, dtype, device, law)
 
 
 def box_muller(m: Tensor, n: Tensor, bits: int) -> Tensor:
     """Two bits-wide integers [...] -> two independent standard normal numbers [..., 2]."""
-    radius = log((m + 1).to(torch.float64) * 2.0**-bits).mul_(-2).sqrt_()
+    radius = sqrt(log((m + 1).to(torch.float64) * 2.0**-bits).mul_(-2))
     cos, sin = cos_sin_turns(n.to(torch.float64) * 2.0**-bits)
     return torch.stack((cos.mul_(radius), sin.mul_(radius)), dim=-1)
 
@@ -301,7 +334,8 @@ def normal(
         z = box_muller(numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53 if double else 32)
         return z.mul_(std).add_(mean).to(first).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2 if double else 4, make)
+    law = Law("normal", 2 if double else 4, make, (float(std), float(mean)))
+    return by_blocks(shape, box, seed, stream, dtype, device, law)
 
 
 def bernoulli_mask(
@@ -315,7 +349,8 @@ def bernoulli_mask(
     if not 0 <= p <= 1:
         raise ValueError(f"bernoulli_mask: p is {p}, which is not a probability; give 0 <= p <= 1")
     threshold = round(p * 2**32)
-    return by_blocks(shape, box, seed, stream, torch.bool, device, 4, lambda words: words < threshold)
+    law = Law("bernoulli", 4, lambda words: words < threshold, (threshold,))
+    return by_blocks(shape, box, seed, stream, torch.bool, device, law)
 
 
 def _multiply_high(words: Tensor, factor: int) -> Tensor:
@@ -355,7 +390,8 @@ def integers(
     def make(words: Tensor) -> Tensor:
         return _multiply_high(words, high - low).add_(base).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, 2, make)
+    law = Law("integers", 2, make, (high - low, base))
+    return by_blocks(shape, box, seed, stream, dtype, device, law)
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:

@@ -3,15 +3,15 @@
     flat   [ a0 a1 | . . | b0 b1 | c0 c1 ]     box ((0, 2),) from 0, 4, 6   --->   x [a0+b0+c0  a1+b1+c1]
 
 This is the local half of a reduction by exchange: every rank receives all contributions to its elements and adds them up
-in the order of the group, so that all that hold an element hold the same bits. 16-bit floats are combined in float32 and
-rounded once. In torch this takes a pass for every sum and another for every box that is not the whole tensor; on a GPU all
-tensors of a bucket are one launch that reads each contribution once and writes each result once (`strided_triton.py`).
+in the order of the group, so that all that hold an element hold the same bits (torch's own `sum` takes another order in
+some places of a tensor). 16-bit floats are combined in float32 and rounded once. In torch this takes a pass for every sum
+and another for every box that is not the whole tensor; on a GPU all tensors of a bucket are one launch that reads each
+contribution once and writes each result once (`strided_triton.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merg
 
 Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> where in the buffer the contributions to it begin
 
-_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "product": torch.prod}
+_COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 
 class Combine:
@@ -54,7 +54,7 @@ class Combine:
         """The definition, in torch operations."""
         if out is None and self._is_whole:
             ((box, starts),) = self.stacks.items()
-            return _combined(self.kind, flat, box, starts)
+            return _combined(self.kind, flat, box, starts).to(flat.dtype)
         out = flat.new_empty(self.shape) if out is None else out
         for box, starts in self.stacks.items():
             out[slices(box)] = _combined(self.kind, flat, box, starts)
@@ -113,22 +113,12 @@ def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> Placed:
 
 
 def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
-    shape, size = box_shape(box), box_size(box)
-    if len(starts) == 1:
-        return flat[starts[0] :][:size].view(shape)
-    steps = {b - a for a, b in pairwise(starts)}
-    if len(steps) == 1:
-        parts = flat.as_strided((len(starts), size), (steps.pop(), 1), flat.storage_offset() + starts[0])
-    else:
-        parts = torch.stack([flat[start:][:size] for start in starts])
-    return reduced(kind, parts).view(shape)
-
-
-def reduced(kind: str, parts: Tensor) -> Tensor:
-    """`reduced(kind, parts: [n, ...]) -> [...]`: combined along dim 0, in order; 16-bit floats in float32."""
-    if kind in ("max", "min"):
-        return _COMBINE[kind](parts, 0)
-    if kind == "sum" and (parts.dtype.is_floating_point or parts.dtype.is_complex):
-        return parts.sum(0)  # torch adds 16-bit floats up in fp32
-    wide = torch.float32 if parts.dtype.is_floating_point and parts.dtype.itemsize < 4 else parts.dtype
-    return _COMBINE[kind](parts, 0, dtype=wide).to(parts.dtype)  # by itself torch would make integers an int64
+    """The contributions to a box, combined one after the other; of 16-bit floats in float32, not rounded."""
+    shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
+    first, *others = [flat[start:][:size].view(shape) for start in starts]
+    if not others:
+        return first
+    total = combine(first.float() if first.is_floating_point() and first.itemsize < 4 else first, others[0])
+    for part in others[1:]:
+        combine(total, part, out=total)
+    return total

@@ -1,12 +1,4 @@
-"""Strided copies as data: the views that boxes are made of, and the table from which one launch copies many of them.
-
-A `View` is the same elements as a strided view of a tensor and of a flat buffer. A kernel reads views as rows of a table, in
-one of two classes:
-
-    rows   (batch ..., A, run) -> the same on both sides, `run` contiguous on both: each lane moves one unit, the largest
-           power of two of bytes, up to 16, that divides the run and every stride and offset
-    tile   runs under 16 bytes: (I, J) where I is contiguous in the source and J in the destination; a program reads a block
-           along I, turns it round and writes it along J
+"""Strided copies as data: the tables from which one launch copies many views (`strided_views.py`).
 
 Everything that does not depend on addresses is decided here, once for each (views, direction, alignment); offsets are kept
 in units, so that a kernel multiplies them by a constant and the compiler sees the alignment. Divisions by sizes that only
@@ -17,91 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-Dim = tuple[int, int, int]  # size, stride in the source, stride in the destination
+from .strided_views import BATCH, UNIT, Kind, Placed, Row, next_power_of_two, rows_of
+from .strided_views import View as View
+from .strided_views import merge_views as merge_views
 
-UNIT = 16  # bytes that one lane loads or stores at a time
-PROGRAM_BYTES = 1 << 14  # bytes that one program of `rows` moves: 8 units for each of 128 threads
-MAX_LANES = 1 << 12
-TILE = 1 << 12  # words of a tile
-MAX_ROWS = 1 << 10  # of one table; a program looks for its row among all of them at once
-BATCH = 3  # dims beside A and run (or I and J); views with more become several rows
-MAX_PLANE = 1 << 31  # units: what the multiplication that stands for a division can take
+PROGRAM_BYTES = 1 << 14  # bytes that one program moves: 8 units for each of 128 threads
+MAX_ACCESSES = 1 << 12  # of one program to one side: 32 for each thread, which its registers hold
+MAX_TILE = 1 << 13  # words
+MAX_ROWS = 1 << 10  # of one table
+MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 
 # Dtypes that kernels compute with, as torch does; all others are only copied.
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
-COLUMNS = 21
-"""Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 tiles of a plane (of its first dim, for
-tiles), then for rows: 5 units of a plane, 6 units of a run, 7 and 8 their divisor, 9 and 10 strides of A; for tiles: 5 and 6
-sizes of I and J, 7 source stride of J, 8 destination stride of I, 9 tiles along J; then (size, source stride, destination
-stride) of each batch dim, the fastest first; 20 the first entry in the table of parts, for sums."""
+COLUMNS = 27
+"""Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a plane, then
+
+    rows    5 lanes of a plane, 6 lanes of a run, 7 and 8 their divisor, 9 and 10 strides of A, ..., 21 size of B, 22 and 23
+            its divisor, 24 and 25 strides of B, 26 units of a run
+    tiles   5 words along I (a run padded to a power of two), 6 along J, 7 source stride of J, 8 destination stride of I,
+            9 programs along J
+
+and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest first, and 20 the first entry
+in the table of parts, for sums. Everything of the source is counted in its units, everything of the destination in those."""
 _NEVER = (1 << 62) - 1  # first program of a row that pads the table
-
-
-class View(NamedTuple):
-    """One copy: the same elements as a strided view of a tensor and of a flat buffer."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    flat_strides: tuple[int, ...]
-    flat_offset: int
-
-
-class Placed(NamedTuple):
-    """A view of one of several tensors.
-
-    Attributes:
-        tensor: its number.
-        view: the elements.
-        parts: where in the flat buffer the values lie that are combined, instead of `view.flat_offset`; () for a copy.
-    """
-
-    tensor: int
-    view: View
-    parts: tuple[int, ...] = ()
-
-
-def merge_views(
-    sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same elements on both sides in the fewest dims (but one), as `box.merge_dims` does for one side."""
-    merged: list[Dim] = []
-    for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1:] == (size * stride, size * flat_stride):
-            size *= merged.pop()[0]
-        merged.append((size, stride, flat_stride))
-    return tuple(zip(*(merged or [(1, 1, 1)]), strict=True))  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a kernel is compiled for; rows of one kind share a launch.
-
-    Attributes:
-        tiled: whether it is a tile, else rows.
-        unit: elements that lie together on both sides, at a multiple of their number: a lane moves them at a time.
-        word: elements that are moved as one, of a tile that only copies.
-        run: of a tile, the words of a run.
-        parts: how many values are combined to one; 1 for a copy.
-        wide: whether offsets inside a plane need 64 bits.
-    """
-
-    tiled: bool
-    unit: int
-    word: int = 1
-    run: int = 1
-    parts: int = 1
-    wide: bool = False
 
 
 @dataclass
@@ -110,7 +46,7 @@ class Table:
 
     Attributes:
         kind: what the kernel is compiled for.
-        lanes: for rows, units of a program; for tiles, (words along I, words along J).
+        lanes: of a program of rows, (how many,); of tiles, (runs along I, runs along J).
         programs: the size of the grid.
         rows: see `COLUMNS`; padded to a power of two.
         parts: the offsets that rows with several parts point to, in units.
@@ -119,7 +55,7 @@ class Table:
     """
 
     kind: Kind
-    lanes: tuple[int, int]
+    lanes: tuple[int, ...]
     programs: int
     rows: Tensor
     parts: Tensor
@@ -147,10 +83,10 @@ def make_tables(
         aligned: the largest power of two, up to 16, that divides every address.
         raw: whether nothing is computed, so that several elements may be moved as one.
     """
-    rows: dict[Kind, list[_Row]] = {}
+    rows: dict[Kind, list[Row]] = {}
     for p in placed:
         if math.prod(p.view.sizes):
-            for row in _rows_of(p, to_flat, itemsizes, aligned, raw):
+            for row in rows_of(p, to_flat, itemsizes, aligned, raw):
                 rows.setdefault(row.kind, []).append(row)
     return [
         _table(kind, found[i : i + MAX_ROWS], max(itemsizes), aligned)
@@ -175,162 +111,68 @@ def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Tab
     return found[1]
 
 
-# -- one view ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A view as a kernel wants it; strides and offsets in elements.
-
-    Attributes:
-        inner: for rows (A, run), for tiles (I, J), whose elements are runs.
-        batch: the other dims, the fastest first.
-    """
-
-    kind: Kind
-    tensor: int
-    src: int
-    dst: int
-    inner: tuple[Dim, Dim]
-    batch: tuple[Dim, ...]
-    parts: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.kind.word * self.kind.run * math.prod(size for size, _, _ in (*self.inner, *self.batch))
-
-
-def _rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> list[_Row]:
-    view, src, dst = p.view, p.view.offset, p.view.flat_offset
-    dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
-    if not to_flat:
-        src, dst, dims = dst, src, [(n, t, s) for n, s, t in dims]
-    dims = [d for d in dims if d[0] > 1]
-    run = next((d[0] for d in dims if d[1:] == (1, 1)), 1)
-    others = [d for d in dims if d[1:] != (1, 1)]
-    if run * min(itemsizes) < UNIT and len(p.parts) < 2 and (turned := _turned(others, run)) is not None:
-        word = run if raw and _is_word(run, others, (src, dst), itemsizes[0], aligned) else 1
-        kind, inner, batch = Kind(True, 1, word, run // word), *turned
-    else:
-        kind = Kind(False, _unit(run, others, (src, dst, *p.parts), itemsizes, aligned), parts=max(1, len(p.parts)))
-        first = _row_dim(others, run * min(itemsizes))
-        inner, batch = (first or (1, 0, 0), (run, 1, 1)), [d for d in others if d is not first]
-    batch = sorted(batch, key=lambda d: d[1])
-    return list(_split(_Row(kind, p.tensor, src, dst, inner, tuple(batch), p.parts)))
-
-
-def _turned(others: Sequence[Dim], run: int) -> tuple[tuple[Dim, Dim], list[Dim]] | None:
-    """The dims next to the run in the source and in the destination, where they are not the same, and the rest."""
-    i = next((d for d in others if d[1] == run), None)
-    j = next((d for d in others if d[2] == run and d is not i), None)
-    if i is None or j is None:
-        return None
-    return (i, j), [d for d in others if d is not i and d is not j]
-
-
-def _unit(run: int, others: Sequence[Dim], offsets: Sequence[int], itemsizes: tuple[int, int], aligned: int) -> int:
-    """The most elements, a power of two, that may be moved at a time."""
-    common = math.gcd(run, *(s for _, *strides in others for s in strides), *offsets)
-    most = min(UNIT // min(itemsizes), max(1, aligned // min(itemsizes)))
-    return min(most, common & -common)
-
-
-def _is_word(run: int, others: Sequence[Dim], offsets: Sequence[int], itemsize: int, aligned: int) -> bool:
-    """Whether runs can be moved as integers of their size."""
-    together = all(n % run == 0 for n in (*offsets, *(s for _, *strides in others for s in strides)))
-    return together and run * itemsize in (2, 4, 8) and aligned % (run * itemsize) == 0
-
-
-def _row_dim(others: Sequence[Dim], run_bytes: int) -> Dim | None:
-    """The dim whose runs one program moves: for short runs the one next to them in the destination, else the longest."""
-    if not others:
-        return None
-    return min(others, key=lambda d: d[2]) if run_bytes < 128 else max(others, key=lambda d: d[0])
-
-
-def _split(row: _Row) -> Iterable[_Row]:
-    """As several rows, where there are more batch dims than a table has columns for or a plane is too large."""
-    if len(row.batch) > BATCH:
-        extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
-        for index in product(*(range(size) for size, _, _ in extra)):
-            yield from _split(_moved(row, *_at(index, extra)))
-        return
-    a, run = row.inner
-    most = MAX_PLANE // 2 * row.kind.unit
-    if not row.kind.tiled and a[0] * run[0] > most:
-        for (a_start, a_part), (start, run_part) in product(_cut(a, max(1, most // run[0])), _cut(run, most)):
-            part = replace(row, inner=(a_part, run_part))
-            yield from _split(_moved(part, a_start * a[1] + start, a_start * a[2] + start))
-        return
-    spans = [sum((size - 1) * d[side] for size, *d in row.inner) for side in (0, 1)]
-    yield replace(row, kind=replace(row.kind, wide=max(spans) >= MAX_PLANE))
-
-
-def _cut(dim: Dim, most: int) -> list[tuple[int, Dim]]:
-    """A dim in pieces of at most so many: where each begins, and the piece."""
-    size, src, dst = dim
-    return [(start, (min(most, size - start), src, dst)) for start in range(0, size, most)]
-
-
-def _at(index: Sequence[int], dims: Sequence[Dim]) -> tuple[int, int]:
-    """How far (source, destination) an index of some dims is."""
-    src = sum(i * s for i, (_, s, _) in zip(index, dims, strict=True))
-    return src, sum(i * d for i, (_, _, d) in zip(index, dims, strict=True))
-
-
-def _moved(row: _Row, src: int, dst: int) -> _Row:
-    return replace(row, src=row.src + src, dst=row.dst + dst, parts=tuple([p + src for p in row.parts]))
-
-
 # -- many --------------------------------------------------------------------------------------------------------------
 
 
-def _table(kind: Kind, rows: Sequence[_Row], itemsize: int, aligned: int) -> Table:
-    lanes = _tile_lanes(rows, kind) if kind.tiled else (_row_lanes(rows, kind, itemsize), kind.unit)
+def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
+    lanes = _tile_lanes(rows, kind, itemsize) if kind.tiled else _row_lanes(rows, kind, itemsize)
     made, parts, program = [], [], 0
     for row in rows:
-        count, columns = (_tile_columns if kind.tiled else _row_columns)(row, lanes)
-        made.append([program, row.tensor, *columns, len(parts)])
+        count, own, more = (_tile_columns if kind.tiled else _row_columns)(row, lanes)
+        at = (program, row.tensor, row.src // kind.unit, row.dst // kind.dst_unit, count)
+        made.append([*at, *own, *_batch_columns(row), len(parts), *more])
         program += count * math.prod(size for size, _, _ in row.batch)
         parts += [p // kind.unit for p in row.parts]
+    if program > MAX_PROGRAMS:
+        raise ValueError(f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts")
     made += [[_NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
     table, offsets = torch.tensor(made, dtype=torch.int64), torch.tensor(parts or [0], dtype=torch.int64)
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 
-def _row_lanes(rows: Sequence[_Row], kind: Kind, itemsize: int) -> int:
-    """Units of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
-    planes = sorted(row.inner[0][0] * row.inner[1][0] // kind.unit for row in rows)
-    most = min(MAX_LANES, max(128, PROGRAM_BYTES // (kind.unit * itemsize)))
-    return max(128, min(most, next_power_of_two(planes[len(planes) // 2])))
+def _row_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int]:
+    """Lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
+    planes = sorted(_lanes_of_plane(row) for row in rows)
+    accesses = MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2  # without groups each needs an address
+    most = min(accesses, PROGRAM_BYTES // (kind.unit * itemsize)) // kind.group
+    if kind.parts > 1:
+        most //= 2
+    return (max(128 // kind.group, min(most, next_power_of_two(planes[len(planes) // 2]))),)
 
 
-def _row_columns(row: _Row, lanes: tuple[int, int]) -> tuple[int, list[int]]:
-    unit, ((a, a_src, a_dst), (run, _, _)) = row.kind.unit, row.inner
-    plane, run = a * run // unit, run // unit
-    tiles = -(-plane // lanes[0])
-    inner = [plane, run, *divisor(run), a_src // unit, a_dst // unit]
-    return tiles, [row.src // unit, row.dst // unit, tiles, *inner, *_batch_columns(row, unit)]
+def _lanes_of_plane(row: Row) -> int:
+    (a, *_), (b, *_), (run, *_) = row.inner
+    return a * b * -(-run // (row.kind.unit * row.kind.group))
 
 
-def _tile_lanes(rows: Sequence[_Row], kind: Kind) -> tuple[int, int]:
-    longest_i = max(row.inner[0][0] * kind.run for row in rows)
-    longest_j = max(row.inner[1][0] for row in rows)
-    along_i = min(next_power_of_two(longest_i), 64)
-    return along_i, min(next_power_of_two(longest_j), TILE // along_i)
+def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
+    unit, ((_, *a), (size_b, *b), (run, *_)) = row.kind.unit, row.inner
+    plane, of_run = _lanes_of_plane(row), -(-run // (unit * row.kind.group))
+    own = [plane, of_run, *divisor(of_run), *(s // unit for s in a)]
+    return -(-plane // lanes[0]), own, [size_b, *divisor(size_b), *(s // unit for s in b), run // unit]
 
 
-def _tile_columns(row: _Row, lanes: tuple[int, int]) -> tuple[int, list[int]]:
-    word, ((i, _, i_dst), (j, j_src, _)) = row.kind.word, row.inner
-    tiles_i, tiles_j = -(-i * row.kind.run // lanes[0]), -(-j // lanes[1])
-    inner = [i * row.kind.run, j, j_src // word, i_dst // word, tiles_j, 0]
-    return tiles_i * tiles_j, [row.src // word, row.dst // word, tiles_i * tiles_j, *inner, *_batch_columns(row, word)]
+def _tile_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int, int]:
+    """Runs along I and J: about as many bytes along both, more along one where the other is short."""
+    words = min(kind.unit, kind.dst_unit) // kind.word * MAX_ACCESSES
+    most = min(words, MAX_TILE, PROGRAM_BYTES // (kind.word * itemsize)) // kind.padded
+    i, j = (next_power_of_two(max(row.inner[side][0] for row in rows)) for side in (0, 1))
+    along_i = min(i, max(1 << most.bit_length() // 2, most // j))
+    return along_i, min(j, most // along_i)
 
 
-def _batch_columns(row: _Row, unit: int) -> list[int]:
-    columns = [n for size, src, dst in row.batch for n in (size, src // unit, dst // unit)]
-    return columns + [1, 0, 0] * (BATCH - len(row.batch)) if len(columns) < 3 * BATCH else columns
+def _tile_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list[int]]:
+    kind, ((i, _, i_dst), (j, j_src, _)) = row.kind, row.inner
+    tiles_i, tiles_j = -(-i // lanes[0]), -(-j // lanes[1])
+    sizes = [i * kind.padded * kind.word // kind.unit, j * kind.padded * kind.word // kind.dst_unit]
+    own = [*sizes, j_src // kind.unit, i_dst // kind.dst_unit, tiles_j, 0]
+    return tiles_i * tiles_j, own, [0] * (COLUMNS - 21)
+
+
+def _batch_columns(row: Row) -> list[int]:
+    kind, batch = row.kind, [*row.batch, *[(1, 0, 0)] * (BATCH - len(row.batch))]
+    return [n for size, src, dst in batch for n in (size, src // kind.unit, dst // kind.dst_unit)]
 
 
 def divisor(d: int) -> tuple[int, int]:
@@ -342,10 +184,6 @@ def divisor(d: int) -> tuple[int, int]:
     """
     shift = (d - 1).bit_length()
     return ((1 << 32) * ((1 << shift) - d)) // d + 1, shift
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def alignment(tensors: Iterable[Tensor]) -> int:

@@ -3,8 +3,8 @@
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
     tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides are read in order
 
-Bytes moved: each element is read once for each part and written once, plus 160 bytes of table for each view, read by
-every program from the cache. Against torch, which takes one launch per view (`copy_`), and one more pass over memory, read and
+Bytes moved: each element is read once for each part and written once, plus some 200 bytes of table for each
+program, from the cache. Against torch, which takes one launch per view (`copy_`), and one more pass over memory, read and
 written, for each of cast, scale and sum; a copy of one contiguous range is left to torch (a device-to-device memcpy).
 """
 
@@ -25,8 +25,10 @@ from torch import Tensor
 from .number_triton import cast, widened
 from .strided import Table
 
-COLUMNS = tl.constexpr(21)
+COLUMNS = tl.constexpr(27)
 BATCH_AT = tl.constexpr(11)
+LOOKS = tl.constexpr(32)  # rows that a program looks at together when it searches for its own
+WARP = tl.constexpr(32)
 AT_ONCE = tl.constexpr(8)  # parts whose loads are all under way before the first is added
 
 
@@ -34,19 +36,29 @@ AT_ONCE = tl.constexpr(8)  # parts whose loads are all under way before the firs
 def find_row(table, ROWS: tl.constexpr):
     """The row that this program works on, and its number among that row's programs."""
     program = tl.program_id(0).to(tl.int64)
-    firsts = tl.load(table + tl.arange(0, ROWS) * COLUMNS)
-    row = table + (tl.sum((firsts <= program).to(tl.int32)) - 1) * COLUMNS
+    if ROWS > LOOKS:
+        table += _last_not_after(table, program, LOOKS, ROWS // LOOKS * COLUMNS)
+        row = table + _last_not_after(table, program, ROWS // LOOKS, COLUMNS)
+    else:
+        row = table + _last_not_after(table, program, ROWS, COLUMNS)
     return row, program - tl.load(row)
 
 
 @triton.jit
+def _last_not_after(table, program, COUNT: tl.constexpr, STEP: tl.constexpr):
+    firsts = tl.load(table + tl.arange(0, COUNT) * STEP)
+    return (tl.sum((firsts <= program).to(tl.int32)) - 1) * STEP
+
+
+@triton.jit
 def batch_offsets(row, index):
-    """How far the batch of this number lies from the first, in the source and in the destination."""
-    src, dst = index * 0, index * 0
+    """How far the batch of this number, below 2**31, lies from the first: in the source and in the destination."""
+    index = index.to(tl.uint32)
+    src, dst = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for d in tl.static_range(3):
         column = row + BATCH_AT + 3 * d
-        size = tl.load(column)
-        digit = index % size
+        size = tl.load(column).to(tl.uint32)
+        digit = (index % size).to(tl.int64)
         index = index // size
         src += digit * tl.load(column + 1)
         dst += digit * tl.load(column + 2)
@@ -63,25 +75,55 @@ def quotient(n, multiplier, shift):
 def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where the row's tensor begins: the given pointer, or that of the tensor with the row's number."""
     if FROM_TABLE:
-        found = tl.load(pointers + tl.load(row + 1)).to(tl.pointer_type(given.dtype.element_ty))
-        return tl.multiple_of(found, ALIGNED)
+        given = tl.load(pointers + tl.load(row + 1)).to(tl.pointer_type(given.dtype.element_ty))
+    return tl.multiple_of(given, ALIGNED)
+
+
+@triton.jit
+def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """For each lane of a program of rows: source and destination offset inside the plane, in units, where in its run it
+    lies, and whether it is inside the plane."""
+    lane = (tile * LANES + tl.arange(0, LANES)).to(tl.uint32)
+    ab = quotient(lane, tl.load(row + 7), tl.load(row + 8))
+    a = quotient(ab, tl.load(row + 22), tl.load(row + 23))
+    b = ab - a * tl.load(row + 21).to(tl.uint32)
+    r = (lane - ab * tl.load(row + 6).to(tl.uint32)) * GROUP
+    if WIDE:
+        a, b, r = a.to(tl.int64), b.to(tl.int64), r.to(tl.int64)
+        src = a * tl.load(row + 9) + b * tl.load(row + 24) + r
+        dst = a * tl.load(row + 10) + b * tl.load(row + 25) + r
     else:
-        return given
+        a, b, r = a.to(tl.int32), b.to(tl.int32), r.to(tl.int32)
+        src = a * tl.load(row + 9).to(tl.int32) + b * tl.load(row + 24).to(tl.int32) + r
+        dst = a * tl.load(row + 10).to(tl.int32) + b * tl.load(row + 25).to(tl.int32) + r
+    return src, dst, r, lane < tl.load(row + 5).to(tl.uint32)
 
 
 @triton.jit
 def plane_offsets(row, tile, LANES: tl.constexpr, WIDE: tl.constexpr):
     """For each lane of a program of rows: source and destination offset inside the plane, in units, and whether it is one."""
-    lane = (tile * LANES + tl.arange(0, LANES)).to(tl.uint32)
-    a = quotient(lane, tl.load(row + 7), tl.load(row + 8))
-    r = lane - a * tl.load(row + 6).to(tl.uint32)
-    if WIDE:
-        a, r = a.to(tl.int64), r.to(tl.int64)
-        src, dst = a * tl.load(row + 9) + r, a * tl.load(row + 10) + r
+    src, dst, _, inside = _lane_offsets(row, tile, LANES, 1, WIDE)
+    return src, dst, inside
+
+
+@triton.jit
+def group_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
+    """[GROUP // 32 or 1, LANES, (32 or 1) * UNIT], the elements of a program of rows: source and destination offset inside
+    the plane, what is added to both along the first dim, and whether it is inside.
+
+    A warp moves 32 units that lie together, and each thread four of the same group: one pair of divisions, one address, one
+    comparison with constants. What is added comes last, for the compiler to make it part of the instructions.
+    """
+    src, dst, r, inside = _lane_offsets(row, tile, LANES, GROUP, WIDE)
+    src, dst, inside = src[None, :, None] * UNIT, dst[None, :, None] * UNIT, inside[None, :, None]
+    if GROUP == 1:
+        within = tl.arange(0, UNIT)[None, None, :]
+        return src + within, dst + within, tl.zeros([1, 1, 1], tl.int32), inside
     else:
-        a, r = a.to(tl.int32), r.to(tl.int32)
-        src, dst = a * tl.load(row + 9).to(tl.int32) + r, a * tl.load(row + 10).to(tl.int32) + r
-    return src, dst, lane < tl.load(row + 5).to(tl.uint32)
+        within = tl.arange(0, WARP * UNIT)[None, None, :]
+        left = tl.load(row + 26).to(tl.int32) - r.to(tl.int32)[None, :, None] - within // UNIT
+        step = tl.arange(0, GROUP // WARP)[:, None, None] * WARP
+        return src + within, dst + within, step * UNIT, step < tl.where(inside, left, 0)
 
 
 @triton.jit
@@ -99,63 +141,78 @@ def combined(total, x, KIND: tl.constexpr):
 @triton.jit
 def move_rows(
     src, dst, pointers, table, parts, scale,
-    ROWS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
-    WIDE: tl.constexpr, SRC_MANY: tl.constexpr, DST_MANY: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
+    ROWS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, SRC_MANY: tl.constexpr, DST_MANY: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     row, index = find_row(table, ROWS)
-    # programs that run together take the same place of different batches: pieces of the same lines of memory
-    count = tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)
-    tile, batch = index // count, index % count
-    src_batch, dst_batch = batch_offsets(row, batch)
-    src_lane, dst_lane, inside = plane_offsets(row, tile, LANES, WIDE)
-    within = tl.arange(0, UNIT)[None, :]
-    src = base(src, pointers, row, SRC_MANY, ALIGNED)
-    dst = base(dst, pointers, row, DST_MANY, ALIGNED)
-    src_at, dst_at = src_lane[:, None] * UNIT + within, dst_lane[:, None] * UNIT + within
-    inside = inside[:, None]
+    # programs that run together take the same place of different batches, which often share lines of memory
+    count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
+    index = index.to(tl.uint32)
+    src_batch, dst_batch = batch_offsets(row, index % count)
+    src_at, dst_at, step, inside = group_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
+    src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
+    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + dst_batch * UNIT
     if PARTS == 1:
-        value = tl.load(src + (tl.load(row + 2) + src_batch) * UNIT + src_at, mask=inside)
+        value = tl.load(src + tl.load(row + 2) * UNIT + src_at + step, mask=inside)
     else:
         first = parts + tl.load(row + 20)
-        value = widened(tl.load(src + (tl.load(first) + src_batch) * UNIT + src_at, mask=inside))
+        value = widened(tl.load(src + tl.load(first) * UNIT + src_at + step, mask=inside))
         if PARTS <= AT_ONCE:
             for s in tl.static_range(1, PARTS):
-                part = src + (tl.load(first + s) + src_batch) * UNIT
-                value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+                part = tl.load(src + tl.load(first + s) * UNIT + src_at + step, mask=inside)
+                value = combined(value, widened(part), KIND)
         else:
             for s in range(1, PARTS):
-                part = src + (tl.load(first + s) + src_batch) * UNIT
-                value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+                part = tl.load(src + tl.load(first + s) * UNIT + src_at + step, mask=inside)
+                value = combined(value, widened(part), KIND)
     if SCALED:
         value = widened(value) * scale
-    tl.store(dst + (tl.load(row + 3) + dst_batch) * UNIT + dst_at, cast(value, dst.dtype.element_ty), mask=inside)
+    tl.store(dst + tl.load(row + 3) * UNIT + dst_at + step, cast(value, dst.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def move_tiles(
     src, dst, pointers, table, scale,
-    ROWS: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, ALONG_I: tl.constexpr, ALONG_J: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr,
+    UNIT_I: tl.constexpr, UNIT_J: tl.constexpr,
     WIDE: tl.constexpr, SRC_MANY: tl.constexpr, DST_MANY: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     row, index = find_row(table, ROWS)
-    tiles, tiles_j = tl.load(row + 4), tl.load(row + 9)
-    tile, batch = index % tiles, index // tiles
-    src_batch, dst_batch = batch_offsets(row, batch)
-    i0, j0 = (tile // tiles_j) * ALONG_I, (tile % tiles_j) * ALONG_J
-    size_i, size_j, stride_j, stride_i = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
-    i, j = tl.arange(0, ALONG_I), tl.arange(0, ALONG_J)
-    src = base(src, pointers, row, SRC_MANY, ALIGNED) + tl.load(row + 2) + src_batch + i0 + j0 * stride_j
-    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + tl.load(row + 3) + dst_batch + j0 * RUN
+    index = index.to(tl.uint32)
+    tiles, tiles_j = tl.load(row + 4).to(tl.uint32), tl.load(row + 9).to(tl.uint32)
+    tile = index % tiles
+    src_batch, dst_batch = batch_offsets(row, index // tiles)
+    i0, j0 = (tile // tiles_j).to(tl.int32) * ALONG_I, (tile % tiles_j).to(tl.int32) * ALONG_J
+    stride_j, stride_i = tl.load(row + 7) * UNIT_I, tl.load(row + 8) * UNIT_J
+    src = base(src, pointers, row, SRC_MANY, ALIGNED) + (tl.load(row + 2) + src_batch) * UNIT_I
+    dst = base(dst, pointers, row, DST_MANY, ALIGNED) + (tl.load(row + 3) + dst_batch) * UNIT_J
+    src, dst = src + i0 * RUN + j0 * stride_j, dst + j0 * RUN + i0 * stride_i
     if not WIDE:
         stride_i, stride_j = stride_i.to(tl.int32), stride_j.to(tl.int32)
-    inside = (i[None, :] < size_i - i0) & (j[:, None] < size_j - j0)
-    value = tl.load(src + i[None, :] + j[:, None] * stride_j, mask=inside)
+    # sizes in words, where a run counts as PADDED words, and what is left of them for this tile
+    left_i = (tl.load(row + 5) * UNIT_I).to(tl.int32) - i0 * PADDED
+    left_j = (tl.load(row + 6) * UNIT_J).to(tl.int32) - j0 * PADDED
+    i, j = tl.arange(0, ALONG_I)[:, None], tl.arange(0, ALONG_J)[:, None]
+    at, inside = _along(left_i, ALONG_I, RUN, PADDED)
+    value = tl.load(src + at + j * stride_j, mask=inside & (j * PADDED < left_j))
     if SCALED:
         value = widened(value) * scale
-    value = tl.trans(cast(value, dst.dtype.element_ty))
-    i = i0 + i if WIDE else (i0 + i).to(tl.int32)
-    to = (i // RUN)[:, None] * stride_i + (i % RUN)[:, None] + j[None, :] * RUN
-    tl.store(dst + to, value, mask=tl.trans(inside))
+    value = cast(value, dst.dtype.element_ty)
+    value = tl.permute(tl.reshape(value, (ALONG_J, ALONG_I, PADDED)), (1, 0, 2))
+    value = tl.reshape(value, (ALONG_I, ALONG_J * PADDED))
+    at, inside = _along(left_j, ALONG_J, RUN, PADDED)
+    tl.store(dst + at + i * stride_i, value, mask=inside & (i * PADDED < left_i))
+
+
+@triton.jit
+def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
+    """[1, words]: where the words of runs that lie one after the other are, and which of them belong to the view."""
+    word = tl.arange(0, RUNS * PADDED)[None, :]
+    if RUN == PADDED:
+        return word, word < left
+    else:
+        return word // PADDED * RUN + word % PADDED, (word < left) & (word % PADDED < RUN)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -193,11 +250,14 @@ def _run(
     factor = 1.0 if scale is None else scale
     if kind.tiled:
         along_i, along_j = table.lanes
-        move_tiles[grid](*given, pointers, rows, factor, ALONG_I=along_i, ALONG_J=along_j, RUN=kind.run, **common)
+        move_tiles[grid](
+            *given, pointers, rows, factor, ALONG_I=along_i, ALONG_J=along_j, RUN=kind.run, PADDED=kind.padded,
+            UNIT_I=kind.unit // kind.word, UNIT_J=kind.dst_unit // kind.word, **common,
+        )  # fmt: skip
     else:
         move_rows[grid](
             *given, pointers, rows, parts, factor,
-            LANES=table.lanes[0], UNIT=kind.unit, PARTS=kind.parts, KIND=how, **common,
+            LANES=table.lanes[0], UNIT=kind.unit, GROUP=kind.group, PARTS=kind.parts, KIND=how, **common,
         )  # fmt: skip
 
 

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.symmetric import all_gather
 from . import errors
 from .abstract_mesh import AbstractMesh
 from .device_mesh import DeviceMesh
 from .group import Group
+from .symmetric import peers_of
 from .topology import OPS, Link, Topology
 
 # Bytes that each rank receives in a timed collective. The smallest shows the latency alone; the largest is where the
@@ -42,7 +44,8 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
     """calibrate(mesh) -> Topology: times collectives and copies, and sets `mesh.topology` to what they cost.
 
     Measures latency and bandwidth inside nodes, and between them where the mesh has several; which ranks share a node is
-    taken from `mesh.topology` as it is. What cannot be measured (the network in one node) keeps its number. All ranks
+    taken from `mesh.topology` as it is. What cannot be measured (the network in one node) keeps its number. Where the ranks of
+    a node can read each other's memory, kernels that do so are timed, too: plans use them from then on. All ranks
     end with the same topology. It is kept: a second call returns it at once, until `mesh.topology` is set.
 
     On a mesh of one rank, a "meta" mesh, and a rank outside the mesh (which does not take part) it returns
@@ -111,6 +114,9 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
         for op in OPS:
             for moved in (_SMALLEST, largest):
                 yield _collective(link, op, group, moved, mesh.device)
+        if link == "local":
+            for moved in (_SMALLEST, largest):
+                yield _shared(group, moved, mesh.device)
     source = torch.zeros(largest, dtype=torch.uint8, device=mesh.device)
     target = torch.empty_like(source)
     yield _Probe("memory", "copy", largest, lambda: target.copy_(source))
@@ -136,6 +142,16 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
     part = max(1, moved // (4 * passes * (n - 1)))
     small, large = (torch.zeros(size, device=device) for size in (part, n * part))
     return _Probe(link, op, 4 * passes * (n - 1) * part, _call(op, group, small, large))
+
+
+def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
+    """An all_gather by kernels that read the peers' memory, where there is such memory."""
+    peers = peers_of(group, device)
+    if peers is None:
+        return _Probe("symmetric", "all_gather", 0, None)
+    part = max(4, min(moved // (4 * (group.size - 1)), peers.staging(torch.float32).numel()))
+    small, large = torch.zeros(part, device=device), torch.zeros(group.size * part, device=device)
+    return _Probe("symmetric", "all_gather", 4 * (group.size - 1) * part, lambda: all_gather(peers, small, large, 0))
 
 
 def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], Any]:
@@ -186,7 +202,9 @@ def _fit(known: Topology, probes: Sequence[_Probe], moved: Sequence[float], time
         if size:
             points[probe.link][probe.op].append((size, max(seconds, 1e-9)))
     ((size, seconds),) = points.pop("memory")["copy"]
-    links, ratios = {}, defaultdict(list)
+    shared = points.pop("symmetric", {}).get("all_gather")
+    links: dict[str, Link | None] = {"symmetric": None if shared is None else _link(shared)}
+    ratios = defaultdict(list)
     for name, ops in points.items():
         latency = statistics.median(min(found)[1] for found in ops.values())
         per_byte = {op: _seconds_per_byte(*max(found), latency) for op, found in ops.items()}
@@ -196,6 +214,11 @@ def _fit(known: Topology, probes: Sequence[_Probe], moved: Sequence[float], time
             ratios[op].append(per_byte[op] / typical)
     factors = {op: statistics.geometric_mean(found) for op, found in ratios.items()}
     return replace(known, memory=size / seconds, factors=tuple(factors.items()), **links)
+
+
+def _link(points: Sequence[tuple[float, float]]) -> Link:
+    latency = min(points)[1]
+    return Link(latency, 1 / _seconds_per_byte(*max(points), latency))
 
 
 def _seconds_per_byte(size: float, seconds: float, latency: float) -> float:

@@ -341,7 +341,7 @@ def unpickled_mesh(device_type: str, ranks: list[Any], names: tuple[str, ...]) -
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:
-    ranks = np.asarray(mesh)
+    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)  # it may be on the default device, a GPU
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
             f"mesh {mesh!r}: write an array of integer ranks with at least one axis and one rank, "

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from . import errors, wire
 from .group import Group, Observer, World
-from .work import Work
+from .work import Work, and_then
 
 # torch 2.13 renamed these two.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -135,13 +135,12 @@ class ProcessGroup(Group):
         self._connect(handle, x)
         if x.dtype not in wire.NATIVE or x.is_neg():
             out, x = wire.as_bytes(out), wire.as_bytes(x)
-        ops = []
-        if dst is not None and x.numel():
-            ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
-        if src is not None and out.numel():
-            ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
-        work = _TorchWork(dist.batch_isend_irecv(ops) if ops else [], (out, x))
-        return work if async_op else work.wait()
+        if _needs_host_memory(handle, x.device):
+            arrived = torch.empty_like(out, device="cpu")
+            work = and_then(_send_and_receive(handle, arrived, x.cpu(), dst, src), lambda: _copy_where_any(out, arrived, src))
+        else:
+            work = _send_and_receive(handle, out, x, dst, src)
+        return work if async_op or work is None else work.wait()
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Lets all ranks meet once before they send: NCCL connects a whole group in its first call, if all make it."""
@@ -156,6 +155,25 @@ class ProcessGroup(Group):
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, data, group=self.handle)
         return gathered
+
+
+def _send_and_receive(handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
+    ops = []
+    if dst is not None and x.numel():
+        ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
+    if src is not None and out.numel():
+        ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
+    return _TorchWork(dist.batch_isend_irecv(ops) if ops else [], (out, x))
+
+
+def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the backend sends from and receives into host memory alone: gloo, which takes other devices in collectives only."""
+    return device.type != "cpu" and handle._get_backend(device).name() == "gloo"
+
+
+def _copy_where_any(out: Tensor, arrived: Tensor, src: int | None) -> None:
+    if src is not None:
+        out.copy_(arrived)
 
 
 _times_made: Counter[tuple[int, ...]] = Counter()

@@ -236,6 +236,7 @@ class _Modes:
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
+        self.device = torch.get_default_device()
         self.autocast = [
             (device, torch.get_autocast_dtype(device))
             for device in ("cpu", "cuda")
@@ -250,6 +251,8 @@ class _Modes:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.device.type != "cpu":
+                stack.enter_context(self.device)
             for device, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype))
             yield

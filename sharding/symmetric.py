@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, shift
-from ..kernels.copy import Pack, compile_pack, pack_many
-from ..kernels.symmetric import Place, Pull, compile_pull, one_shot_all_reduce, pull_many, two_shot_all_reduce
+from ..kernels.copy import Pack, compile_pack
+from ..kernels.symmetric import Place, Pull, compile_pull, exchange, one_shot_all_reduce, two_shot_all_reduce
 from ..mesh.group import Group
 from ..mesh.symmetric import needed_peers
 from ..mesh.topology import Link
@@ -45,11 +45,14 @@ class Staged:
     sent: int
 
 
+_GROUP_OP = {"exchange": "all_to_all", "exchange_reduce": "all_to_all"}  # what observers know it as
+
+
 class SymmetricPull(Collective):
     """An all_gather, reduce_scatter or exchange."""
 
     def __init__(self, group: Group, device: torch.device, op: str, kind: str, dtype: torch.dtype, tensors: Sequence[Staged]) -> None:
-        self.group, self.device, self.op, self.dtype = group, device, op, dtype
+        self.group, self.device, self.op, self.dtype = group, device, _GROUP_OP.get(op, op), dtype
         starts = _starts(tensors)
         self.packs = [_pack(i, t, group.rank, starts[group.rank]) for i, t in enumerate(tensors)]
         self.pulls = [_pull(i, t, starts, kind) for i, t in enumerate(tensors)]
@@ -69,9 +72,7 @@ class SymmetricPull(Collective):
         return Pending(DONE, lambda: outs) if async_op else outs
 
     def _move(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        peers = needed_peers(self.group, self.device)
-        pack_many(self.packs, tensors, peers.staging(self.dtype))
-        pull_many(peers, self.pulls, outs, self.dtype)
+        exchange(needed_peers(self.group, self.device), self.packs, tensors, self.pulls, outs, self.dtype)
 
 
 Starts = dict[tuple[int, Box], int]  # (number of the tensor, box) -> where it begins

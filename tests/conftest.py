@@ -1,7 +1,8 @@
-"""Fixtures for all tests: pools of worker processes, and what a test without a GPU skips."""
+"""Fixtures for all tests: pools of worker processes, where tensors lie, and what a test without a GPU skips."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,14 @@ import hypothesis
 import pytest
 import torch
 
+from tests import device
 from tests.pool import Pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or the tests of Ctrl-C would wait for ever
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the kernels; read when the first of them is defined
 
 torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
@@ -21,6 +26,7 @@ torch.set_num_threads(1)  # small tensors, and worker processes beside us
 hypothesis.settings.register_profile(
     "shardmesh", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
+hypothesis.settings.register_profile("few", parent=hypothesis.settings.get_profile("shardmesh"), max_examples=5)
 hypothesis.settings.load_profile("shardmesh")
 
 
@@ -50,7 +56,12 @@ class RootIsNoTestPackage:
         return pytest.Dir.from_parent(parent, path=path) if path == Path(__file__).parents[1] else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where meshes and tensors of tests lie: cpu (the default) or cuda")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    device.choose(config.getoption("--device"))
     config.pluginmanager.register(RootIsNoTestPackage())  # as a plugin: a conftest's own hooks see no folder above it
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardmesh.mesh.launch import _end_with_parent, _pickled_exception, _shared_environment, _spawning
+from tests import device
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class Worker:
 @dataclass
 class Pool:
     size: int
+    device: str = field(default_factory=lambda: device.DEVICE)
     workers: list[Worker] = field(default_factory=list)
     store: dist.TCPStore | None = None
     folder: tempfile.TemporaryDirectory | None = None
@@ -112,7 +114,11 @@ class Pool:
         process = context.Process(
             target=_serve, args=(os.getpid(), theirs, str(stacks)), name=f"pool{self.size}-{rank}"
         )
-        environment = _shared_environment(self.size, self.store.port) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = _shared_environment(self.size, self.store.port) | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank if self.device == "cpu" else 0),  # gloo lets ranks share an accelerator
+            device.VARIABLE: self.device,
+        }
         with _spawning(environment | {"OMP_NUM_THREADS": "1"}):
             process.start()
             self.workers.append(Worker(process, mine, stacks))
@@ -189,6 +195,7 @@ def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open for life
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
     torch.set_num_threads(1)
+    device.make_tensors_here()
     calls = 0
     _reply(pipe, _ensure_group, calls)
     while True:

@@ -207,7 +207,8 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seq
 
 def _try_all(sample: _Sample, shape: tuple[int, ...], most: int | None) -> int:
     """On one rank: every combination; the number of those that ran."""
-    mesh = init_device_mesh("cpu", shape, axis_names=_AXES[: len(shape)])
+    device = sample.values[0].device.type if sample.values else "cpu"
+    mesh = init_device_mesh(device, shape, axis_names=_AXES[: len(shape)])
     return sum(_try(sample, mesh, specs) for specs in combinations(sample, mesh, most))
 
 
@@ -312,8 +313,8 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
     """`count` tensors that combine to x: small whole numbers (powers of two for a product), and what is left."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = [torch.randint(1, 4, x.shape, generator=generator).to(x.dtype) for _ in range(count - 1)]
+    generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
+    offsets = [torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x) for _ in range(count - 1)]
     if kind == "sum":
         return [x - sum(offsets), *offsets]
     if kind == "avg":

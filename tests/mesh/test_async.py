@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from shardmesh.mesh import (
     comm_budget,
     current_world,
     null_world,
+    process,
     simulate,
 )
 from tests.mesh.collectives import DTYPES, as_bytes, rank_values
@@ -151,8 +154,16 @@ def all_routes() -> list[tuple[list, list]]:
     return [sent_along(*route, d, a) for route in GLOO_ROUTES for d in dtypes for a in (False, True)]
 
 
-def test_permute_on_gloo(world4: Pool) -> None:
-    for found in world4(all_routes):
+def all_routes_through_host_memory() -> list[tuple[list, list]]:
+    """As gloo moves what lies on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_needs_host_memory", lambda handle, device: True)
+        return all_routes()
+
+
+@pytest.mark.parametrize("routes", [all_routes, all_routes_through_host_memory])
+def test_permute_on_gloo(world4: Pool, routes: Callable[[], list[tuple[list, list]]]) -> None:
+    for found in world4(routes):
         for arrived, expected in found:
             assert arrived == expected
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 import shardmesh as sm
 from shardmesh.mesh.group import CollectiveRecord, current_world
+from tests.device import DEVICE, made_here
 
 AXES = ("a", "b", "c", "d")
 
@@ -20,7 +22,8 @@ def on_mesh(mesh_shape: Sequence[int], program: Callable[[sm.DeviceMesh], Any]) 
     """`program(mesh)` on every rank of a simulated mesh with axes a, b, c, d; what each rank returned."""
 
     def rank() -> Any:
-        return program(sm.init_device_mesh("cpu", mesh_shape, axis_names=AXES[: len(mesh_shape)]))
+        with made_here():
+            return program(sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)]))
 
     return sm.simulate(math.prod(mesh_shape))(rank)()
 
@@ -96,8 +99,8 @@ def run_programs(module: str, names: Sequence[str]) -> int:
     taken = 0
     for name in names:
         test = getattr(importlib.import_module(module), name)
-        ranks = torch.arange(math.prod(test.mesh_shape)).view(test.mesh_shape)
-        mesh = sm.DeviceMesh("cpu", ranks, axis_names=AXES[: ranks.ndim])
+        ranks = np.arange(math.prod(test.mesh_shape)).reshape(test.mesh_shape)
+        mesh = sm.DeviceMesh(DEVICE, ranks, axis_names=AXES[: ranks.ndim])
         if mesh.coordinate is not None:
             try:
                 test.program(mesh)

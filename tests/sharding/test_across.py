@@ -16,6 +16,7 @@ from shardmesh.sharding.across import redistribute_across
 from shardmesh.sharding.plan.across import plan_across
 from shardmesh.sharding.redistribute import redistribute_local
 from shardmesh.sharding.spec import KINDS
+from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, launched, same_error
 from tests.sharding.strategies import ragged_specs, shapes
@@ -49,7 +50,7 @@ def crossings(draw, kinds=KINDS, dst_kinds=None):
 def layouts(crossing):
     """The two layouts, in the world at hand."""
     shape, *sides = crossing
-    meshes = [sm.DeviceMesh("cpu", ranks, axis_names=names) for ranks, names, _ in sides]
+    meshes = [sm.DeviceMesh(DEVICE, ranks, axis_names=names) for ranks, names, _ in sides]
     return [Layout.of(mesh, spec, shape, torch.float64) for mesh, (*_, spec) in zip(meshes, sides, strict=True)]
 
 
@@ -210,8 +211,8 @@ def test_the_nearest_holder_sends():
     topology = Topology.default("cpu", node_size=2)
 
     def program():
-        src = Layout.of(sm.DeviceMesh("cpu", [2, 0], axis_names=("a",)), P(), (8,))
-        dst = Layout.of(sm.DeviceMesh("cpu", [3, 1], axis_names=("a",)), P(), (8,))
+        src = Layout.of(sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",)), P(), (8,))
+        dst = Layout.of(sm.DeviceMesh(DEVICE, [3, 1], axis_names=("a",)), P(), (8,))
         return [(t.sender, t.receiver) for t in plan_across(src, dst, topology).transfers]
 
     assert sm.simulate(4)(program)() == [[(0, 1), (2, 3)]] * 4
@@ -221,7 +222,7 @@ def test_the_nearest_holder_sends():
 
 
 def on(ranks, where, shape=(6, 4)):
-    mesh = sm.DeviceMesh("cpu", ranks, axis_names=("x", "y")[: torch.tensor(ranks).ndim])
+    mesh = sm.DeviceMesh(DEVICE, ranks, axis_names=("x", "y")[: torch.tensor(ranks).ndim])
     return Layout.of(mesh, where, shape, torch.float64)
 
 
@@ -322,7 +323,7 @@ def test_layouts_that_do_not_fit(change, text):
 @pytest.mark.parametrize("parts", [("whole", "x"), ("x", "whole"), ("x", "y")])
 def test_parts_of_one_mesh_are_other_meshes_on_other_ranks(parts):
     def program(_):
-        whole = sm.DeviceMesh("cpu", [[0, 1], [2, 3]], axis_names=("x", "y"))
+        whole = sm.DeviceMesh(DEVICE, [[0, 1], [2, 3]], axis_names=("x", "y"))
         src, dst = (Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts)
         redistribute_across(torch.ones(4), src, dst)
 
@@ -333,7 +334,7 @@ def test_parts_of_one_mesh_are_other_meshes_on_other_ranks(parts):
 
 def test_other_orders_of_the_axes_of_one_mesh():
     def program():
-        whole = sm.DeviceMesh("cpu", [[[0, 1], [2, 3]]], axis_names=("z", "x", "y"))
+        whole = sm.DeviceMesh(DEVICE, [[[0, 1], [2, 3]]], axis_names=("z", "x", "y"))
         src, dst = (Layout.of(part, P("x"), (6,)) for part in (whole["x", "y"], whole["y", "x"]))
         x = torch.arange(6.0)
         assert torch.equal(

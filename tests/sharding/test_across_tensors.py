@@ -8,6 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, same_error
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -16,7 +17,7 @@ W = torch.randn(8, 4, generator=torch.Generator().manual_seed(2), dtype=torch.fl
 
 
 def mesh_of(ranks):
-    return sm.DeviceMesh("cpu", ranks, axis_names=("x", "y")[: torch.tensor(ranks).ndim])
+    return sm.DeviceMesh(DEVICE, ranks, axis_names=("x", "y")[: torch.tensor(ranks).ndim])
 
 
 def whole_of(x):

@@ -14,6 +14,7 @@ from shardmesh.mesh.current import set_mesh
 from shardmesh.sharding.arrays import make_array_from_callback as from_callback
 from shardmesh.sharding.arrays import make_array_from_process_local_data as from_local_data
 from shardmesh.sharding.arrays import make_array_from_single_device_arrays as from_arrays
+from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh
 
 SPECS = [P(), P("a"), P("b", "a"), P(None, ("b", "a")), P(("a", "b")), P("a", sizes={"a": (5, 0)})]
@@ -230,7 +231,7 @@ def test_what_is_wrong_with_a_tensor(mesh):
 
 @every_rank(4)
 def test_ranks_outside_the_mesh(everyone):
-    mesh = sm.DeviceMesh("cpu", [3, 1], axis_names=("x",))
+    mesh = sm.DeviceMesh(DEVICE, [3, 1], axis_names=("x",))
     inside, whole = mesh.coordinate is not None, numbers(5)
     part = whole[slice(*sm.Layout.of(mesh, P("x"), (5,)).box[0])]
 
@@ -353,7 +354,7 @@ def test_what_is_wrong_with_a_bare_spec(mesh):
 
 
 def _loader():
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
     rows = (3, 4)[mesh.coordinate[0]]
     with set_mesh(mesh):
         batch = from_local_data(P("dp"), np.full((rows, 2), float(mesh.coordinate[0])))

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
+from tests.device import DEVICE
 from tests.mesh.collectives import DTYPES, as_bytes, rank_values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, place, same_error
 
@@ -252,7 +253,7 @@ def test_distribute_tensor_takes_the_data_of_one_rank(source, spec):
 
 def test_the_source_is_a_place_in_the_mesh_not_a_rank_of_the_world():
     def program():
-        mesh = sm.DeviceMesh("cpu", [[3, 2], [1, 0]], axis_names=("a", "b"))
+        mesh = sm.DeviceMesh(DEVICE, [[3, 2], [1, 0]], axis_names=("a", "b"))
         mine = torch.full((4,), float(mesh.world.rank))
         return sm.distribute_tensor(mine, mesh, P("a"), src_data_rank=1).full_tensor().tolist()
 
@@ -410,7 +411,7 @@ def test_dtypes_on_the_way(mesh):
 
 
 def some_ranks():
-    return sm.DeviceMesh("cpu", [1, 2], axis_names=("x",))
+    return sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
 
 
 def test_ranks_outside_the_mesh_skip_everything():
@@ -492,11 +493,11 @@ def test_two_disjoint_meshes():
     """Half of the ranks work on one tensor, half on another; then all of them on a third."""
 
     def program():
-        halves = [sm.DeviceMesh("cpu", ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
+        halves = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
         tensors = [sm.distribute_tensor(X * (i + 1), half, [Shard(0)]) for i, half in enumerate(halves)]
         sums = [t.sum() for t in tensors]
         mine = next(s.item() for s in sums if s.mesh.coordinate is not None)
-        world = sm.init_device_mesh("cpu", (4,), axis_names=("w",))
+        world = sm.init_device_mesh(DEVICE, (4,), axis_names=("w",))
         return sm.from_local(torch.tensor(mine), world, [Partial()]).item()
 
     for total in sm.simulate(4)(program)():

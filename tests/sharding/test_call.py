@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.call import call
+from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh
 
 LEFT = [P(), P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b")), P(unreduced={"a"})]
@@ -247,7 +248,7 @@ def test_around_a_call_implicit_communication_stays_forbidden(mesh):
 
 @every_rank(4)
 def test_ranks_outside_the_mesh(everyone):
-    mesh = sm.DeviceMesh("cpu", [2, 0], axis_names=("x",))
+    mesh = sm.DeviceMesh(DEVICE, [2, 0], axis_names=("x",))
     t, w = numbers(5, 4), numbers(4, 3, seed=1)
     x, weight = sm.distribute_tensor(t, mesh, P(None, "x")), sm.distribute_tensor(w, mesh, P("x"))
     y = call(torch.matmul, x, weight, out_sharding=P("x"))
@@ -256,7 +257,7 @@ def test_ranks_outside_the_mesh(everyone):
 
 
 def _on_processes():
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     x, w = sm.device_put(numbers(8, 6), mesh, P("a", "b")), sm.device_put(numbers(6, 4, seed=1), mesh, P("b"))
     with sm.implicit("forbid"), sm.comm_budget() as used:
         y = call(torch.matmul, x, w, out_sharding=P("a", "b"))

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import Partial, Replicate, Shard
 from shardmesh.sharding.rules.registry import FORMS, HANDLERS
+from tests.device import DEVICE
 from tests.docs.pages import DOCS, check_python_examples
 from tests.sharding import dtensor_program
 from tests.sharding.dtensor_program import numbers
@@ -197,7 +198,7 @@ def _(mesh):
 
 @difference("`redistribute` to `Partial`, to another mesh, without placements")
 def _(mesh):
-    x, other = place(mesh, numbers(4)), sm.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    x, other = place(mesh, numbers(4)), sm.init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("a", "b"))
     pending = x.redistribute(placements=[Partial()])
     assert pending.placements == (Partial(),)
     _same(pending, numbers(4))
@@ -264,14 +265,14 @@ def _(mesh):
 
 @difference("`mesh_dim_names`, `get_coordinate()`")
 def _(mesh):
-    plain = sm.init_device_mesh("cpu", (2, 2))
+    plain = sm.init_device_mesh(DEVICE, (2, 2))
     assert plain.mesh_dim_names == ("axis_0", "axis_1")
     assert plain.get_coordinate() == list(plain.coordinate)
 
 
 @difference("`get_local_rank()` where the ranks of a mesh are not ascending")
 def _(mesh):
-    turned = sm.DeviceMesh("cpu", [3, 1, 2, 0])
+    turned = sm.DeviceMesh(DEVICE, [3, 1, 2, 0])
     assert turned.get_local_rank() == turned.get_coordinate()[0] == [3, 1, 2, 0].index(mesh.get_rank())
 
 
@@ -352,7 +353,7 @@ def test_the_page_has_a_row_for_each_difference_and_no_other():
 def _their_surprises() -> dict[str, Any]:
     """What the page says of torch, for what neither hangs nor needs a GPU."""
     api, rank = dtensor_program.torch_api(), torch.distributed.get_rank()
-    mesh = api.init_device_mesh("cpu", (4,))
+    mesh = api.init_device_mesh(DEVICE, (4,))
 
     def put(x, *where):
         return api.distribute_tensor(x, mesh, list(where))
@@ -376,7 +377,7 @@ def _their_surprises() -> dict[str, Any]:
         "ones": api.ones(2, device_mesh=mesh, placements=[api.Partial()]).full_tensor().tolist() == [4, 4],
         "grad": w.grad.placements == (api.Partial(),),
         "data_ptr": x.data_ptr() == 0,
-        "get_local_rank": api.DeviceMesh("cpu", [3, 1, 2, 0]).get_local_rank() == rank,
+        "get_local_rank": api.DeviceMesh(DEVICE, [3, 1, 2, 0]).get_local_rank() == rank,
     }
 
 
@@ -432,7 +433,7 @@ def test_bad_placements_of_local_map(mesh):
 
 @every_rank(3)
 def test_local_map_outside_the_mesh(mesh):
-    pair = sm.DeviceMesh("cpu", [0, 1])
+    pair = sm.DeviceMesh(DEVICE, [0, 1])
     x = place(pair, numbers(8), Shard(0))
     if pair.coordinate is None:
         with pytest.raises(RuntimeError, match="rank 2 is outside"):
@@ -504,7 +505,7 @@ def test_the_cheapest_accepted_sharding(tables):
 @every_rank(3)
 def test_registered_operators_outside_the_mesh(mesh):
     """A rank outside has no part, and walks the same graph."""
-    pair = sm.DeviceMesh("cpu", [0, 1])
+    pair = sm.DeviceMesh(DEVICE, [0, 1])
     x = place(pair, numbers(5, 4), Shard(0), grad=True)
     out = torch.ops.test_compat.roll_rows.default(x, place(pair, numbers(4, seed=1)), 2).redistribute(mesh, [Shard(0)])
     (out * out).sum().backward()

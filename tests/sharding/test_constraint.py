@@ -10,6 +10,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.sharding.constraint import with_sharding_constraint
+from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh
 
 Pair = namedtuple("Pair", "left right")
@@ -105,7 +106,7 @@ def test_errors_are_the_same_on_every_rank():
 
 @every_rank(4)
 def test_ranks_outside_the_mesh(everyone):
-    mesh = sm.DeviceMesh("cpu", [2, 0], axis_names=("x",))
+    mesh = sm.DeviceMesh(DEVICE, [2, 0], axis_names=("x",))
     x = sm.distribute_tensor(numbers(5), mesh, P("x"))
     y, z = with_sharding_constraint((x, x), (P(), P("x")))
     assert z is x

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import shardmesh as sm
 from shardmesh.sharding import cache
+from tests.device import DEVICE
 
 
 def _pending(mesh):
@@ -18,7 +19,7 @@ def test_zero_and_other_floats_are_decided_apart():
     """Filling with zero is linear, filling with anything else is not, and both are calls of the same types."""
 
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,))
+        mesh = sm.init_device_mesh(DEVICE, (2,))
         x, mask = _pending(mesh), sm.zeros((4,), mesh, dtype=torch.bool)
         mask._local[:2] = True
         return [x.masked_fill(mask, value).tolist() for value in (0.0, 5.0, 0.0, 7.0)]
@@ -29,7 +30,7 @@ def test_zero_and_other_floats_are_decided_apart():
 
 def test_dropout_is_not_served_by_the_call_without():
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,))
+        mesh = sm.init_device_mesh(DEVICE, (2,))
         q = sm.randn((2, 2, 4, 8), mesh, [sm.Shard(0)])
         without, dropped = (F.scaled_dot_product_attention(q, q, q, dropout_p=p).full_tensor() for p in (0.0, 0.5))
         return torch.equal(without, dropped)
@@ -39,7 +40,7 @@ def test_dropout_is_not_served_by_the_call_without():
 
 def test_one_decision_serves_all_scalars():
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,))
+        mesh = sm.init_device_mesh(DEVICE, (2,))
         x = sm.ones((4,), mesh, [sm.Shard(0)])
         for scale in (0.5, 0.25, 3.0):
             x * scale
@@ -52,7 +53,7 @@ def test_the_cache_is_bounded(monkeypatch):
     monkeypatch.setattr(cache, "LIMIT", 10)
 
     def rank():
-        x = sm.ones((4,), sm.init_device_mesh("cpu", (2,)), [sm.Shard(0)])
+        x = sm.ones((4,), sm.init_device_mesh(DEVICE, (2,)), [sm.Shard(0)])
         for i in range(50):
             assert (x + i).sum().item() == 4 * (1 + i)
         return len(x.layout.decisions)
@@ -62,7 +63,7 @@ def test_the_cache_is_bounded(monkeypatch):
 
 def test_bool_int_and_float_arguments_are_told_apart():
     def rank():
-        x = sm.ones((4,), sm.init_device_mesh("cpu", (2,)), [sm.Shard(0)], dtype=torch.int64)
+        x = sm.ones((4,), sm.init_device_mesh(DEVICE, (2,)), [sm.Shard(0)], dtype=torch.int64)
         return [(x * value).dtype for value in (True, 1, 1.0)]
 
     for dtypes in sm.simulate(2)(rank)():

@@ -8,6 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
+from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, place, same_error
 
 X = torch.arange(15.0).view(5, 3)
@@ -20,7 +21,7 @@ def x(mesh, *placements):
 
 def other_order():
     """The same four ranks under the same names, in another order."""
-    return sm.DeviceMesh("cpu", [[0, 2], [1, 3]], axis_names=("a", "b"))
+    return sm.DeviceMesh(DEVICE, [[0, 2], [1, 3]], axis_names=("a", "b"))
 
 
 BAD = {
@@ -103,11 +104,11 @@ BAD = {
     ),
     # meshes and devices
     "mesh that does not fit the world": (
-        lambda m: sm.init_device_mesh("cpu", (2, 4), axis_names=("a", "b")),
+        lambda m: sm.init_device_mesh(DEVICE, (2, 4), axis_names=("a", "b")),
         ["(a=2, b=4) needs 8 ranks", "the world has 4", "start 8 processes", "product is 4"],
     ),
     "names that do not fit": (
-        lambda m: sm.init_device_mesh("cpu", (2, 2), axis_names=("a",)),
+        lambda m: sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a",)),
         ["(2, 2)", "('a',)", "axis_names="],
     ),
     "axis named twice": (
@@ -115,11 +116,11 @@ BAD = {
         ["'a' is used twice", "('a', 'a')"],
     ),
     "ranks that do not exist": (
-        lambda m: sm.DeviceMesh("cpu", [0, 7]),
+        lambda m: sm.DeviceMesh(DEVICE, [0, 7]),
         ["[7]", "the world has 4", "0 to 3"],
     ),
     "rank twice": (
-        lambda m: sm.DeviceMesh("cpu", [0, 0]),
+        lambda m: sm.DeviceMesh(DEVICE, [0, 0]),
         ["[0]", "more than once"],
     ),
     "wrong device": (

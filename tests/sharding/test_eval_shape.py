@@ -13,6 +13,7 @@ import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.errors import MeshError
 from shardmesh.sharding.eval_shape import eval_shape
+from tests.device import DEVICE
 
 BIG = sm.AbstractMesh((128, 8), ("fsdp", "tp"))
 SMALL = sm.AbstractMesh((4,), ("dp",))
@@ -122,7 +123,7 @@ def test_a_mesh_among_the_arguments_and_parts_of_it():
 
 def test_sharded_tensors_of_a_real_mesh_stay_as_they_are():
     def fn():
-        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
+        mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
         x = sm.ones(6, 4, device_mesh=mesh, placements=P("dp")).requires_grad_()
         x.grad = sm.full((6, 4), 3.0, mesh, P("dp"))
 
@@ -195,7 +196,7 @@ class Tied(nn.Module):
 
 def test_a_module_is_copied_without_its_values():
     def fn():
-        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
+        mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
         model = sm.distribute_module(Tied(), mesh, lambda name, m, mesh: None)
         model.mesh = mesh  # type: ignore[assignment]
         weight = model.first.weight
@@ -305,7 +306,7 @@ def test_wrong_arguments():
 
 def test_the_mesh_around_is_meant_where_nothing_else_says_one():
     def fn():
-        with sm.init_device_mesh("cpu", (2,), axis_names=("dp",)):
+        with sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",)):
             return str(eval_shape(lambda: sm.ones(4, placements=P("dp"))).result)
 
     assert sm.simulate(2)(fn)() == ["f32[4] @ P('dp') on (dp=2)"] * 2

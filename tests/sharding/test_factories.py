@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardmesh as sm
+from tests.device import DEVICE
 
 PLACES = [
     ((4,), sm.P("a")),
@@ -21,7 +22,7 @@ def _everywhere(make):
     """The global tensor that `make(mesh, spec)` gives in each place."""
 
     def rank(shape, spec):
-        mesh = sm.init_device_mesh("cpu", shape, axis_names=("a", "b")[: len(shape)])
+        mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b")[: len(shape)])
         sm.manual_seed(7)
         return make(mesh, spec).full_tensor()
 
@@ -53,14 +54,14 @@ def test_arange(arguments):
     def make(mesh):
         return sm.arange(*arguments, device_mesh=mesh, placements=[sm.Shard(0)]).full_tensor()
 
-    for t in sm.simulate(4)(lambda: make(sm.init_device_mesh("cpu", (4,))))():
+    for t in sm.simulate(4)(lambda: make(sm.init_device_mesh(DEVICE, (4,))))():
         assert torch.equal(t, torch.arange(*arguments))
         assert t.dtype == torch.arange(*arguments).dtype
 
 
 def test_requires_grad_makes_a_leaf():
     def rank():
-        x = sm.ones((4,), sm.init_device_mesh("cpu", (2,)), [sm.Shard(0)], requires_grad=True)
+        x = sm.ones((4,), sm.init_device_mesh(DEVICE, (2,)), [sm.Shard(0)], requires_grad=True)
         (x * x).sum().backward()
         assert x.grad is not None
         return x.grad.tolist()
@@ -69,7 +70,7 @@ def test_requires_grad_makes_a_leaf():
 
 
 def test_bad_arguments():
-    mesh = sm.simulate(1)(lambda: sm.init_device_mesh("cpu", (1,), axis_names=("a",)))()[0]
+    mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,), axis_names=("a",)))()[0]
     with pytest.raises(TypeError, match="give the mesh"):
         sm.zeros(4, 4)
     with pytest.raises(TypeError, match="unexpected argument 'device'"):

@@ -14,6 +14,7 @@ import shardmesh as sm
 from shardmesh import Layout, P, Shard
 from shardmesh.sharding import inspection
 from shardmesh.sharding.inspection import inspect
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, place
 from tests.sharding.strategies import AXES, ragged_moves
 
@@ -48,7 +49,7 @@ def same_values(layout, boxes, nbytes):
 
 def test_one_screen_of_a_tensor():
     def program():
-        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+        mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
         x = sm.zeros(3, 4, device_mesh=mesh, placements=P(None, ("tp", "dp"), sizes={"tp": (4, 0)})).requires_grad_()
         with collectives() as records:
             shown = str(inspect(x))
@@ -128,7 +129,7 @@ def test_memory(mesh):
 
 def test_a_rank_outside_the_mesh_sees_the_same():
     def program():
-        mesh = sm.DeviceMesh("cpu", [2, 0], axis_names=("a",))
+        mesh = sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",))
         x = sm.zeros(5, device_mesh=mesh, placements=P("a"))
         found = inspect(x)
         assert [part.rank for part in found.parts] == [2, 0]

@@ -16,6 +16,7 @@ import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.sharding import layout as layout_module
 from shardmesh.sharding.spec import KINDS
+from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
 from tests.sharding.strategies import AXES, mesh_shapes, shapes, specs
 
@@ -135,7 +136,7 @@ def test_the_trap_of_uneven_nested_shards():
 
 def test_ranks_outside_the_mesh_hold_nothing():
     def program():
-        mesh = sm.DeviceMesh("cpu", [1, 2], axis_names=("x",))
+        mesh = sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
         return Layout.of(mesh, P("x"), (5, 3)).local_shape
 
     assert sm.simulate(4)(program)() == [(0,), (3, 3), (2, 3), (0,)]

@@ -22,6 +22,7 @@ from torch.nn.utils import (
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard, ShardedTensor
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched
 from tests.sharding.test_traps import CLASSES, INTEGERS, LOSSES, ONE_NUMBER, REDUCTIONS, X, as_scalars
 
@@ -227,7 +228,7 @@ def plain(x):
 
 
 def _on_four(name):
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     return plain(EQUAL[name](lambda t, spec: sm.device_put(t, mesh, spec, src_data_rank=None)))
 
 
@@ -250,7 +251,7 @@ LAYOUTS = ("pending sum", "pending avg", "pending max", "pending min", "pending 
 
 def _traps() -> dict[str, object]:
     """What every entry of the tables of `test_traps` gives on this rank."""
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     found = {}
     for layout, x in as_scalars(mesh).items():
         found |= {f"{ask} {layout}": ONE_NUMBER[ask](x.reshape(())) for ask in ONE_NUMBER if ask != "torch.tensor"}
@@ -289,7 +290,7 @@ DRAWN = {
 
 
 def _drawn(name: str, mesh_shape: tuple[int, ...], spec: P) -> torch.Tensor:
-    mesh = sm.init_device_mesh("cpu", mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
+    mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
     sm.manual_seed(7)
     torch.manual_seed(mesh.world.rank)
     return DRAWN[name](sm.device_put(torch.zeros(7, 6), mesh, spec)).full_tensor()
@@ -324,7 +325,7 @@ LOUD = {
     "the truth of many": (lambda mesh: bool(_x(mesh) > 0), RuntimeError, "ambiguous"),
     "an item of many": (lambda mesh: _x(mesh).item(), RuntimeError, "15 elements"),
     "two meshes": (
-        lambda mesh: _x(mesh) + _x(sm.init_device_mesh("cpu", (4,), axis_names=("c",)), P("c")), ValueError, "two meshes",
+        lambda mesh: _x(mesh) + _x(sm.init_device_mesh(DEVICE, (4,), axis_names=("c",)), P("c")), ValueError, "two meshes",
     ),
     "a plain tensor": (lambda mesh: _x(mesh) + X, RuntimeError, "distribute_tensor"),
     "growing in place": (lambda mesh: _x(mesh, P())[0].add_(_x(mesh)), RuntimeError, "shape"),
@@ -347,7 +348,7 @@ LOUD = {
 
 def _text(name: str) -> str:
     """The text of the error, and what was communicated before it."""
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     program, kind, _ = LOUD[name]
     with collectives() as records, pytest.raises(kind) as caught:
         program(mesh)
@@ -372,7 +373,7 @@ LOUD_ONCE_MOVED = {
 def _text_once_moved(name: str) -> str:
     program, kind, _ = LOUD_ONCE_MOVED[name]
     with pytest.raises(kind) as caught:
-        program(sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b")))
+        program(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b")))
     return str(caught.value)
 
 
@@ -384,7 +385,7 @@ def test_the_same_error_everywhere(world4, name):
 
 def _parts_of_different_sizes() -> str:
     """Rows 1, 2, 3 and 4 on four ranks, said to be split evenly."""
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     with pytest.raises(ValueError, match="sizes") as caught:
         ShardedTensor.from_local(torch.zeros(mesh.world.rank + 1, 2), mesh, [Shard(0)])
     return str(caught.value)
@@ -396,7 +397,7 @@ def test_parts_of_different_sizes_are_refused_on_every_rank(world4):
 
 def _used_differently() -> str:
     """The part of a replicated tensor, taken times the rank."""
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     x = sm.device_put(X, mesh).requires_grad_()
     with pytest.raises(RuntimeError) as caught:
         (x.to_local() * mesh.world.rank).sum().backward()

@@ -9,6 +9,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import Replicate, Shard
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, place, same_error
 
 X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
@@ -99,7 +100,7 @@ def test_operands_on_two_meshes_are_an_error():
 
 @every_rank(2, 2)
 def test_the_same_mesh_made_twice_is_one_mesh(mesh):
-    again = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    again = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     with collectives() as records:
         y = place(mesh, X, Shard(0), Replicate()) + place(again, X, Shard(0), Replicate())
     assert records == []

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardmesh as sm
+from tests.device import DEVICE
 
 
 def _mlp():
@@ -28,7 +29,7 @@ def test_tensor_parallel_mlp_equals_plain():
     plain(x).square().sum().backward()
 
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+        mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
         model = sm.distribute_module(_mlp(), mesh, _tensor_parallel)
         out = model(sm.device_put(x, mesh, sm.P("dp")))
         assert out.spec == sm.P("dp", None, unreduced={"tp"})
@@ -44,7 +45,7 @@ def test_tensor_parallel_mlp_equals_plain():
 
 def test_input_and_output_functions():
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
         model = sm.distribute_module(
             nn.Linear(3, 3),
             mesh,
@@ -60,7 +61,7 @@ def test_input_and_output_functions():
 
 def test_buffers_and_frozen_parameters():
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("dp",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
         module = nn.BatchNorm1d(4)
         module.weight.requires_grad_(False)
         sm.distribute_module(module, mesh)
@@ -73,7 +74,7 @@ def test_buffers_and_frozen_parameters():
 
 
 def test_unknown_parameter_lists_the_known_ones():
-    mesh = sm.simulate(1)(lambda: sm.init_device_mesh("cpu", (1,)))()[0]
+    mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,)))()[0]
     with pytest.raises(AttributeError, match=r"no parameter or buffer 'wieght'; it has \['weight', 'bias'\]"):
         sm.shard_parameter(nn.Linear(2, 2), "wieght", mesh)
 
@@ -93,7 +94,7 @@ def test_tied_parameters_stay_tied(where):
     plain(tokens).square().sum().backward()
 
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("tp",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
 
         def place(name, module, mesh):
             if name in where:
@@ -112,7 +113,7 @@ def test_tied_parameters_stay_tied(where):
 
 def test_tied_parameters_placed_in_two_ways_are_an_error():
     def rank():
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("tp",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
         specs = {"0": sm.P("tp"), "1": sm.P(None, "tp")}
 
         def place(name, module, mesh):

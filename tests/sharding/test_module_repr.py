@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh
 
 
@@ -152,7 +153,7 @@ def test_modules_without_tensors_and_lazy_ones():
 
 def test_outside_the_mesh_a_module_holds_nothing():
     def program():
-        mesh = sm.DeviceMesh("cpu", [0, 2], axis_names=("a",))
+        mesh = sm.DeviceMesh(DEVICE, [0, 2], axis_names=("a",))
         module = distributed(mesh, nn.Linear(2, 4, bias=False))
         return sm.visualize(module).splitlines()[-1]
 

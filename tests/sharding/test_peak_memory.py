@@ -12,6 +12,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.eval_shape import eval_shape
 from shardmesh.sharding.peak_memory import PeakMemory
+from tests.device import DEVICE
 
 BIG = sm.AbstractMesh((128, 8), ("fsdp", "tp"))
 SMALL = sm.AbstractMesh((4,), ("dp",))
@@ -152,12 +153,12 @@ def without_values(layouts, rank):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_memory_is_that_of_the_program_with_real_tensors(specs, rows, rank):
     with sm.null_world(4, rank):
-        layouts, found = really(sm.init_device_mesh("cpu", (2, 2), axis_names=("fsdp", "tp")), rows, specs)
+        layouts, found = really(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")), rows, specs)
     assert without_values(layouts, rank) == found
 
 
 def on_real_ranks(rows, specs):
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("fsdp", "tp"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
     layouts, found = really(mesh, rows, specs)
     return unnamed(*found), unnamed(*without_values(layouts, mesh.get_rank()))
 
@@ -237,7 +238,7 @@ def really_and_evaluated(mesh):
 def test_a_training_step_holds_what_it_holds_with_real_tensors(rank):
     with sm.null_world(4, rank):
         really, said, peak, said_peak = really_and_evaluated(
-            sm.init_device_mesh("cpu", (2, 2), axis_names=("fsdp", "tp"))
+            sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
         )
     assert said == really
     assert said_peak == pytest.approx(peak, rel=0.03)  # on "meta", attention is another kernel than on a CPU
@@ -245,7 +246,7 @@ def test_a_training_step_holds_what_it_holds_with_real_tensors(rank):
 
 def test_a_training_step_moves_what_it_moves_on_real_ranks():
     def fn():
-        return really_and_evaluated(sm.init_device_mesh("cpu", (2, 2), axis_names=("fsdp", "tp")))
+        return really_and_evaluated(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")))
 
     for really, said, _, _ in sm.simulate(4)(fn)():
         assert said == really

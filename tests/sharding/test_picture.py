@@ -13,6 +13,7 @@ from hypothesis import given
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.picture import page_states, states
+from tests.device import DEVICE
 from tests.sharding.strategies import AXES, ragged_moves
 
 MOVES = [
@@ -154,7 +155,7 @@ def test_without_a_display_and_without_pyplot(tmp_path):
 
 def test_a_tensor_can_be_explained_and_drawn():
     def program():
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("x",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
         x = sm.device_put(torch.ones(4, 4), mesh, P("x"))
         return len(sm.explain(x, P(None, "x")).picture().axes)
 

@@ -8,6 +8,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.sharding.redistribute import redistribute_local
+from tests.device import DEVICE
 from tests.sharding import reference
 
 SHAPES = [(), (0, 3), (1, 5), (4, 4), (5, 7), (8, 2, 3), (13,), (3, 1, 6)]
@@ -28,7 +29,7 @@ def _random_spec(choose: random.Random, names: tuple[str, ...], ndim: int, kind:
 
 def _random_moves(mesh_shape: tuple[int, ...], count: int) -> int:
     """Move random tensors between random layouts; returns how many collectives that took."""
-    mesh = sm.init_device_mesh("cpu", mesh_shape, axis_names=("a", "b", "c")[: len(mesh_shape)])
+    mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b", "c")[: len(mesh_shape)])
     choose, launches = random.Random(0), 0
     for number in range(count):
         shape, kind = choose.choice(SHAPES), choose.choice(KINDS)
@@ -50,7 +51,7 @@ def test_random_moves_on_four_processes(world4):
 
 
 def _dtypes() -> None:
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("x",))
     for dtype in [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.complex64, torch.float64]:
         whole = torch.arange(30).reshape(6, 5).to(dtype)
         x = sm.distribute_tensor(whole, mesh, [sm.Shard(0)])
@@ -64,7 +65,7 @@ def test_every_dtype_moves(world4):
 def _train(placement) -> list[float]:
     """Five AdamW steps of a two-layer network; losses."""
     torch.manual_seed(0)
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
     layers = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.GELU(), torch.nn.Linear(14, 3)).double()
     x, y = torch.randn(7, 10, dtype=torch.float64), torch.randint(0, 3, (7,))
     if placement is not None:

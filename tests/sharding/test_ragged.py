@@ -19,6 +19,7 @@ from shardmesh.kernels.box import box_shape, box_size, slices
 from shardmesh.mesh.group import current_world
 from shardmesh.sharding.plan import without_trivial_axes
 from shardmesh.sharding.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
+from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_moves, ragged_specs, shapes
@@ -324,7 +325,7 @@ def test_one_rank_may_hold_all(mesh):
 
 def test_a_rank_outside_the_mesh_knows_the_shape_by_the_sizes():
     def rank():
-        mesh = sm.DeviceMesh("cpu", [0, 1], axis_names=("a",))
+        mesh = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
         x = sm.from_local(torch.ones((1, 7, 2)[current_world().rank], 3), mesh, P("a", sizes={"a": (1, 7)}))
         y = (x + sm.zeros(8, 3, device_mesh=mesh)).sum(1)
         return x.shape, y.spec, tuple(y.to_local().shape)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P, Partial, Shard
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_error
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_specs, shapes
 
@@ -93,7 +94,7 @@ def test_the_same_tensor_on_any_mesh(name, place):
 
 def _whole_draws():
     """What every draw gives, on this process's mesh of four."""
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     return {name: drawn(name, mesh, P("b", "a"), (5, 6)) for name in DRAWS}
 
 
@@ -195,10 +196,10 @@ def test_ranks_outside_the_mesh_keep_step():
 
     def program():
         sm.manual_seed(5)
-        some = sm.DeviceMesh("cpu", [1, 2], axis_names=("x",))
+        some = sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
         x = sm.randn(4, device_mesh=some, placements=[Shard(0)])
         F.dropout(torch.rand_like(x)).normal_()
-        everyone = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
+        everyone = sm.init_device_mesh(DEVICE, (4,), axis_names=("x",))
         return sm.randn(3, device_mesh=everyone, placements=[sm.Replicate()]).to_local()
 
     results = sm.simulate(4)(program)()

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import Shard
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, run_programs
 from tests.sharding.test_errors import BAD
 
@@ -87,7 +88,7 @@ def test_programs_run_alike_on_real_processes(world4, module):
 
 
 def _error_texts() -> dict[str, str]:
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     texts = {}
     for name, (program, _) in BAD.items():
         with collectives() as records, pytest.raises(Exception) as caught:  # noqa: PT011 - the texts are compared below
@@ -134,7 +135,7 @@ def _train(mesh: sm.DeviceMesh, spec: sm.P) -> list[float]:
 
 
 def _train_on_four(spec: sm.P) -> list[float]:
-    return _train(sm.init_device_mesh("cpu", (4,), axis_names=("a",)), spec)
+    return _train(sm.init_device_mesh(DEVICE, (4,), axis_names=("a",)), spec)
 
 
 @pytest.mark.parametrize("spec", [sm.P(), sm.P("a"), sm.P(None, "a")], ids=str)

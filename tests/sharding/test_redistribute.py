@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 import shardmesh as sm
 from shardmesh.sharding.redistribute import redistribute_local
+from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.strategies import AXES, mesh_shapes, moves, shapes, specs
 
@@ -17,7 +18,7 @@ def on_mesh(mesh_shape, program):
     """Run `program(mesh)` on every rank of a simulated mesh."""
 
     def rank():
-        return program(sm.init_device_mesh("cpu", mesh_shape, axis_names=AXES[: len(mesh_shape)]))
+        return program(sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)]))
 
     total = 1
     for n in mesh_shape:

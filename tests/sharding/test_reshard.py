@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.redistribute import redistribute_local, redistribute_locals
+from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import mesh_shapes, ragged_specs, shapes, specs
@@ -170,7 +171,7 @@ def test_async_of_every_kind_of_pending(mesh):
 
 
 def async_program():
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     torch.manual_seed(0)
     t = torch.randn(37, 5)
     x = sm.distribute_tensor(t, mesh, P("a", "b"))

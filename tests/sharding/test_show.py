@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import Layout, P, visualize
 from shardmesh.sharding.grid import Grid
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place
 from tests.sharding.test_layout import layouts
 
@@ -272,7 +273,7 @@ def test_errors(x, options, error, text):
 
 def test_outside_the_mesh():
     def program():
-        x = sm.zeros(5, 2, device_mesh=sm.DeviceMesh("cpu", [2, 1], axis_names=("a",)), placements=P("a"))
+        x = sm.zeros(5, 2, device_mesh=sm.DeviceMesh(DEVICE, [2, 1], axis_names=("a",)), placements=P("a"))
         return visualize(x)
 
     table = ["          cols 0:2", "rows 0:3         2", "rows 3:5         1"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.kernels.quantize import record_bytes
+from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import mesh_shapes, shapes, specs
 
@@ -146,7 +147,7 @@ def test_gradients_travel_whole(mesh):
 
 
 def dtype_program():
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     for dtype in DTYPES:
         t = numbers((37, 50), dtype)
         for src in (P("a", "b"), P(("b", "a")), P(unreduced={"a"})):
@@ -162,11 +163,15 @@ def test_between_processes(world4):
     assert all(world4(dtype_program))
 
 
+def place_double(mesh):
+    return sm.zeros((4,), dtype=torch.float64, device_mesh=mesh, placements=P("a"))
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
         (lambda mesh: sm.zeros((4,), device_mesh=mesh, placements=P("a")).redistribute(P(), transport="int4"), "'int8' or 'fp8'"),
-        (lambda mesh: sm.zeros((4,), dtype=torch.float64, device_mesh=mesh, placements=P("a")).redistribute(P(), transport="int8"), "cast first"),
+        (lambda mesh: place_double(mesh).redistribute(P(), transport="int8"), "cast first"),
         (
             lambda mesh: sm.ShardedTensor.from_local(torch.ones(4), mesh, P(unreduced={"a": "max"})).redistribute(P(), transport="fp8"),
             "combined by max",

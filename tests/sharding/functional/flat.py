@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.functional import oracle
 from tests.sharding.functional.mapped_cases import laid_out, weighing
 from tests.sharding.functional.oracle import Everyone, Oracle
@@ -93,7 +94,7 @@ def cut_flat(x: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 def ours(case: Case, results: list[Everyone], check: Any) -> Found:
     """On this rank, through `shard_map`."""
-    mesh = sm.init_device_mesh("cpu", case.mesh, axis_names=AXES[: len(case.mesh)])
+    mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=AXES[: len(case.mesh)])
     specs = [case.spec_of(parts) for parts in case.inputs]
     xs = [laid_out(mesh, flat(parts), spec) for parts, spec in zip(case.inputs, specs, strict=True)]
     by = [x.requires_grad_() for x in xs if x.is_floating_point()]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.functional import oracle
 from tests.sharding.functional.jax_oracle import Answer
 from tests.sharding.functional.table import Case, Input, loss, weights
@@ -23,7 +24,7 @@ from tests.sharding.functional.table import Case, Input, loss, weights
 
 
 def tensor_of(x: Input, seed: int) -> torch.Tensor:
-    return torch.from_numpy(x.values(seed)).to(getattr(torch, x.dtype))
+    return torch.from_numpy(x.values(seed)).to(DEVICE, getattr(torch, x.dtype))
 
 
 def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
 
 def ours(case: Case) -> Answer:
     """What becomes of the case on this rank. The function is called twice: the types are followed, then trusted."""
-    mesh = sm.init_device_mesh("cpu", case.mesh, axis_names=case.axes)
+    mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]
     function = mapped(case, mesh)
@@ -77,7 +78,7 @@ def weighing(mesh: sm.DeviceMesh, like: torch.Tensor, seed: int, spec: P) -> sm.
 
 
 def numpy_of(xs: list[torch.Tensor]) -> list[np.ndarray]:
-    return [x.detach().double().numpy() for x in xs]
+    return [x.detach().double().cpu().numpy() for x in xs]
 
 
 def dtypes_of(xs: list[torch.Tensor]) -> list[str]:

@@ -228,10 +228,10 @@ def evaluate(
 
 def derivatives(results: Sequence[Tensor], by: Sequence[Tensor], second: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Of the losses that every side takes: the gradients, and those of the gradients' weighted sum."""
-    total: Any = sum(loss(y.double(), torch.from_numpy(weights(y.shape, k))) for k, y in enumerate(results))
+    total: Any = sum(loss(y.double(), torch.from_numpy(weights(y.shape, k)).to(y.device)) for k, y in enumerate(results))
     grads = list(torch.autograd.grad(total, by, create_graph=second))
     if not second:
         return grads, []
-    again: Any = sum((g.double() * torch.from_numpy(weights(g.shape, k))).sum() for k, g in enumerate(grads))
+    again: Any = sum((g.double() * torch.from_numpy(weights(g.shape, k)).to(g.device)).sum() for k, g in enumerate(grads))
     again += sum((x * 0).sum() for x in by)  # a gradient that nothing has gone into is a constant
     return grads, list(torch.autograd.grad(again, by))

@@ -8,6 +8,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.functional.mapping import current_mapping
+from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
 
@@ -110,7 +111,7 @@ WRONG = {
     "sharded, in a tree": (lambda m: identity(m, ({"w": None},))({"w": put(m, X)}), TypeError, "argument 0['w'] is sharded"),
     "a pending maximum": (lambda m: identity(m, P(unreduced={"a": "max"}))(X), ValueError, "a max is pending over 'a'"),
     "another mesh": (
-        lambda m: identity(m)(put(sm.init_device_mesh("cpu", (2,), axis_names=("b",)), X)), ValueError, "argument 0 lies on",
+        lambda m: identity(m)(put(sm.init_device_mesh(DEVICE, (2,), axis_names=("b",)), X)), ValueError, "argument 0 lies on",
     ),
 }  # fmt: skip
 
@@ -160,7 +161,7 @@ def test_unbound_axes():
 
 def test_ranks_outside_the_mesh():
     def program(mesh):
-        half = sm.DeviceMesh("cpu", [0, 1], axis_names=("x",))
+        half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("x",))
         mapped = sm.shard_map(lambda x: sm.psum(x.sum(), "x"), mesh=half, in_specs=P("x"), out_specs=P())
         if half.coordinate is None:
             with pytest.raises(RuntimeError, match=r"rank \d is outside"):

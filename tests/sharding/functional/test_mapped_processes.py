@@ -9,6 +9,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import run_programs
 
@@ -73,7 +74,7 @@ def test_programs_run_alike_on_real_processes(world4, module):
 
 
 def _mesh() -> sm.DeviceMesh:
-    return sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    return sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def _ring(x: Any, w: Any) -> Any:
 
 
 def _overlap() -> None:
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     whole = values(8, 4, seed=2)
     mapped = sm.shard_map(_ring, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
     for _ in range(2):
@@ -137,7 +138,7 @@ def _overlap() -> None:
 
 
 def _many_under_way() -> None:
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
 
     def f(x):
         futures = [
@@ -166,7 +167,7 @@ def test_collectives_under_way(world4, program):
 
 
 def _forward_mode() -> None:
-    mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
     tangent = values(4, 5, seed=8)
 
     def f(w, x, tangent):

@@ -15,6 +15,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.functional import oracle
 from tests.sharding.functional.flat import AXES, Case, Program, Shape, all_ranks, check_case
 from tests.sharding.functional.mapped_cases import laid_out, weighing
@@ -138,7 +139,7 @@ def test_pending_inputs(mesh, axis, what):
     ((grad,), (again,)) = oracle.derivatives([value], [leaf], second=True)
 
     def rank() -> list[torch.Tensor]:
-        on = sm.init_device_mesh("cpu", mesh, axis_names=AXES[: len(mesh)])
+        on = sm.init_device_mesh(DEVICE, mesh, axis_names=AXES[: len(mesh)])
         pending = P(unreduced=on.axis_names)
         x = sm.from_local(parts[on.world.rank], on, pending).requires_grad_()
         y = sm.shard_map(lambda x: program(sm, x), mesh=on, in_specs=pending, out_specs=P(*out))(x)
@@ -160,7 +161,7 @@ def test_pending_results(mesh, axis):
     rest = tuple(name for name in AXES[: len(mesh)] if name not in axis)
 
     def rank() -> list[torch.Tensor]:
-        on = sm.init_device_mesh("cpu", mesh, axis_names=AXES[: len(mesh)])
+        on = sm.init_device_mesh(DEVICE, mesh, axis_names=AXES[: len(mesh)])
         x: Any = laid_out(on, torch.cat(parts), P(on.axis_names)).requires_grad_()
         over = functools.partial(sm.shard_map, mesh=on, in_specs=P(on.axis_names))
         pending = over(lambda x: x * x, out_specs=P(rest or None, unreduced=tuple(axis)))(x)
@@ -184,7 +185,7 @@ def test_forward_dtype(what):
     parts = [part.clamp(-1, 1) for part in all_ranks((4,), (4, 2))]
 
     def rank() -> tuple[torch.Tensor, torch.dtype]:
-        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+        mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
         x: Any = laid_out(mesh, torch.cat(parts), P("a")).requires_grad_()
         run = lambda x: with_dtypes(what)(sm, x)[None]  # noqa: E731
         y = sm.shard_map(run, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(x)

@@ -17,6 +17,7 @@ from shardmesh.sharding.plan.steps import Plan, Step
 from shardmesh.sharding.plan.toward import without_trivial_axes
 from shardmesh.sharding.plan.traffic import bytes_sent, most_received, traffic
 from shardmesh.sharding.redistribute import redistribute_local
+from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, on_mesh
 from tests.sharding.strategies import moves, ragged_moves
@@ -90,7 +91,7 @@ def test_ranks_of_a_mesh_in_any_order(case, random):
     random.shuffle(ranks)
 
     def program(_):
-        mesh = sm.DeviceMesh("cpu", torch.tensor(ranks).view(move[0]), axis_names=AXES[: len(move[0])])
+        mesh = sm.DeviceMesh(DEVICE, torch.tensor(ranks).view(move[0]), axis_names=AXES[: len(move[0])])
         src, dst, candidates = all_candidates(mesh, move, topology)
         parts = reference.contributions(mesh, src.spec, move[1])
         for steps in candidates:

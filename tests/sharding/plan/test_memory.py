@@ -14,6 +14,7 @@ import shardmesh as sm
 from shardmesh.sharding.execute import compile_plan
 from shardmesh.sharding.plan.memory import held_bytes, peak_bytes
 from shardmesh.sharding.plan.steps import Plan
+from tests.device import DEVICE
 from tests.sharding.plan.test_candidates import all_candidates, nodes_and_moves
 from tests.sharding.ranks import AXES
 
@@ -65,7 +66,7 @@ def test_no_rank_holds_more_than_promised(case, rounds, rank):
     topology, move = case
     mesh_shape = move[0]
     with sm.null_world(math.prod(mesh_shape), rank % math.prod(mesh_shape)):
-        mesh = sm.init_device_mesh("cpu", mesh_shape, axis_names=AXES[: len(mesh_shape)])
+        mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)])
         src, dst, candidates = all_candidates(mesh, move, topology, rounds)
         for steps in filter(None, candidates):
             local = torch.zeros(src.local_shape, dtype=src.dtype)

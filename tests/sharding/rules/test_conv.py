@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 ROW = 3 * 8 * 8  # bytes of one row of one image of 3 channels, 8 wide, in float64
@@ -263,7 +264,7 @@ def test_a_training_step(padding_mode, spec):
 
 def two_stages():
     """Split space on ranks 0 and 1, then on 1, 2 and 3: every rank walks through both, whether it holds a part or not."""
-    one, two = (sm.DeviceMesh("cpu", ranks, axis_names=("a",)) for ranks in ([0, 1], [3, 1, 2]))
+    one, two = (sm.DeviceMesh(DEVICE, ranks, axis_names=("a",)) for ranks in ([0, 1], [3, 1, 2]))
     tensors = [numbers(2, 2, 8, 3), numbers(3, 2, 3, 3, seed=1), numbers(3, 2, 2, 2, seed=2)]
 
     def run(x, w, v, move=lambda x: x):

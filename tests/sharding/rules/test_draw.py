@@ -9,6 +9,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import place as place_pending
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, on_mesh, same_error
 
 F = nn.functional
@@ -180,7 +181,7 @@ def test_ranks_outside_the_mesh_keep_step():
 
     def program():
         sm.manual_seed(5)
-        some = sm.DeviceMesh("cpu", [1, 2], axis_names=("x",))
+        some = sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
         x = sm.full((4, 3), 0.5, some, P("x"))
         for draw in (*OF_TENSORS.values(), *GRADIENTS_OF_ZERO.values()):
             draw(x)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import init
 
 import shardmesh as sm
+from tests.device import DEVICE
 
 FILLS = [
     (init.uniform_, (-2.0, 3.0)),
@@ -36,7 +37,7 @@ CONVOLUTIONS = [
 
 def _filled(fill, arguments, shape, mesh_shape, spec):
     def rank():
-        mesh = sm.init_device_mesh("cpu", mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
+        mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
         sm.manual_seed(3)
         parameter = torch.nn.Parameter(sm.zeros(shape, mesh, spec))
         assert fill(parameter, *arguments) is parameter
@@ -90,7 +91,7 @@ def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
     """It calls torch.randperm, which knows of no mesh."""
 
     def rank():
-        x = sm.zeros((6, 4), sm.init_device_mesh("cpu", (3,), axis_names=("a",)), sm.P("a"))
+        x = sm.zeros((6, 4), sm.init_device_mesh(DEVICE, (3,), axis_names=("a",)), sm.P("a"))
         with pytest.raises(RuntimeError, match="implicit_replication"):
             init.sparse_(x, 0.5)
         torch.manual_seed(1)
@@ -105,7 +106,7 @@ def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
 
 def test_what_cannot_be_honoured_is_refused():
     def rank():
-        x = sm.zeros((4, 4), sm.init_device_mesh("cpu", (1,)))
+        x = sm.zeros((4, 4), sm.init_device_mesh(DEVICE, (1,)))
         with pytest.raises(NotImplementedError, match="manual_seed"):
             init.normal_(x, generator=torch.Generator())
         with pytest.raises(ValueError, match="at least 2 dims"):

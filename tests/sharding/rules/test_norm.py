@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import place
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 X = torch.randn(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -210,7 +211,7 @@ def test_a_rank_outside_the_mesh_walks_the_same_graph(name):
     call(leaf, weight).square().sum().backward()
 
     def program():
-        here, there = sm.DeviceMesh("cpu", [0, 1], axis_names=("a",)), sm.DeviceMesh("cpu", [2], axis_names=("b",))
+        here, there = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",)), sm.DeviceMesh(DEVICE, [2], axis_names=("b",))
         x = sm.distribute_tensor(value, here, P(None, "a"), src_data_rank=None).requires_grad_()
         y = call(x, sm.distribute_tensor(weight, here, P(), src_data_rank=None))
         y.redistribute(there, P()).square().sum().backward()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import prove
+from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh
 from tests.sharding.rules.table import c, f, i
 
@@ -186,7 +187,7 @@ def test_ranks_outside_the_mesh_take_part_in_backward(name):
     (expected,) = torch.autograd.grad((made * made).sum(), plain)
 
     def rank():
-        one, two = (sm.DeviceMesh("cpu", ranks, axis_names=("a",)) for ranks in ([0, 1], [1, 2]))
+        one, two = (sm.DeviceMesh(DEVICE, ranks, axis_names=("a",)) for ranks in ([0, 1], [1, 2]))
         x = sm.distribute_tensor(plain.detach(), one, P("a"), src_data_rank=None).requires_grad_()
         made = DOUBLED[name](x).redistribute(two, P())
         (made * made).sum().backward()
@@ -333,7 +334,7 @@ def _weighted(call, x):
 
 
 def _on_processes() -> None:
-    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
     for spec in (P("a"), RAGGED):
         plain = NUMBERS.clone().requires_grad_()
         x = sm.distribute_tensor(NUMBERS, mesh, spec, src_data_rank=None).requires_grad_()

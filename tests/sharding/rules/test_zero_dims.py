@@ -7,6 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
+from tests.device import DEVICE
 
 OPERATORS = {
     "flip": lambda x: x.flip(0),
@@ -26,7 +27,7 @@ OPERATORS = {
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_on_0d_tensors(name, spec):
     def main() -> torch.Tensor:
-        mesh = sm.init_device_mesh("cpu", (2,), axis_names=("a",))
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("a",))
         return OPERATORS[name](sm.device_put(torch.tensor(3.0), mesh, spec)).full_tensor()
 
     for found in sm.simulate(2)(main)():

@@ -1,0 +1,485 @@
+"""What the kernels are compared on: each case is a piece of work, ours and the torch operations that do it elsewhere.
+
+    full tensor  <->  [ rank 0's part | rank 1's part | ... | rank 7's part ]        eight ranks, parts as torch.chunk cuts
+
+The torch operations are those that PyTorch's own libraries run around their collectives, read in torch 2.13:
+
+    DTensor     P -> S: `Shard._reduce_shard_tensor`, then `funcol.reduce_scatter_single`; S -> R: `Shard._to_replicate_tensor`,
+                over `funcol.all_gather_single`; where chunks are uneven they are padded before and cut after
+    FSDP2       `foreach_reduce` (`torch._chunk_cat`) and `foreach_all_gather_copy_out` (`torch.split_with_sizes_copy`)
+
+Used by kernels.py, which times them on a GPU, and by kernel_bytes.py, which counts what they move without one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardmesh.kernels.box import Box
+from shardmesh.kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
+from shardmesh.kernels.quantize import BLOCK, FORMATS, compile_dequantize, compile_quantize, record_bytes
+from shardmesh.kernels.random import normal, uniform
+from shardmesh.kernels.reduce import combine_many, compile_combine
+
+RANKS = 8
+BF16, FP32 = torch.bfloat16, torch.float32
+SHORT = {BF16: "bf16", FP32: "fp32"}
+SCALE = 1 / RANKS  # of a mean over the ranks; a power of two, so that it does not matter where it is rounded
+
+BOX_COPY, TINY, FUSED, QUANTIZED = 0.90, 0.75, 0.88, 0.85  # of the copy rate: what the project wants on an H200
+TWICE = 2.0
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Torch operations that do the same.
+
+    Attributes:
+        call: given the inputs.
+        exact: what makes its result ours, where it has padding; not a part of the work.
+        compiled: whether `torch.compile` of it is timed as well.
+        least: how many times as fast ours is wanted to be; of the compiled form where there is one.
+    """
+
+    call: Call
+    exact: Call = field(default=lambda made: made)
+    compiled: bool = False
+    least: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """A case at some size, on some device.
+
+    Attributes:
+        elements: of the full tensor, or of all contributions: what bytes are counted for each of.
+        inputs: what both are given.
+        ours: given the inputs.
+        peers: by name.
+    """
+
+    elements: int
+    inputs: tuple[Tensor, ...]
+    ours: Call
+    peers: Mapping[str, Peer]
+
+    def needed(self) -> int:
+        """Bytes that must be read or written: the inputs and the results, each once; 0 where the results are views."""
+        made = tensors_in(self.ours(*self.inputs))
+        if {storage_of(x) for x in made} <= {storage_of(x) for x in self.inputs}:
+            return 0
+        return sum(x.nbytes for x in (*self.inputs, *made))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that a kernel does.
+
+    Attributes:
+        name: what is done, to which dim.
+        make: (bytes of the full tensor, device) -> work.
+        target: the wanted fraction of the copy rate, where one is.
+        same: whether both give the same bits; else they are close, or (None) not comparable.
+    """
+
+    name: str
+    make: Callable[[int, torch.device | str], Work]
+    target: float | None
+    same: bool | None = True
+
+
+def tensors_in(made: Any) -> list[Tensor]:
+    """A tensor, or those of a list, as a list."""
+    return [made] if isinstance(made, Tensor) else list(made)
+
+
+def storage_of(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def disagreeing(case: Case, work: Work) -> list[str]:
+    """The peers whose results are not ours."""
+    made = tensors_in(work.ours(*work.inputs))
+    return [name for name, peer in work.peers.items() if not agree(made, peer.exact(peer.call(*work.inputs)), case.same)]
+
+
+def agree(ours: Sequence[Tensor], theirs: Any, same: bool | None) -> bool:
+    if same is None:
+        return True
+    alike = torch.equal if same else close
+    return all(alike(a, b) for a, b in zip(ours, tensors_in(theirs), strict=True))
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Up to the order in which a few numbers of about 1 are added."""
+    return torch.allclose(a, b, rtol=2 * torch.finfo(a.dtype).eps, atol=1e-5)
+
+
+def chunks(shape: Sequence[int], dim: int) -> list[Box]:
+    """What each rank has, where this dim is cut as torch.chunk cuts it; empty for ranks that get nothing."""
+    step, n = -(-shape[dim] // RANKS), shape[dim]
+    cuts = [(min(r * step, n), min(r * step + step, n)) for r in range(RANKS)]
+    return [(*((0, m) for m in shape[:dim]), cut, *((0, m) for m in shape[dim + 1 :])) for cut in cuts]
+
+
+def random(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+# -- one tensor --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of some bytes that is cut along a dim.
+
+    Attributes:
+        name: which dim it is.
+        dim: that is cut.
+        inner: the sizes of all dims but the first, which there are as many of as the bytes ask for.
+        target: as a case's.
+    """
+
+    name: str
+    dim: int
+    inner: tuple[int, ...]
+    target: float = BOX_COPY
+
+    def shape(self, elements: int) -> tuple[int, ...]:
+        """The shape of about so many elements; dim 0 is even, but for the cut along it that is named so."""
+        rows = max(RANKS, elements // math.prod(self.inner) // RANKS * RANKS)
+        return (rows - 3 * (self.dim == 0 and "uneven" in self.name), *self.inner)
+
+
+EVEN = (
+    Cut("first dim", 0, (1024,)),
+    Cut("middle dim", 1, (64, 512)),
+    Cut("last dim", 1, (1024,)),
+    Cut("last dim, 8 elements a rank", 1, (64,), TINY),
+    Cut("last dim, 1 element a rank", 1, (8,), TINY),
+)
+UNEVEN = (
+    Cut("first dim, uneven", 0, (1024,)),
+    Cut("middle dim, uneven", 1, (61, 512)),
+    Cut("last dim, uneven", 1, (1021,)),
+    Cut("last dim, 1 or 2 elements a rank", 1, (15,), TINY),
+)
+SINGLE = (*((cut, True) for cut in EVEN), *((cut, False) for cut in UNEVEN))
+
+
+def packing(cut: Cut, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """What reduces and scatters along a dim does before its collective."""
+    x = random(cut.shape(size // dtype.itemsize), dtype, device)
+    pack = compile_pack(x.shape, chunks(x.shape, cut.dim))
+    return Work(x.numel(), (x,), pack, pack_peers(cut.dim) if even else uneven_pack_peers(x.shape, cut.dim))
+
+
+def pack_peers(dim: int) -> dict[str, Peer]:
+    if dim == 0:
+        return {"DTensor": Peer(lambda x: x.contiguous().view(-1))}
+    return {
+        "DTensor: cat of chunks": Peer(lambda x: cat_of_chunks(x, dim).view(-1), compiled=True),
+        "movedim().contiguous()": Peer(
+            lambda x: x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).contiguous().view(-1), compiled=True
+        ),
+    }
+
+
+def uneven_pack_peers(shape: Sequence[int], dim: int) -> dict[str, Peer]:
+    boxes = chunks(shape, dim)
+    padded = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
+
+    def without_padding(made: Tensor) -> Tensor:
+        parts = made.view(RANKS, *padded).unbind()
+        return torch.cat([part.narrow(dim, 0, box[dim][1] - box[dim][0]).reshape(-1) for part, box in zip(parts, boxes, strict=True)])
+
+    return {
+        "DTensor: pad, cat, cat": Peer(partial(dtensor_pack, dim=dim), without_padding, compiled=True, least=TWICE),
+        "cat of flattened chunks": Peer(lambda x: torch.cat([c.reshape(-1) for c in x.chunk(RANKS, dim)])),
+    }
+
+
+def cat_of_chunks(x: Tensor, dim: int) -> Tensor:
+    """As `funcol.reduce_scatter_single` and FSDP2's `foreach_reduce` lay out what they scatter along this dim."""
+    return torch.cat(x.chunk(RANKS, dim)) if dim else x
+
+
+def dtensor_pack(x: Tensor, dim: int) -> Tensor:
+    """As DTensor does where chunks are uneven: padded, put together, and laid out."""
+    step = -(-x.shape[dim] // RANKS)
+    parts = list(x.tensor_split([step * r for r in range(1, RANKS)], dim))
+    parts = [pad(part, dim, step - part.shape[dim]).contiguous() for part in parts]
+    return cat_of_chunks(torch.cat(parts, dim), dim).view(-1)
+
+
+def pad(x: Tensor, dim: int, more: int) -> Tensor:
+    return F.pad(x, [*[0, 0] * (x.ndim - 1 - dim), 0, more]) if more else x
+
+
+def unpacking(cut: Cut, even: bool, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """What gathers along a dim does after its collective, which gave every rank's part in as many elements."""
+    shape, dim = cut.shape(size // dtype.itemsize), cut.dim
+    part = (*shape[:dim], -(-shape[dim] // RANKS), *shape[dim + 1 :])
+    boxes, length = chunks(shape, dim), math.prod(part)
+    flat = random((RANKS * length,), dtype, device)
+    unpack = compile_unpack(shape, boxes, [r * length for r in range(RANKS)])
+    peers = unpack_peers(shape, dim, part) if even else uneven_unpack_peers(flat, boxes, dim, part)
+    return Work(math.prod(shape), (flat,), unpack, peers)
+
+
+def unpack_peers(shape: Sequence[int], dim: int, part: Sequence[int]) -> dict[str, Peer]:
+    def moved(flat: Tensor) -> Tensor:
+        return flat.view(RANKS, *part).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+    also = {"movedim().contiguous()": Peer(moved, compiled=True)} if dim else {}
+    return {"DTensor: cat of chunks": Peer(partial(dtensor_unpack, shape=shape, dim=dim, part=part), compiled=True), **also}
+
+
+def uneven_unpack_peers(flat: Tensor, boxes: Sequence[Box], dim: int, part: Sequence[int]) -> dict[str, Peer]:
+    """DTensor's is given the same values, each part padded along the dim, where ours has the padding behind the part."""
+    padded = []
+    for values, box in zip(flat.view(RANKS, -1), boxes, strict=True):
+        sizes = [stop - start for start, stop in box]
+        padded.append(pad(values[: math.prod(sizes)].view(sizes), dim, part[dim] - sizes[dim]).reshape(-1))
+    theirs, shape = torch.cat(padded), [box[1] for box in boxes[-1]]
+    return {"DTensor: cat, cut": Peer(lambda flat: dtensor_unpack(theirs, shape, dim, part), compiled=True, least=TWICE)}
+
+
+def dtensor_unpack(flat: Tensor, shape: Sequence[int], dim: int, part: Sequence[int]) -> Tensor:
+    parts = flat.view(RANKS * part[0], *part[1:])
+    whole = torch.cat(parts.chunk(RANKS), dim) if dim else parts
+    return whole.narrow(dim, 0, shape[dim]).contiguous()
+
+
+# -- cast and scale on the way -----------------------------------------------------------------------------------------
+
+
+def casting(cut: Cut, size: int, device: torch.device | str) -> Work:
+    """Gradients in float32, averaged and sent as bfloat16."""
+    x = random(cut.shape(size // FP32.itemsize), FP32, device)
+    pack = compile_pack(x.shape, chunks(x.shape, cut.dim))
+
+    def ours(x: Tensor) -> Tensor:
+        return pack(x, x.new_empty(pack.size, dtype=BF16), scale=SCALE)
+
+    def chain(x: Tensor) -> Tensor:
+        return cat_of_chunks(x.to(BF16) * SCALE, cut.dim).view(-1)
+
+    return Work(x.numel(), (x,), ours, {"to(), *, cat of chunks": Peer(chain, compiled=True)})
+
+
+# -- many tensors ------------------------------------------------------------------------------------------------------
+
+LAYER = ((4, 1), (1, 4), (1, 1), (1, 1), (1, 1), (1, 1))  # matrices of a transformer layer, in units of its width
+
+
+def layer(elements: int, even: bool) -> list[tuple[int, ...]]:
+    """The shapes of a layer's parameters."""
+    width = max(16, int(math.sqrt(elements / 12)) // 64 * 64) + (0 if even else 3)
+    return [*((a * width, b * width) for a, b in LAYER), (width,), (width,)]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A layer's tensors in one buffer: every rank's parts of all of them together, each padded to one size.
+
+    Attributes:
+        shapes: of the tensors.
+        dim: that is cut.
+        sizes: of a rank's part of each.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    dim: int
+
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The shape of a rank's part of each, padded."""
+        d = self.dim
+        return [(*s[:d], -(-s[d] // RANKS), *s[d + 1 :]) for s in self.shapes]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [math.prod(part) for part in self.parts]
+
+    @property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def offsets(self) -> list[list[int]]:
+        """For each tensor, where every rank's part begins."""
+        total, starts = sum(self.sizes), accumulate(self.sizes, initial=0)
+        return [[r * total + start for r in range(RANKS)] for start, _ in zip(starts, self.shapes, strict=False)]
+
+    def packs(self) -> list[Pack]:
+        return [compile_pack(s, chunks(s, self.dim), o) for s, o in zip(self.shapes, self.offsets(), strict=True)]
+
+    def unpacks(self) -> list[Unpack]:
+        return [compile_unpack(s, chunks(s, self.dim), o) for s, o in zip(self.shapes, self.offsets(), strict=True)]
+
+
+def bucket_packing(dim: int, even: bool, to: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """What FSDP does with a layer's gradients before it reduces and scatters them."""
+    bucket = Bucket([s for s in layer(size // 2, even) if len(s) > dim], dim)
+    gradients = tuple(random(shape, BF16, device) for shape in bucket.shapes)
+    packs, length = bucket.packs(), RANKS * sum(bucket.sizes)
+    buffer = torch.zeros(length, dtype=to, device=device)
+
+    def fsdp(*gradients: Tensor) -> Tensor:
+        laid_out = [cat_of_chunks(g, dim) for g in gradients]
+        out = gradients[0].new_empty(length, dtype=to)
+        torch._chunk_cat(laid_out, dim=0, num_chunks=RANKS, out=out.view(RANKS, -1))
+        return out
+
+    peers = {"FSDP2: _chunk_cat": Peer(fsdp)}
+    return Work(bucket.elements, gradients, lambda *gradients: pack_many(packs, gradients, buffer), peers)
+
+
+def bucket_unpacking(dim: int, even: bool, size: int, device: torch.device | str) -> Work:
+    """What FSDP does with a layer's gathered parameters."""
+    bucket = Bucket([s for s in layer(size // 2, even) if len(s) > dim], dim)
+    gathered = random((RANKS * sum(bucket.sizes),), BF16, device)
+    unpacks = bucket.unpacks()
+
+    def fsdp(gathered: Tensor) -> list[Tensor]:
+        outs = [gathered.new_empty(RANKS * n) for n in bucket.sizes]
+        out = [x.view(RANKS, -1) for x in outs]
+        torch.split_with_sizes_copy(gathered.view(RANKS, -1), bucket.sizes, dim=1, out=out)
+        whole = [x.view(RANKS * part[0], *part[1:]) for x, part in zip(outs, bucket.parts, strict=True)]
+        return [torch.cat(x.chunk(RANKS), dim) if dim else x for x in whole]
+
+    def without_padding(made: Sequence[Tensor]) -> list[Tensor]:
+        return [x.narrow(dim, 0, shape[dim]) for x, shape in zip(made, bucket.shapes, strict=True)]
+
+    peers = {"FSDP2: split_with_sizes_copy": Peer(fsdp, without_padding)}
+    return Work(bucket.elements, (gathered,), lambda gathered: unpack_many(unpacks, gathered), peers)
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def summing(dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """Eight contributions to a tensor."""
+    length = size // dtype.itemsize // RANKS
+    flat = random((RANKS * length,), dtype, device)
+    add = compile_combine((length,), {((0, length),): [r * length for r in range(RANKS)]})
+    peer = Peer(lambda flat: flat.view(RANKS, -1).sum(0), compiled=True)
+    return Work(flat.numel(), (flat,), add, {"view().sum(0)": peer})
+
+
+def bucket_summing(size: int, device: torch.device | str) -> Work:
+    """Eight contributions to each tensor of a layer, all of a rank's together."""
+    shapes = layer(size // BF16.itemsize // RANKS, even=False)
+    sizes = [math.prod(shape) for shape in shapes]
+    total, starts = sum(sizes), list(accumulate(sizes, initial=0))[:-1]
+    flat = random((RANKS * total,), BF16, device)
+    adds = [
+        compile_combine(shape, {tuple([(0, n) for n in shape]): [r * total + start for r in range(RANKS)]})
+        for shape, start in zip(shapes, starts, strict=True)
+    ]
+
+    def sums(flat: Tensor) -> list[Tensor]:
+        parts = flat.view(RANKS, total).split(sizes, 1)
+        return [part.sum(0).view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    return Work(flat.numel(), (flat,), lambda flat: combine_many(adds, flat), {"sum(0) of each": Peer(sums)})
+
+
+# -- quantised ---------------------------------------------------------------------------------------------------------
+
+CODES = {"int8": (126.0, torch.int8), "fp8": (416.0, torch.float8_e4m3fn)}  # the largest code, and the dtype of codes
+
+
+def quantizing(cut: Cut, transport: str, size: int, device: torch.device | str) -> Work:
+    """What is sent in one byte for each element, with a scale for each block."""
+    x = random(cut.shape(size // BF16.itemsize), BF16, device)
+    quantize = compile_quantize(x.shape, chunks(x.shape, cut.dim), transport)
+    peer = Peer(partial(quantized, dim=cut.dim, transport=transport), compiled=True, least=1.0)
+    return Work(x.numel(), (x, largest_code(transport, device)), lambda x, _: quantize(x), {"in torch": peer})
+
+
+def largest_code(transport: str, device: torch.device | str) -> Tensor:
+    """As a tensor: on a GPU a division by a number is a multiplication by its reciprocal, and gives other bits."""
+    return torch.tensor(CODES[transport][0], device=device)
+
+
+def quantized(x: Tensor, largest: Tensor, dim: int, transport: str) -> Tensor:
+    """The records of all ranks, where chunks are even and their parts whole blocks."""
+    blocks = x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).reshape(RANKS, -1, BLOCK).float()
+    scale = (blocks.abs().amax(-1, keepdim=True) / largest).clamp_min(2.0**-126)
+    codes = blocks * (1 / scale)
+    codes = (codes.round() if transport == "int8" else codes).to(CODES[transport][1])
+    return torch.cat([part.reshape(RANKS, -1).view(torch.uint8) for part in (codes, scale)], 1).view(-1)
+
+
+def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
+    """Eight quantised contributions, added up: the local half of a reduction by exchange."""
+    length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
+    flat = quantized(random((RANKS, length), BF16, device), largest_code(transport, device), 0, transport)
+    add = compile_dequantize((length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport)
+    peer = Peer(partial(dequantized, transport=transport), compiled=True, least=1.0)
+    return Work(RANKS * length, (flat,), lambda flat: add(flat, flat.new_empty(length, dtype=BF16)), {"in torch": peer})
+
+
+def dequantized(flat: Tensor, transport: str) -> Tensor:
+    records = flat.view(RANKS, -1)
+    codes, scales = records.split([records.shape[1] // (BLOCK + 4) * BLOCK, records.shape[1] // (BLOCK + 4) * 4], 1)
+    values = codes.view(CODES[transport][1]).float().view(RANKS, -1, BLOCK)
+    return (values * scales.view(FP32).unsqueeze(-1)).sum(0).to(BF16).view(-1)
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def drawing(draw: Call, torchs: Call, dtype: torch.dtype, size: int, device: torch.device | str) -> Work:
+    """A tensor of numbers that do not depend on the mesh; torch's do, so the values differ."""
+    shape = (size // dtype.itemsize,)
+    box = ((0, shape[0]),)
+    return Work(
+        shape[0],
+        (),
+        lambda: draw(shape, box, seed=1, stream=2, dtype=dtype, device=device),
+        {torchs.__name__: Peer(lambda: torchs(shape, dtype=dtype, device=device))},
+    )
+
+
+# -- the list ----------------------------------------------------------------------------------------------------------
+
+CASES: tuple[Case, ...] = (
+    *(
+        Case(f"{what}, {cut.name}, {SHORT[dtype]}", partial(make, cut, even, dtype), cut.target)
+        for what, make in (("pack", packing), ("unpack", unpacking))
+        for cut, even in SINGLE
+        for dtype in (BF16, FP32)
+    ),
+    *(Case(f"cast, scale, pack, {cut.name}", partial(casting, cut), FUSED) for cut in EVEN),
+    Case("pack a layer, dim 0", partial(bucket_packing, 0, True, BF16), BOX_COPY),
+    Case("pack a layer, dim 0, uneven", partial(bucket_packing, 0, False, BF16), BOX_COPY),
+    Case("pack a layer, dim 0, to fp32", partial(bucket_packing, 0, True, FP32), FUSED),
+    Case("pack a layer, dim 1", partial(bucket_packing, 1, True, BF16), BOX_COPY),
+    Case("unpack a layer, dim 0", partial(bucket_unpacking, 0, True), BOX_COPY),
+    Case("unpack a layer, dim 0, uneven", partial(bucket_unpacking, 0, False), BOX_COPY),
+    Case("unpack a layer, dim 1", partial(bucket_unpacking, 1, True), BOX_COPY),
+    *(Case(f"sum of 8, {SHORT[dtype]}", partial(summing, dtype), FUSED, same=False) for dtype in (BF16, FP32)),
+    Case("sum of 8, a layer, uneven", bucket_summing, FUSED, same=False),
+    *(
+        Case(f"quantise, pack, {cut.name}, {transport}", partial(quantizing, cut, transport), QUANTIZED)
+        for cut in (EVEN[0], EVEN[2])
+        for transport in FORMATS
+    ),
+    Case("uniform, bf16", partial(drawing, uniform, torch.rand, BF16), None, same=None),
+    Case("uniform, fp32", partial(drawing, uniform, torch.rand, FP32), None, same=None),
+    Case("normal, bf16", partial(drawing, normal, torch.randn, BF16), None, same=None),
+    *(Case(f"dequantise, sum of 8, {t}", partial(dequantizing, t), QUANTIZED, same=False) for t in FORMATS),
+)

@@ -1,0 +1,248 @@
+"""The kernels on a GPU: how near they come to the rate of a copy, and how much faster they are than torch's operations.
+
+    python benchmarks/kernels.py                      1 MB to 2 GB; writes benchmarks/results/<date>-kernels.md
+    python benchmarks/kernels.py --quick              1 and 64 MB, fewer rounds, nothing compiled by torch
+    python benchmarks/kernels.py --size 256           MB of the full tensor; may be given several times
+    python benchmarks/kernels.py --only "uneven"      cases whose names have this in them; may be given several times
+    python benchmarks/kernels.py --markdown tables.md --json figures.json
+
+The device-to-device copy rate comes first: what `copy_` of one contiguous tensor reads and writes per second. Then for each
+case (kernel_cases.py) ours, the torch operations that it replaces and, where torch.compile takes it, the same expression
+compiled take turns in random order, and with them a copy of as many bytes as the case must read and write. Before each call the
+L2 cache is overwritten. Times are those between two CUDA events around a call, medians over the rounds:
+
+    GB/s             bytes that must be read and written (inputs and results, each once), by the median
+    of the copy      the time of the copy of as many bytes, by the time: 1 is what the memory allows
+    ours faster      the time, by ours
+    wanted           what the project aims at on an H200, of the copy for ours and of the ratio for the others
+
+All results are compared before anything is timed; a contestant whose result is another is named so, and the run fails.
+Without a GPU nothing can be timed: see kernel_bytes.py, which counts what is moved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_cases import CASES, Case, Peer, Work, disagreeing
+from report import environment, environment_line, markdown, show, write_json, write_markdown
+
+MB = 1 << 20
+DEVICE = "cuda"
+SIZES, QUICK_SIZES = (1, 16, 128, 1024, 2048), (1, 64)
+ROUNDS, QUICK_ROUNDS = 30, 10
+FLUSHED = 512 * MB  # several times the L2 cache of any GPU, and long enough for the host to prepare the next launch
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = ("case", "MB", "who", "us", "GB/s", "of the copy", "wanted", "ours faster", "wanted ")
+COPY, OURS, COMPILED = "copy", "ours", ", compiled"
+NO_GPU = (
+    "benchmarks/kernels.py needs a CUDA device, and torch sees none: "
+    "benchmarks/kernel_bytes.py counts what the kernels move without one."
+)
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contestant of a case at a size.
+
+    Attributes:
+        who: ours, or a peer's name.
+        seconds: the median.
+        bytes: that must be moved.
+        copy: the median of a copy of as many bytes.
+        ours: the median of ours.
+        wanted: of ours as a fraction of the copy rate; of others as ours' speed over theirs; None where nothing is.
+    """
+
+    case: str
+    megabytes: float
+    who: str
+    seconds: float
+    bytes: int
+    copy: float
+    ours: float
+    wanted: float | None
+
+    @property
+    def of_copy(self) -> float:
+        return self.copy / self.seconds
+
+    @property
+    def slower(self) -> float:
+        """How many times as fast ours is."""
+        return self.seconds / self.ours
+
+    @property
+    def missed(self) -> bool:
+        return self.wanted is not None and (self.of_copy if self.who == OURS else self.slower) < self.wanted
+
+    def row(self) -> list[str]:
+        wanted = "" if self.wanted is None else f"{self.wanted:.2f}{' MISSED' if self.missed else ''}"
+        is_ours = self.who == OURS
+        return [
+            self.case, f"{self.megabytes:g}", self.who, f"{self.seconds * 1e6:.1f}", f"{self.bytes / self.seconds / 1e9:.0f}",
+            f"{self.of_copy:.2f}", wanted if is_ours else "", "" if is_ours else f"{self.slower:.2f}x", "" if is_ours else wanted,
+        ]  # fmt: skip
+
+
+# -- time on a GPU -----------------------------------------------------------------------------------------------------
+
+
+def medians(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
+    """Seconds of each call, taking turns in random order, each with nothing of its data in the L2 cache."""
+    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE)
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for call in calls.values():  # compiles, fills caches of tables and of memory
+        call()
+        call()
+    for _ in range(rounds):
+        for name in order.sample(list(calls), len(calls)):
+            flushed.zero_()
+            events[name].append(timed(calls[name]))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for name, pairs in events.items()}
+
+
+def timed(call: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    return start, stop
+
+
+def copying(size: int) -> Call:
+    """A copy that reads and writes so many bytes."""
+    source = torch.zeros(max(1, size // 2), dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def copy_rate(rounds: int) -> float:
+    """Bytes per second that a device-to-device copy of 1 GB reads and writes."""
+    size = 2 * 1024 * MB
+    return size / medians({COPY: copying(size)}, rounds)[COPY]
+
+
+# -- one case ----------------------------------------------------------------------------------------------------------
+
+
+def measured(case: Case, megabytes: float, rounds: int, compiling: bool) -> list[Timed]:
+    """Ours and its peers; nothing where ours is a view.
+
+    Raises:
+        RuntimeError: a peer gives another result.
+    """
+    torch.compiler.reset()  # torch compiles a function for few shapes before it gives up
+    work = case.make(int(megabytes * MB), DEVICE)
+    size = work.needed()
+    if not size:
+        return []
+    if wrong := disagreeing(case, work):
+        raise RuntimeError(f"{case.name}, {megabytes:g} MB: {', '.join(wrong)} and ours give different results")
+    peers = contestants(work, compiling)
+    calls = {name: bound(peer.call, work) for name, peer in peers.items()}
+    found = medians({COPY: copying(size), OURS: bound(work.ours, work), **calls}, rounds)
+    wanted = {OURS: case.target, **{name: peer.least for name, peer in peers.items()}}
+    return [
+        Timed(case.name, megabytes, who, found[who], size, found[COPY], found[OURS], wanted[who]) for who in (OURS, *peers)
+    ]
+
+
+def contestants(work: Work, compiling: bool) -> dict[str, Peer]:
+    """The peers as they are, and compiled."""
+    compiled = {
+        name + COMPILED: Peer(torch.compile(peer.call, dynamic=False), least=peer.least)
+        for name, peer in work.peers.items()
+        if compiling and peer.compiled
+    }
+    return {**work.peers, **compiled}
+
+
+def bound(call: Callable[..., Any], work: Work) -> Call:
+    return lambda: call(*work.inputs)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def all_measured(cases: Sequence[Case], sizes: Sequence[float], rounds: int, compiling: bool) -> Iterator[Timed]:
+    for case in cases:
+        for megabytes in sizes:
+            print(f"{case.name}, {megabytes:g} MB", file=sys.stderr, flush=True)
+            yield from measured(case, megabytes, rounds, compiling)
+
+
+def summary(found: Sequence[Timed]) -> str:
+    """How many of what is wanted is reached, and what is not."""
+    wanted = [one for one in found if one.wanted is not None]
+    missed = [f"{one.case}, {one.megabytes:g} MB: {one.who}" for one in wanted if one.missed]
+    return f"{len(wanted) - len(missed)} of {len(wanted)} figures are as wanted." + "".join(f"\n- missed: {one}" for one in missed)
+
+
+def hardware() -> str:
+    properties = torch.cuda.get_device_properties(0)
+    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda or torch.version.hip}"
+
+
+def document(found: Sequence[Timed], rate: float) -> str:
+    import triton
+
+    environ = environment()
+    return "\n\n".join([
+        f"# Kernels, {environ['date']}",
+        f"`{shlex.join(['python', 'benchmarks/kernels.py', *sys.argv[1:]])}` on {hardware()}, triton {triton.__version__}. "
+        f"A device-to-device copy of 1 GB reads and writes {rate / 1e9:.0f} GB/s.",
+        (__doc__ or "").split("\n\n", 2)[2].rstrip(),
+        markdown(COLUMNS, [one.row() for one in found]),
+        summary(found),
+        environment_line(environ),
+    ])  # fmt: skip
+
+
+def figures(found: Sequence[Timed], rate: float) -> dict[str, Any]:
+    return {"environment": environment(), "device": hardware(), "copy_rate": rate, "cases": [vars(one) for one in found]}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, few rounds, nothing compiled by torch")
+    parser.add_argument("--size", type=float, action="append", metavar="MB", help="of the full tensor; may be repeated")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases whose names have this in them")
+    parser.add_argument("--markdown", metavar="FILE", help="where to write (default: benchmarks/results, by date)")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if not torch.cuda.is_available():
+        print(NO_GPU)
+        return
+    cases = [case for case in CASES if not args.only or any(text in case.name for text in args.only)]
+    sizes = args.size or (QUICK_SIZES if args.quick else SIZES)
+    rounds = QUICK_ROUNDS if args.quick else ROUNDS
+    rate = copy_rate(rounds)
+    print(f"{hardware()}: a copy reads and writes {rate / 1e9:.0f} GB/s", flush=True)
+    found = list(all_measured(cases, sizes, rounds, compiling=not args.quick))
+    show("Kernels", COLUMNS, [one.row() for one in found])
+    print(summary(found))
+    write_json(args.json, figures(found, rate))
+    write_markdown(args.markdown or str(RESULTS / f"{date.today().isoformat()}-kernels.md"), document(found, rate))
+
+
+if __name__ == "__main__":
+    main()

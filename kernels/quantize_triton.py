@@ -1,0 +1,326 @@
+"""Records of many boxes written or read in one launch: the kernels behind `quantize.py`.
+
+    quantize_boxes      flat[record of box] = codes and scales of x[box]           3 + 4/128 bytes an element of 16 bits
+    dequantize_boxes    out[box] = cast(sum over records of codes * scales)        2 + (1 + 4/128) * records bytes
+
+Every element is read once and every code written once; a scale is 4 bytes for each block. Where runs, strides and offsets are
+multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes and writes 8 (4) bytes of codes, else one element at a
+time, but codes as before; likewise the other way. All records of a box are under way before the first is added up (of up
+to 8). Blocks are looked through in registers, by lanes of one warp. Against torch, whose definition passes over memory a
+dozen times, and against quantising what was packed before, which reads and writes the tensor once more.
+
+A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is takes one multiplication
+for each dim of the box, of the fewest that describe it, but the outermost.
+
+Arithmetic is what could hold these kernels back: per element of 16 bits an H200 has time for about 20 instructions, half of
+them logic and comparisons, while its memory moves 3 bytes. Compiled for sm_90 (not run: no GPU was at hand), quantising
+takes 21 (int8) and 16 (fp8), and 33 where elements are moved one by one; a code read takes 9 to 12. At 62 to 72 registers.
+"""
+
+# The language of kernels is not quite Python:
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
+from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
+from .quantize import LARGEST, RECORD_ALIGNMENT, Dequantize, Quantize
+from .strided import alignment, divisor
+from .strided_triton import NO_FUSION, base, quotient
+from .strided_triton import _addresses as addresses
+from .strided_views import next_power_of_two
+
+HEAD = tl.constexpr(5)
+"""Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in it, 3 how long the box is
+(both in units), 4 its blocks. Then (size, its divisor's multiplier and shift, stride), in units, of each dim, the fastest first,
+and where the records begin, in 16 bytes."""
+START = tl.constexpr(RECORD_ALIGNMENT)
+AT_ONCE = tl.constexpr(8)  # records whose loads are all under way before the first is added
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def find_row(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The row that this program works on, and its number among that row's programs."""
+    program = tl.program_id(0).to(tl.int64)
+    if ROWS == 1:
+        return table + 1, program
+    else:
+        firsts = tl.load(table + tl.arange(0, ROWS))
+        row = table + ROWS + (tl.sum((firsts <= program).to(tl.int32)) - 1) * COLUMNS
+        return row, program - tl.load(row)
+
+
+@triton.jit
+def units_of(BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr):
+    """[1, lanes, units of a lane]: the units of a block, where a lane has VECTOR elements."""
+    return tl.arange(0, BLOCK // VECTOR)[None, :, None] * (VECTOR // UNIT) + tl.arange(0, VECTOR // UNIT)[None, None, :]
+
+
+@triton.jit
+def places(
+    row, block, BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, DIMS: tl.constexpr, WIDE: tl.constexpr
+):
+    """[blocks, lanes, VECTOR]: how far the elements of these blocks lie from the box's first, and whether there are any."""
+    if WIDE:
+        n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)
+        offset = n * 0
+    else:
+        n = (block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)).to(tl.uint32)
+        offset = n.to(tl.int32) * 0
+    inside = n < tl.load(row + 3).to(n.dtype)
+    for d in tl.static_range(DIMS - 1):
+        dim = row + HEAD + 4 * d
+        size = tl.load(dim).to(n.dtype)
+        outer = n // size if WIDE else quotient(n, tl.load(dim + 1), tl.load(dim + 2))
+        offset += (n - outer * size).to(offset.dtype) * tl.load(dim + 3).to(offset.dtype)
+        n = outer
+    offset += n.to(offset.dtype) * tl.load(row + HEAD + 4 * DIMS - 1).to(offset.dtype)
+    return offset * UNIT + tl.arange(0, UNIT)[None, None, :], inside
+
+
+@triton.jit
+def encoded(x, LARGEST: tl.constexpr):
+    """float32 [blocks, lanes, VECTOR] -> codes: int8, scales: [blocks]."""
+    finite = tl.fma(x, 0.0, x)  # NaN of infinities; the largest is that of the numbers
+    amax = tl.max(tl.max(tl.abs(finite), 2), 1)
+    scale = tl.maximum(amax * (1.0 / LARGEST), SMALLEST_SCALE)
+    x = x * tl.div_rn(1.0, scale)[:, None, None]
+    if LARGEST == 126:
+        # + 1.5 * 2**23, so that the last bit is worth 1: the sum is rounded to the code, which is its lowest byte
+        code = (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True)
+        return tl.where(x == x, code, -128).to(tl.int8), scale
+    else:
+        return to_e4m3(x), scale
+
+
+@triton.jit
+def decoded(code, LARGEST: tl.constexpr):
+    """int8 -> float32: what codes stand for, as multiples of their scales."""
+    if LARGEST == 126:
+        x = (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        special = (x + 128) * x * float("inf")  # +-inf of +-127, NaN of -128
+    else:
+        x = from_e4m3(code)
+        special = x * float("inf")
+    return tl.where(tl.abs(x) > LARGEST, special, x)
+
+
+@triton.jit
+def quantize_boxes(
+    x, flat, pointers, table,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    row, program = find_row(table, ROWS, HEAD + 4 * DIMS + PARTS)
+    local = tl.arange(0, BLOCKS)
+    block, blocks = program * BLOCKS + local, tl.load(row + 4)
+    at, inside = places(row, block, BLOCK, UNIT, VECTOR, DIMS, WIDE)
+    x = base(x, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
+    code, scale = encoded(widened(tl.load(x + at, mask=inside, other=0.0)), LARGEST)
+    record = flat + tl.load(row + HEAD + 4 * DIMS) * START
+    to = record + program * (BLOCKS * BLOCK) + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
+    tl.store(to, code, mask=(block < blocks)[:, None, None])
+    scales = (record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block
+    tl.store(scales, tl.where(block < blocks, scale, 0.0), mask=block < (blocks + 3) // 4 * 4)
+
+
+@triton.jit
+def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr):
+    """float32 [blocks, lanes, VECTOR]: of these blocks of a record."""
+    there = block < blocks
+    codes = record + (block[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
+    code = tl.load(codes, mask=there[:, None, None], other=0)
+    scale = tl.load((record + blocks * BLOCK).to(tl.pointer_type(tl.float32)) + block, mask=there, other=0.0)
+    return decoded(code, LARGEST) * scale[:, None, None]
+
+
+@triton.jit
+def dequantize_boxes(
+    flat, out, pointers, table,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, PARTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    UNIT: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    row, program = find_row(table, ROWS, HEAD + 4 * DIMS + PARTS)
+    block, blocks = program * BLOCKS + tl.arange(0, BLOCKS), tl.load(row + 4)
+    starts = row + HEAD + 4 * DIMS
+    total = values(flat + tl.load(starts) * START, block, blocks, BLOCK, VECTOR, LARGEST)
+    if PARTS <= AT_ONCE:
+        for s in tl.static_range(1, PARTS):
+            total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
+    else:
+        for s in range(1, PARTS):
+            total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
+    out = base(out, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
+    result = total.to(out.dtype.element_ty) if converts_natively() else cast(total, out.dtype.element_ty)
+    # single elements are written in the order in which they lie, which is not that of the lanes that made them
+    at, inside = places(row, block, BLOCK, UNIT, UNIT, DIMS, WIDE)
+    tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
+
+
+# -- what a launch works on --------------------------------------------------------------------------------------------
+
+MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
+MAX_ROWS = 1 << 10  # of one table
+PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 for each of 128 threads; half where it adds up many
+MIN_VECTOR = 4  # elements that lie together, from which on a lane moves them at a time; else one by one, VECTOR in all
+VECTOR = 8
+NARROW = 1 << 30  # elements of a box, or between its ends, from which on offsets in it have 64 bits
+_NEVER = (1 << 62) - 1  # first program of a row that pads the table
+
+Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
+
+
+class Row(NamedTuple):
+    """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit` elements at a time."""
+
+    tensor: int
+    offset: int
+    dims: Dims
+    starts: tuple[int, ...]
+    unit: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(size for size, _ in self.dims)
+
+    @property
+    def is_wide(self) -> bool:
+        return max(self.elements, sum((size - 1) * stride for size, stride in self.dims)) >= NARROW
+
+
+@dataclass
+class Table:
+    """One launch.
+
+    Attributes:
+        rows: as `HEAD` says, and before them their first programs; padded to a power of two.
+        grid: how many programs.
+        constants: what the kernel is compiled for.
+    """
+
+    rows: Tensor
+    grid: int
+    constants: dict[str, int]
+    _moved: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The rows on a device (copied there once)."""
+        if device not in self._moved:
+            self._moved[device] = self.rows.to(device)
+        return self._moved[device]
+
+
+def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> Row:
+    """A box of the tensor of this number; lanes move up to `most` elements, a power of two, at a time."""
+    offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
+    dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
+    (run, step), *others = dims
+    unit = math.gcd(most, run, offset, *(stride for _, stride in others)) if step == 1 else 1
+    return Row(tensor, offset, dims, tuple(starts), unit if unit >= MIN_VECTOR else 1)
+
+
+def make_tables(rows: Iterable[Row], block: int) -> list[Table]:
+    """`make_tables(rows, block) -> one table for each launch`: those alike in unit and records share one."""
+    alike: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.unit, len(row.starts)), []).append(row)
+    return [_table(found[i : i + MAX_ROWS], block) for found in alike.values() for i in range(0, len(found), MAX_ROWS)]
+
+
+def _table(rows: Sequence[Row], block: int) -> Table:
+    counts = [-(-row.elements // block) for row in rows]
+    parts, unit = len(rows[0].starts), rows[0].unit
+    blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
+    firsts = list(accumulate([-(-count // blocks) for count in counts], initial=0))
+    dims = max(len(row.dims) for row in rows)
+    made = [[first, *_columns(row, count, dims)] for first, row, count in zip(firsts, rows, counts, strict=False)]
+    made += [[_NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
+    flat = torch.tensor([columns[0] for columns in made] + [n for columns in made for n in columns], dtype=torch.int64)
+    constants = {
+        "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
+        "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),
+    }  # fmt: skip
+    return Table(flat, firsts[-1], constants)
+
+
+def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
+    """Enough to keep the memory busy, not many more than a typical box has."""
+    return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
+
+
+def _columns(row: Row, blocks: int, dims: int) -> list[int]:
+    (run, step), *others = row.dims
+    unit = row.unit
+    scaled = [(run // unit, step), *((size, stride // unit) for size, stride in others)]
+    scaled += [(1, 0)] * (dims - len(scaled))
+    columns = [n for size, stride in scaled for n in (size, *divisor(size), stride)]
+    starts = [start // RECORD_ALIGNMENT for start in row.starts]
+    return [row.tensor, row.offset // unit, row.elements // unit, blocks, *columns, *starts]
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
+    """`launch_quantize(quantizes, tensors, flat)`: of tensors of one dtype, in one format."""
+    strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
+    for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
+        _launch(quantize_boxes, table, (tensors[0], _codes(flat)), tensors, quantizes[0].transport, aligned)
+
+
+def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
+    """`launch_dequantize(dequantizes, flat, outs)`: to contiguous tensors of one dtype, in one format."""
+    aligned = alignment(outs)
+    for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
+        _launch(dequantize_boxes, table, (_codes(flat), outs[0]), outs, dequantizes[0].transport, aligned)
+
+
+@lru_cache(maxsize=4096)
+def _quantize_tables(
+    quantizes: tuple[Quantize, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, aligned: int
+) -> list[Table]:
+    """Made once: to look at hundreds of boxes would take longer than a launch."""
+    rows = [
+        make_row(i, ours, box, (start,), max(1, aligned // itemsize))
+        for i, (quantize, ours) in enumerate(zip(quantizes, strides, strict=True))
+        for box, start in quantize.records
+    ]
+    return make_tables(rows, quantizes[0].block)
+
+
+@lru_cache(maxsize=4096)
+def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[Table]:
+    rows = [
+        make_row(i, row_major_strides(dequantize.shape), box, starts, max(1, aligned // itemsize))
+        for i, dequantize in enumerate(dequantizes)
+        for box, starts in dequantize.stacks.items()
+    ]
+    return make_tables(rows, dequantizes[0].block)
+
+
+def _codes(flat: Tensor) -> Any:
+    return triton.reinterpret(flat, torch.int8)
+
+
+def _launch(
+    kernel: Any, table: Table, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
+) -> None:
+    rows, many = table.on(tensors[0].device), len(tensors) > 1
+    pointers = addresses(tuple([x.data_ptr() for x in tensors]), rows.device) if many else rows
+    kernel[(table.grid,)](
+        *given, pointers, rows, **table.constants, LARGEST=LARGEST[transport], MANY=many, ALIGNED=aligned,
+        num_warps=4, **NO_FUSION,
+    )  # fmt: skip

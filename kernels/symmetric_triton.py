@@ -1,0 +1,266 @@
+"""Kernels on memory that several ranks read: meetings, all-reduces, and sums of what lies with several peers.
+
+    meeting       tell every peer's same program, wait for it
+    all_reduce    x -> own region; meet; sum over the peers' regions -> (own region; meet; peers' regions ->) epilogue -> out
+    sum_rows      out[view k] = cast(scale * combine over (rank, offset) of part s of view k)
+
+Bytes moved and when it wins: `symmetric.py`. Peers' memory is read in units of 16 bytes for each lane, whatever the length of
+x: regions have room for whole pieces, so that only x and `out` need a mask that knows it.
+"""
+
+# The language of kernels is not quite Python:
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .number_triton import cast, widened
+from .strided import Table, next_power_of_two
+from .strided_triton import AT_ONCE, NO_FUSION, _run, batch_offsets, combined, find_row, plane_offsets
+from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, Peers
+
+THREADS = 512
+# What the compiler takes by itself may be 64 registers, and then not all fit.
+OPTIONS: dict[str, Any] = {"num_warps": THREADS // 64} if torch.version.hip else {"num_warps": THREADS // 32, "maxnreg": 128}
+PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+SLOTS = tl.constexpr(MAX_RANKS)
+AREA = tl.constexpr(SPAN)
+EPOCHS = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def meet(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
+    """Tells the same program of every rank that this one has come to `epoch`, and waits for each to come to it, too.
+
+    What any thread wrote before is seen by every thread of the peers after: the barriers make one thread's release and
+    acquire, in the scope of the system, count for the program. Epochs are counted modulo EPOCHS, and their distance tells
+    which is behind.
+    """
+    peer = tl.arange(0, PEERS)
+    known = peer < SIZE
+    epoch = epoch % EPOCHS
+    slot = tl.program_id(0) * SLOTS
+    theirs = tl.load(pads + peer, mask=known, other=0).to(tl.pointer_type(tl.int32)) + slot + me
+    mine = tl.load(pads + me).to(tl.pointer_type(tl.int32)) + slot + peer
+    tl.debug_barrier()
+    tl.atomic_xchg(theirs, epoch, mask=known, sem="release", scope="sys")
+    late = known
+    missing, looks = SIZE, 0
+    while (missing > 0) & (looks < spins):
+        told = tl.atomic_add(mine, 0, mask=known, sem="acquire", scope="sys")
+        late = known & (((told - epoch) & (EPOCHS - 1)) >= EPOCHS // 2)
+        missing = tl.sum(late.to(tl.int32))
+        looks += 1
+    tl.debug_barrier()
+    tl.store(error + peer, 1, mask=late)
+    return missing == 0
+
+
+@triton.jit
+def advanced(epoch, arrived):
+    """Two meetings further, or one, to an odd number, which stands for "failed" and stays."""
+    return tl.where(arrived, (epoch + 2) % EPOCHS, epoch | 1)
+
+
+@triton.jit
+def meeting(pads, epochs, error, rank, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
+    epoch = tl.load(epochs)
+    if (epoch & 1) == 0:
+        arrived = meet(pads, error, rank, epoch + 1, spins, SIZE, PEERS)
+        tl.store(epochs, advanced(epoch, arrived))
+
+
+@triton.jit
+def region_of(buffers, peer, start, like):
+    """Where a region of a peer begins, as a pointer like the given one."""
+    return tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(like.dtype.element_ty)), 16) + start
+
+
+@triton.jit
+def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The sum of a piece over all ranks, in their order; rounded to the dtype of x, so that two shots are as one.
+
+    `size` is SIZE: a number that the compiler does not know keeps it from loading all at once where that is too much.
+    """
+    total = widened(tl.load(region_of(buffers, 0, start, like) + lane, mask=held))
+    if SIZE <= AT_ONCE:
+        for peer in tl.static_range(1, SIZE):
+            total += widened(tl.load(region_of(buffers, peer, start, like) + lane, mask=held))
+    else:
+        for peer in tl.range(1, size, loop_unroll_factor=AT_ONCE):
+            total += widened(tl.load(region_of(buffers, peer, start, like) + lane, mask=held))
+    return cast(total, like.dtype.element_ty)
+
+
+@triton.jit
+def finished(value, out, residual, added, weight, at, lane, inside, eps, PIECE: tl.constexpr, NORM: tl.constexpr):
+    """The epilogue on one piece: cast, or residual sum and norm of a row."""
+    if NORM:
+        value = widened(value) + widened(tl.load(residual + at + lane, mask=inside))
+        value = cast(value, added.dtype.element_ty)
+        tl.store(added + at + lane, value, mask=inside)
+        value = tl.where(inside, widened(value), 0.0)
+        root = tl.rsqrt(tl.div_rn(tl.sum(value * value), PIECE * 1.0) + eps)
+        value = value * root * widened(tl.load(weight + lane, mask=inside))
+    tl.store(out + at + lane, cast(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def all_reduce(
+    x, out, residual, added, weight, buffers, pads, epochs, error, n, rank, size, spins, region, room, eps,
+    SIZE: tl.constexpr, PEERS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, STRIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program p works on the pieces p, p + programs, ...: as many in a round as its region has room for.
+
+    The second grid axis is for ranks that one launch simulates, whose tensors lie one after the other.
+    """
+    program, programs, simulated = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    me, shift = rank + simulated, simulated.to(tl.int64) * n
+    x, out, residual, added = x + shift, out + shift, residual + shift, added + shift
+    epochs, error = epochs + simulated * PROGRAMS + program, error + simulated * SIZE
+    lane = tl.arange(0, LANES)
+    held = lane < STRIDE
+    pieces = tl.cdiv(n, PIECE)
+    epoch = tl.load(epochs)
+    first = program
+    while (first < pieces) & ((epoch & 1) == 0):
+        start = (program * 2 + ((epoch >> 1) & 1)).to(tl.int64) * region
+        count = tl.minimum(room, tl.cdiv(pieces - first, programs))
+        own = region_of(buffers, me, start, x)
+        for i in range(0, count):
+            at = (first + i * programs).to(tl.int64) * PIECE
+            tl.store(own + i * STRIDE + lane, tl.load(x + at + lane, mask=(lane < PIECE) & (lane < n - at)), mask=held)
+        arrived = meet(pads, error, me, epoch + 1, spins, SIZE, PEERS)
+        if TWO_SHOT:  # noqa: SIM102 - a constant, and what is not
+            if arrived:
+                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):  # read by nobody else before the meeting
+                    value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
+                    tl.store(own + i * STRIDE + lane, value, mask=held)
+                arrived = meet(pads, error, me, epoch + 2, spins, SIZE, PEERS)
+        if arrived:
+            for i in range(0, count):
+                at = (first + i * programs).to(tl.int64) * PIECE
+                if TWO_SHOT:
+                    value = tl.load(region_of(buffers, (i + program) % SIZE, start + i * STRIDE, x) + lane, mask=held)
+                else:
+                    value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
+                inside = (lane < PIECE) & (lane < n - at)
+                finished(value, out, residual, added, weight, at, lane, inside, eps, PIECE, NORM)
+        epoch = advanced(epoch, arrived)
+        first += room * programs
+    tl.store(epochs, epoch)
+
+
+@triton.jit
+def part_at(src, pointers, part, batch, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a part of a sum lies, whose place is counted through the staging areas of all ranks."""
+    place = part * UNIT
+    area = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
+    offset = tl.multiple_of(place % AREA + batch * UNIT, UNIT)
+    return tl.multiple_of(area, ALIGNED) + offset
+
+
+@triton.jit
+def sum_rows(
+    src, dst, pointers, table, parts, scale,
+    ROWS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
+    WIDE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """`strided_triton.move_rows` where each part has a tensor of its own."""
+    row, index = find_row(table, ROWS)
+    tiles = tl.load(row + 4)
+    src_batch, dst_batch = batch_offsets(row, index // tiles)
+    src_lane, dst_lane, inside = plane_offsets(row, index % tiles, LANES, WIDE)
+    within = tl.arange(0, UNIT)[None, :]
+    src_at, dst_at = src_lane[:, None] * UNIT + within, dst_lane[:, None] * UNIT + within
+    inside = inside[:, None]
+    first = parts + tl.load(row + 20)
+    value = widened(tl.load(part_at(src, pointers, tl.load(first), src_batch, UNIT, ALIGNED) + src_at, mask=inside))
+    if PARTS <= AT_ONCE:
+        for s in tl.static_range(1, PARTS):
+            part = part_at(src, pointers, tl.load(first + s), src_batch, UNIT, ALIGNED)
+            value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+    else:
+        for s in range(1, PARTS):
+            part = part_at(src, pointers, tl.load(first + s), src_batch, UNIT, ALIGNED)
+            value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
+    if SCALED:
+        value = widened(value) * scale
+    tl.store(dst + (tl.load(row + 3) + dst_batch) * UNIT + dst_at, cast(value, dst.dtype.element_ty), mask=inside)
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def launch_meeting(peers: Peers) -> None:
+    """`launch_meeting(peers)`: what is launched later runs after every peer has come here."""
+    meeting[1,](peers.pads, peers.epochs, peers.error, peers.rank, peers.spins, **_group(peers), num_warps=1)
+
+
+def launch_all_reduce(
+    peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None, two_shot: bool, ranks: int = 1
+) -> None:
+    """`launch_all_reduce(peers, x, out, epilogue, two_shot)`.
+
+    Args:
+        ranks: how many this launch is for, `peers` being the first of `symmetric.simulated_peers`; tensors are then the
+            contiguous stack of all ranks' tensors (except the weight).
+    """
+    n = x.numel() // ranks
+    if not n:
+        return
+    piece = THREADS * UNIT // x.itemsize if epilogue is None else x.shape[-1]
+    stride = -(-piece // UNIT) * UNIT
+    room = peers.region_bytes // (stride * x.itemsize)
+    if not room:
+        raise ValueError(
+            f"rows of {piece} {x.dtype} need a shared buffer of {stride * x.itemsize * 8 * MAX_PROGRAMS} bytes, "
+            f"and this one has {peers.buffer.numel()}: make it larger, or reduce without this epilogue"
+        )
+    e = epilogue or AddNorm(out, out, 0.0, out)
+    lanes = next_power_of_two(stride)
+    constants: dict[str, Any] = {
+        "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, x.itemsize),
+        "TWO_SHOT": two_shot, "NORM": epilogue is not None, **_group(peers), **OPTIONS, **NO_FUSION,
+    }  # fmt: skip
+    all_reduce[min(MAX_PROGRAMS, -(-n // piece)), ranks](
+        x, out, e.residual, e.added, e.weight, peers.buffers, peers.pads, peers.epochs, peers.error,
+        n, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps, **constants,
+    )  # fmt: skip
+
+
+def _at_once(lanes: int, itemsize: int) -> int:
+    """Parts of a piece that fit into a thread's 128 registers together, beside the piece's sum and its epilogue."""
+    each = max(1, lanes // THREADS)
+    return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
+
+
+def launch_pull(peers: Peers, table: Table, out: Tensor, dtype: torch.dtype, how: str, scale: float | None) -> None:
+    """`launch_pull(peers, table, out, dtype, how, scale)`: the table's views of `out`, between two meetings."""
+    rows, parts = table.on(out.device)
+    kind, staged = table.kind, triton.reinterpret(peers.buffer, dtype)
+    if kind.parts == 1:
+        raw = dtype == out.dtype and scale is None
+        word = _WORDS[out.element_size() * kind.word] if raw else None
+        given = [triton.reinterpret(peers.buffer, word or dtype), triton.reinterpret(out, word or out.dtype)]
+        return _run(table, given, peers.staged, rows, parts, how, scale, (True, False))
+    sum_rows[table.programs,](
+        staged, triton.reinterpret(out, out.dtype), peers.staged, rows, parts, 1.0 if scale is None else scale,
+        ROWS=len(rows), LANES=table.lanes[0], UNIT=kind.unit, PARTS=kind.parts, KIND=how, WIDE=kind.wide,
+        ALIGNED=UNIT, SCALED=scale is not None, AT_ONCE=AT_ONCE, num_warps=4, **NO_FUSION,
+    )  # fmt: skip
+    return None
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _group(peers: Peers) -> dict[str, Any]:
+    return {"SIZE": peers.size, "PEERS": next_power_of_two(peers.size)}

@@ -1,0 +1,103 @@
+"""NCCL with one rank, which is all that it takes on one GPU: what `Group` calls, for every dtype, and a training loop.
+
+A `Group` of one rank has nothing to do, so the calls are made below it; of one rank every collective is a copy. For several
+ranks on one GPU there is gloo: `pytest --device cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh.mesh.group import current_world
+from shardmesh.mesh.wire import NATIVE
+from tests.mesh.collectives import DTYPES, as_bytes, rank_values
+from tests.sharding.test_real_ranks import _train
+
+pytestmark = pytest.mark.gpu
+
+N = 7
+
+# call(group, x, async_op) -> (what is under way, the result)
+CALLS: dict[str, Callable[[Any, Tensor, bool], tuple[Any, Tensor]]] = {
+    "all_gather": lambda group, x, later: (group._all_gather(out := torch.zeros_like(x), x, later), out),
+    "all_to_all": lambda group, x, later: (group._all_to_all(out := torch.zeros_like(x), x, None, None, later), out),
+    "all_to_all with splits": lambda group, x, later: (
+        group._all_to_all(out := torch.zeros_like(x), x, [N], [N], later),
+        out,
+    ),
+    "broadcast": lambda group, x, later: (group._broadcast(x, 0, later), x),
+}
+REDUCTIONS: dict[str, Callable[[Any, Tensor, str, bool], tuple[Any, Tensor]]] = {
+    "all_reduce": lambda group, x, op, later: (
+        (group._all_reduce if x.dtype in NATIVE else group._all_reduce_encoded)(x, op, later),
+        x,
+    ),
+    "reduce_scatter": lambda group, x, op, later: (
+        (group._reduce_scatter if x.dtype in NATIVE else group._reduce_scatter_encoded)(
+            out := torch.zeros_like(x), x, op, later
+        ),
+        out,
+    ),
+}
+
+
+def _copies(call: Callable[..., tuple[Any, Tensor]], dtype: torch.dtype, *how: Any) -> bool:
+    """Whether the call gives the bits that went into it."""
+    x = rank_values(1, (N,), dtype)
+    work, out = call(current_world().group([0]), x.clone(), *how)
+    if work is not None:
+        work.wait()
+    return torch.equal(as_bytes(out), as_bytes(x))
+
+
+def _wrong_calls(device_type: str) -> list[str]:
+    """The collectives that are no copies, of all, in the default group of this device type."""
+    sm.init_device_mesh(device_type, (1,))
+    wrong = []
+    with torch.device(device_type):
+        for dtype in DTYPES:
+            kinds = ("sum", "product") if dtype.is_complex else ("sum", "product", "max", "min")
+            for later in (False, True):
+                wrong += [f"{name} {dtype}" for name, call in CALLS.items() if not _copies(call, dtype, later)]
+                wrong += [
+                    f"{name} {kind} {dtype}"
+                    for name, call in REDUCTIONS.items()
+                    for kind in kinds
+                    if not _copies(call, dtype, kind, later)
+                ]
+    return wrong
+
+
+def test_every_collective_on_every_dtype():
+    assert sm.launch(_wrong_calls, 1, ("cuda",)) == [[]]
+
+
+def _meetings(device_type: str) -> tuple[str, list[Any]]:
+    """What moves no tensor of the user: the backends in use, a barrier, objects."""
+    sm.init_device_mesh(device_type, (1,))
+    group: Any = current_world().group([0])
+    group._barrier()
+    group._connect(group.handle, torch.zeros(1, device=device_type))
+    return dist.get_backend_config(), group._all_gather_bytes(b"bytes")
+
+
+def test_meetings():
+    assert sm.launch(_meetings, 1, ("cuda",)) == [("cpu:gloo,cuda:nccl", [b"bytes"])]
+
+
+def _trained(device_type: str) -> list[float]:
+    with torch.device(device_type):
+        return _train(sm.init_device_mesh(device_type, (1,), axis_names=("a",)), sm.P("a"))
+
+
+def test_training_with_everything_at_once():
+    (expected,) = sm.simulate(1)(_trained)("cuda")
+    (losses,) = sm.launch(_trained, 1, ("cuda",))
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)

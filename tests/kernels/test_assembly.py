@@ -1,0 +1,183 @@
+"""The kernels' machine code: wide accesses to memory, no spilled registers, registers that leave room for other programs.
+
+Everything that a call launches is compiled for sm_90 and gfx942 (`compiled.py`); nothing runs.
+"""
+
+import re
+
+import pytest
+
+from tests.kernels.compiled import (
+    ALIGNED,
+    ALL_REDUCES,
+    BUCKETS,
+    CALLS,
+    CASTS,
+    DEQUANTIZE,
+    DRAWS,
+    EVEN_TILES,
+    PULLS,
+    QUANTIZE,
+    SUMS,
+    TARGETS,
+    TILES,
+    UNEVEN,
+    WIDE,
+    Assembly,
+    assemblies,
+)
+
+pytestmark = pytest.mark.xdist_group("assembly")  # one worker of `pytest -n` compiles
+
+TABLES = {"sm_90": {64}, "gfx942": {32, 64}}  # bits at a time in which what a table holds is loaded; the cache has it
+COPIES = {**ALIGNED, **BUCKETS, **WIDE}
+MOST_REGISTERS = {  # of 65,536 for all threads: with 80, six programs of 128 threads are on a multiprocessor at a time
+    **dict.fromkeys(CALLS, 128),
+    **dict.fromkeys({**COPIES, **CASTS, **DRAWS}, 80),
+    **dict.fromkeys(SUMS, 104),
+}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    if assemblies(request.param) is None:
+        pytest.skip(f"this Triton does not compile for {request.param}")
+    return request.param
+
+
+def launched(target: str, name: str) -> list[Assembly]:
+    """What the call launched."""
+    return (assemblies(target) or {})[name]
+
+
+def only(target: str, name: str) -> Assembly:
+    """What the call launched: one kernel."""
+    (launch,) = launched(target, name)
+    return launch
+
+
+# -- registers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_registers_suffice_and_leave_room(target, name):
+    assert launched(target, name)
+    for launch in launched(target, name):
+        assert launch.local == 0
+        assert launch.registers <= MOST_REGISTERS[name]
+
+
+# -- accesses to memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", {**COPIES, **CASTS, **SUMS})
+def test_16_bytes_at_a_time(target, name):
+    launch = only(target, name)
+    assert set(launch.stores) == {128}
+    assert set(launch.loads) - TABLES[target] == {128}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_load_what_they_store(target, name):
+    launch = only(target, name)
+    assert launch.loads[128] >= launch.stores[128]
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_uneven_rows_have_enough_under_way(target, name):
+    launch = only(target, name)
+    assert sum(launch.stores.values()) >= 8
+
+
+@pytest.mark.parametrize("name", EVEN_TILES)
+def test_tiles_read_and_write_16_bytes(target, name):
+    launch = only(target, name)
+    assert set(launch.stores) == {128}
+    assert 128 in launch.loads or name == "runs of 1 byte"  # of which 8 lie together where they are read
+    assert set(launch.loads) <= TABLES[target] | {64, 128}
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_quantising_reads_16_bytes_and_writes_as_many_codes(target, name):
+    launch = only(target, name)
+    assert set(launch.loads) - TABLES[target] == {128}
+    assert set(launch.stores) == {64, 32}  # codes of 8 elements, and scales
+
+
+@pytest.mark.parametrize("name", DEQUANTIZE)
+def test_dequantising_writes_16_bytes(target, name):
+    launch = only(target, name)
+    assert set(launch.stores) == {128}
+    assert set(launch.loads) <= TABLES[target] | {32, 64, 128}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_are_stored_together(target, name):
+    (width,) = only(target, name).stores
+    assert width >= (32 if name == "bernoulli" else 64)
+
+
+@pytest.mark.parametrize("name", {**ALL_REDUCES, **PULLS})
+def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
+    for launch in launched(target, name):
+        if launch.kernel != "meeting":
+            assert 128 in launch.loads
+            assert set(launch.loads) <= {32, 64, 128}  # narrow ones: tables, epochs
+            assert set(launch.stores) <= {32, 128}  # epochs and flags
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_rounding_is_torchs(target, name):
+    for launch in launched(target, name):
+        assert not launch.fuses or launch.kernel == "meeting"  # which has no arithmetic
+        if target == "sm_90":
+            assert launch.those(r"fma\..*") == []
+
+
+@pytest.mark.parametrize("name", {**QUANTIZE, **DEQUANTIZE, **DRAWS})
+def test_nothing_is_approximate(name):
+    launch = only("sm_90", name)
+    assert launch.those(r"\w+\.(approx|full)\..*") == []
+
+
+# -- meetings ----------------------------------------------------------------------------------------------------------
+
+# A barrier makes what all threads of a program did before it happen before what one of them does after it.
+BARRIER = {"sm_90": r"bar\.sync|barrier\.sync.*", "gfx942": r"s_barrier"}
+RELEASE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?release\..*", "gfx942": r"buffer_wbl2"}
+ACQUIRE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?acquire\..*", "gfx942": r"buffer_inv"}
+
+
+@pytest.mark.parametrize("name", {**ALL_REDUCES, **PULLS})
+def test_what_is_written_before_a_meeting_is_read_after_it(target, name):
+    meetings = [launch for launch in launched(target, name) if launch.those(RELEASE[target])]
+    assert len(meetings) == (2 if name in PULLS else 1)
+    for launch in meetings:
+        order = [kind_of(target, one) for one in launch.those("|".join([BARRIER[target], RELEASE[target], ACQUIRE[target]]))]
+        rounds = 2 if "two shots" in name else 1
+        assert order.count("release") == rounds
+        assert order.count("acquire") >= rounds
+        if target == "sm_90" or launch.kernel != "meeting":  # which is one wave, and needs no barrier
+            assert all(order[i - 1] == "barrier" for i, one in enumerate(order) if one == "release")
+            assert order[-1] == "barrier"
+
+
+def kind_of(target: str, instruction: str) -> str:
+    kinds = {"barrier": BARRIER, "release": RELEASE, "acquire": ACQUIRE}
+    return next(kind for kind, patterns in kinds.items() if re.fullmatch(patterns[target], instruction))
+
+
+# -- the calls themselves ----------------------------------------------------------------------------------------------
+
+
+def test_calls_are_what_they_are_called(target):
+    for name in WIDE:
+        assert only(target, name).arguments["WIDE"]
+    assert only(target, "pack of many").arguments["SRC_MANY"]
+    assert only(target, "unpack of 200").arguments["DST_MANY"]
+    assert only(target, "unpack of 200").arguments["ROWS"] >= 128
+    assert {launched(target, name)[0].kernel for name in TILES} == {"move_tiles"}
+    assert {only(target, name).kernel for name in {**COPIES, **CASTS, **SUMS, **UNEVEN}} == {"move_rows"}
