@@ -6,6 +6,7 @@ Every kernel of this folder exists twice: `name.py` has it in torch operations, 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,28 +15,30 @@ from functools import cache
 import torch
 
 _WITH_KERNELS = frozenset({"cuda"})  # ROCm's devices are "cuda" to torch, too
-_chosen: list[bool] = []
+_chosen = threading.local()
 
 
 def wants_kernels(device: torch.device) -> bool:
     """`wants_kernels(device) -> bool`: whether what lies on this device is for Triton."""
-    if _chosen:
-        return _chosen[-1]
+    chosen = getattr(_chosen, "use", None)
+    if chosen is not None:
+        return chosen
     return device.type in _WITH_KERNELS and _has_triton()
 
 
 @contextmanager
 def using_kernels(use: bool = True) -> Iterator[None]:
-    """Inside the block kernels run for tensors of every device, or for none.
+    """Inside the block kernels run for tensors of every device, or for none; in this thread.
 
     For tests and measurements: on a CPU this takes Triton's interpreter (TRITON_INTERPRET=1 in the environment), thousands
     of times slower than torch.
     """
-    _chosen.append(use)
+    before = getattr(_chosen, "use", None)
+    _chosen.use = use
     try:
         yield
     finally:
-        _chosen.pop()
+        _chosen.use = before
 
 
 @cache

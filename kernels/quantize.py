@@ -21,7 +21,7 @@ and amax * 2**-22 more for the rounding of scale, reciprocal and products, and t
 (`error_bound` has all of it). Zero stays zero, infinities stay what they are and NaN is NaN, and nothing finite becomes
 infinite: what is largest comes back as it was but for its last bits, even next to float32's largest number, where no product
 overflows. The floor of the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantised
-to the dtype that they were quantised from get the same codes again.
+to the dtype that they were quantised from get the same codes again, but for subnormal 16-bit values in fp8.
 
 In torch this takes a dozen passes over memory, on a GPU one for all boxes of all tensors (`quantize_triton.py`).
 """

@@ -8,11 +8,12 @@ Bytes that cross a link, for each rank of W and N bytes: one shot (W - 1) N, two
 pulled crosses once. Local passes over memory: all_reduce reads x and writes out (and its copy in the shared memory) in one
 launch, with the epilogue, where a collective of NCCL is followed by a kernel for the residual sum and the norm; a pull reads
 each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking pass.
-Against NCCL: one shot wins where latency counts (below some 256 KB inside a node), two shots up to some MB, pulls wherever an
-unpacking pass is saved; `sm.calibrate` measures where. None of this has been timed yet.
+Against NCCL: one shot should win where latency counts (below some 256 KB inside a node), two shots up to some MB, pulls where an
+unpacking pass is saved. That is by count of bytes and meetings: none of it has run on a GPU yet; `sm.calibrate` measures it.
 
-Contributions are added in the order of the group, 16-bit floats in float32, and rounded once to the dtype of x: all ranks hold
-the same bits, one shot the same as two, and an epilogue computes what the next operations would from that result.
+Contributions are added in the order of the group, 16-bit floats in float32, and rounded once: what is pulled to the dtype of
+`out`, an all-reduce to that of x, so that one shot has the bits of two and an epilogue computes what the next operations would.
+All ranks hold the same bits.
 
 Who reads what is settled by meetings. At a meeting each rank tells every peer that it has come, and waits until every peer
 has told it; what was written before a meeting is seen by every peer after it. Each program of a launch meets only the same

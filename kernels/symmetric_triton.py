@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .number_triton import cast, widened
 from .strided import Table, next_power_of_two
-from .strided_triton import AT_ONCE, NO_FUSION, _run, batch_offsets, combined, find_row, plane_offsets
+from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, _run, batch_offsets, combined, find_row, plane_offsets
 from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, Peers
 
 THREADS = 512
@@ -175,9 +175,10 @@ def sum_rows(
 ):  # fmt: skip
     """`strided_triton.move_rows` where each part has a tensor of its own."""
     row, index = find_row(table, ROWS)
-    tiles = tl.load(row + 4)
-    src_batch, dst_batch = batch_offsets(row, index // tiles)
-    src_lane, dst_lane, inside = plane_offsets(row, index % tiles, LANES, WIDE)
+    count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
+    index = index.to(tl.uint32)
+    src_batch, dst_batch = batch_offsets(row, index % count)
+    src_lane, dst_lane, inside = plane_offsets(row, index // count, LANES, WIDE)
     within = tl.arange(0, UNIT)[None, :]
     src_at, dst_at = src_lane[:, None] * UNIT + within, dst_lane[:, None] * UNIT + within
     inside = inside[:, None]

@@ -133,7 +133,7 @@ def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
 def test_every_rounding_is_torchs(target, name):
     for launch in launched(target, name):
         assert not launch.fuses or launch.kernel == "meeting"  # which has no arithmetic
-        if target == "sm_90":
+        if target == "sm_90" and name not in QUANTIZE:  # where the kernel itself asks for one, which rounds nothing
             assert launch.those(r"fma\..*") == []
 
 
