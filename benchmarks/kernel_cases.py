@@ -406,27 +406,23 @@ def quantizing(cut: Cut, transport: str, size: int, device: torch.device | str) 
     x = random(cut.shape(size // BF16.itemsize), BF16, device)
     quantize = compile_quantize(x.shape, chunks(x.shape, cut.dim), transport)
     peer = Peer(partial(quantized, dim=cut.dim, transport=transport), compiled=True, least=1.0)
-    return Work(x.numel(), (x, largest_code(transport, device)), lambda x, _: quantize(x), {"in torch": peer})
+    return Work(x.numel(), (x,), quantize, {"in torch": peer})
 
 
-def largest_code(transport: str, device: torch.device | str) -> Tensor:
-    """As a tensor: on a GPU a division by a number is a multiplication by its reciprocal, and gives other bits."""
-    return torch.tensor(CODES[transport][0], device=device)
-
-
-def quantized(x: Tensor, largest: Tensor, dim: int, transport: str) -> Tensor:
+def quantized(x: Tensor, dim: int, transport: str) -> Tensor:
     """The records of all ranks, where chunks are even and their parts whole blocks."""
+    largest, dtype = CODES[transport]
     blocks = x.unflatten(dim, (RANKS, -1)).movedim(dim, 0).reshape(RANKS, -1, BLOCK).float()
-    scale = (blocks.abs().amax(-1, keepdim=True) / largest).clamp_min(2.0**-126)
+    scale = (blocks.abs().amax(-1, keepdim=True) * (1 / largest)).clamp_min(2.0**-126)
     codes = blocks * (1 / scale)
-    codes = (codes.round() if transport == "int8" else codes).to(CODES[transport][1])
+    codes = (codes.round() if transport == "int8" else codes).to(dtype)
     return torch.cat([part.reshape(RANKS, -1).view(torch.uint8) for part in (codes, scale)], 1).view(-1)
 
 
 def dequantizing(transport: str, size: int, device: torch.device | str) -> Work:
     """Eight quantised contributions, added up: the local half of a reduction by exchange."""
     length = max(1, size // BF16.itemsize // RANKS // (4 * BLOCK)) * 4 * BLOCK
-    flat = quantized(random((RANKS, length), BF16, device), largest_code(transport, device), 0, transport)
+    flat = quantized(random((RANKS, length), BF16, device), 0, transport)
     add = compile_dequantize((length,), {((0, length),): [r * record_bytes(length) for r in range(RANKS)]}, transport)
     peer = Peer(partial(dequantized, transport=transport), compiled=True, least=1.0)
     return Work(RANKS * length, (flat,), lambda flat: add(flat, flat.new_empty(length, dtype=BF16)), {"in torch": peer})

@@ -306,7 +306,9 @@ def _copy(
 ) -> None:
     """Between the views of tensors and those of a flat buffer, one way or the other."""
     if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors, flat, scale):
-        return _launch(tensors, views, flat, to_flat, scale)
+        for same in _of_one_dtype(tensors):
+            _launch([tensors[i] for i in same], [views[i] for i in same], flat, to_flat, scale)
+        return
     for x, parts in zip(tensors, views, strict=True):
         start, flat_start = x.storage_offset(), flat.storage_offset()
         for sizes, strides, offset, flat_strides, flat_offset in parts:
@@ -314,7 +316,14 @@ def _copy(
             theirs = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
             source, target = (ours, theirs) if to_flat else (theirs, ours)
             target.copy_(source if scale is None else scaled(source, scale))
-    return None
+
+
+def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """The tensors' numbers, those of a dtype together: a launch has one."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, x in enumerate(tensors):
+        found.setdefault(x.dtype, []).append(i)
+    return list(found.values())
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -326,7 +335,7 @@ def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None
     """Kernels copy every dtype; they cast, scale and add up those of which GPU and torch have the same idea."""
     if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # their memory holds other numbers
         return False
-    dtypes = {tensors[0].dtype, flat.dtype}
+    dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:
         return len(dtypes) == 1 or dtypes <= COMPUTED
     return dtypes <= _SCALED

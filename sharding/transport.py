@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, full_box, shift
 from ..kernels.quantize import (
+    DTYPES,
     Dequantize,
     Quantize,
     compile_dequantize,
@@ -46,8 +47,10 @@ class Quantized(Collective):
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        packed = quantize_many(self.quantizes, tensors, tensors[0].new_empty(self.sent, dtype=torch.uint8))
+        floats = [x if x.dtype in DTYPES else x.to(self.dtype) for x in tensors]
         tensors.clear()
+        packed = quantize_many(self.quantizes, floats, floats[0].new_empty(self.sent, dtype=torch.uint8))
+        del floats
         arrived = packed.new_empty(self.arriving)
         work = self.launch(arrived, packed, async_op)
         return done(work, lambda: self._combined(arrived, outs))

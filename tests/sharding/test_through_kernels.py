@@ -15,6 +15,7 @@ from tests.sharding import reference
 from tests.sharding.ranks import every_rank, on_mesh
 from tests.sharding.test_reshard import layouts, lists
 
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning:triton")  # inf - inf in the interpreter's numpy
 KINDS = ("sum", "max")
 
 
@@ -106,6 +107,18 @@ def test_one_launch_for_a_bucket(launches):
         sum((w * w).sum() for w in whole).backward()
 
     assert count(launches, (2,), backward) == 2  # what was gathered is unpacked, the gradients are packed
+
+
+@every_rank(2)
+def test_a_bucket_of_several_dtypes(mesh):
+    """Cast to one as they are packed."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+    xs = [place(mesh, P(unreduced={"a": "sum"}), (4, 8), dtype) for dtype in dtypes]
+    with using_kernels():
+        ours = sm.redistribute_many(xs, [P(None, "a")] * 4, forward_dtype=torch.float32)
+    with using_kernels(False):
+        theirs = sm.redistribute_many(xs, [P(None, "a")] * 4, forward_dtype=torch.float32)
+    assert all(torch.equal(a._local, b._local) for a, b in zip(ours, theirs, strict=True))
 
 
 @every_rank(2, 2)

@@ -129,6 +129,8 @@ def test_with_the_other_options(mesh):
     half = x.redistribute(P(None, "a"), transport="int8", forward_dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     assert (half.full_tensor().float() - t).abs().max() <= t.abs().max() / 252 + 2 * 2.0**-8 * t.abs().max()
+    double = sm.distribute_tensor(t.double(), mesh, P("a", "b"), src_data_rank=None)
+    assert torch.equal(double.redistribute(P(None, "a"), transport="int8", forward_dtype=torch.float32)._local, plain._local)
 
 
 @every_rank(2, 2)
