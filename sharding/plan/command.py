@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...kernels.quantize import FORMATS
 from ...mesh.abstract_mesh import AbstractMesh
 from ...mesh.topology import Topology
 from ..explain import Explanation, explain
@@ -52,6 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     nodes.add_argument("--node-size", metavar="RANKS", type=int, help="how many consecutive ranks share a node (all)")
     nodes.add_argument("--crossing", default=(), metavar="AXIS,...", type=_names, help="the axes between nodes (none)")
     add("--max-bytes", metavar="BYTES", type=int, help="the most that a rank may hold at a time (no limit)")
+    add("--transport", choices=FORMATS, help="in which 8 bits values travel, 16- and 32-bit floats (their own)")
     add("--json", action="store_true", help="print the same as JSON")
     add("--picture", metavar="FILE", help="draw who holds what into a .png, .svg or .pdf file; needs shardmesh[viz]")
 
@@ -70,7 +72,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 def _explained(arguments: argparse.Namespace) -> Explanation:
     src = Layout.of(arguments.mesh, arguments.src, arguments.shape, arguments.dtype)
     topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
-    return explain(src, arguments.dst, topology=topology, max_bytes=arguments.max_bytes)
+    return explain(src, arguments.dst, topology=topology, max_bytes=arguments.max_bytes, transport=arguments.transport)
 
 
 # -- what the arguments say -------------------------------------------------------------------------------------------

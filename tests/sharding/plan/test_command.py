@@ -75,6 +75,14 @@ def test_max_bytes(capsys):
     assert capsys.readouterr().out == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), max_bytes=20_000_000)}\n"
 
 
+@pytest.mark.parametrize("transport", ["int8", "fp8"])
+def test_transport(transport, capsys):
+    assert main([*MOVE, "--transport", transport]) == 0
+    shown = capsys.readouterr().out
+    assert shown == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), transport=transport)}\n"
+    assert f"exchange as {transport}" in shown
+
+
 def test_picture(tmp_path, capsys):
     assert main([*MOVE, "--picture", str(tmp_path / "plan.svg")]) == 0
     assert "</svg>" in (tmp_path / "plan.svg").read_text()
@@ -96,6 +104,8 @@ def test_picture(tmp_path, capsys):
         ([*MOVE, "--node-size", "4", "--crossing", "dp"], ["not allowed with"]),
         ([*MOVE, "--crossing", "pp"], ["'pp' is not one of its axes"]),
         ([*MOVE, "--max-bytes", "1"], ["max_bytes=1:", "pass max_bytes="]),
+        ([*MOVE, "--transport", "int4"], ["--transport", "'int4'", "int8", "fp8"]),
+        ([*MOVE, "--transport", "int8", "--dtype", "f64"], ["transport='int8'", "16- and 32-bit floats"]),
         ([*MOVE, "--picture", "plan.unknown"], ["unknown", "png"]),
         ([*MOVE, "--picture", "/nowhere/plan.png"], ["/nowhere/plan.png"]),
         (["plan", *MESH, "P('pp')", "P()"], ["names axis 'pp'"]),
