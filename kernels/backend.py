@@ -15,14 +15,22 @@ from functools import cache
 import torch
 
 _WITH_KERNELS = frozenset({"cuda"})  # ROCm's devices are "cuda" to torch, too
-_chosen = threading.local()
+
+
+class _Chosen(threading.local):
+    """What `using_kernels` says in this thread; None outside of it."""
+
+    use: bool | None = None
+
+
+_chosen = _Chosen()
 
 
 def wants_kernels(device: torch.device) -> bool:
     """`wants_kernels(device) -> bool`: whether what lies on this device is for Triton."""
-    chosen = getattr(_chosen, "use", None)
-    if chosen is not None:
-        return chosen
+    use = _chosen.use
+    if use is not None:
+        return use
     return device.type in _WITH_KERNELS and _has_triton()
 
 
@@ -33,7 +41,7 @@ def using_kernels(use: bool = True) -> Iterator[None]:
     For tests and measurements: on a CPU this takes Triton's interpreter (TRITON_INTERPRET=1 in the environment), thousands
     of times slower than torch.
     """
-    before = getattr(_chosen, "use", None)
+    before = _chosen.use
     _chosen.use = use
     try:
         yield

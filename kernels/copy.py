@@ -230,7 +230,10 @@ class Pack(_BoxCopy):
             out = x.new_empty(self.size)
         else:
             self.check_flat(out)
-        _copy([x], [views], out, to_flat=True, scale=scale)
+        if scale is None and not wants_kernels(x.device):
+            _pack_views(x, views, out)
+        else:
+            _copy([x], [views], out, to_flat=True, scale=scale)
         return out
 
 
@@ -253,7 +256,10 @@ class Unpack(_BoxCopy):
             if self.gives_view and scale is None:
                 return self._part_of(flat)
             out = self.new(flat)
-        _copy([out], [self.views(out)], flat, to_flat=False, scale=scale)
+        if scale is None and not wants_kernels(flat.device):
+            _unpack_views(out, self.views(out), flat)
+        else:
+            _copy([out], [self.views(out)], flat, to_flat=False, scale=scale)
         return out
 
     @property
@@ -289,6 +295,8 @@ def unpack_many(
 
     Without `outs` new ones, or views of `flat` where a tensor lies in it in order.
     """
+    if len(unpacks) == 1:
+        return [unpacks[0](flat, None if outs is None else outs[0], scale=scale)]
     for unpack_one in unpacks:
         unpack_one.check_flat(flat)
     if outs is not None:
@@ -310,12 +318,35 @@ def _copy(
             _launch([tensors[i] for i in same], [views[i] for i in same], flat, to_flat, scale)
         return
     for x, parts in zip(tensors, views, strict=True):
-        start, flat_start = x.storage_offset(), flat.storage_offset()
-        for sizes, strides, offset, flat_strides, flat_offset in parts:
-            ours = x.as_strided(sizes, strides, start + offset)
-            theirs = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
-            source, target = (ours, theirs) if to_flat else (theirs, ours)
-            target.copy_(source if scale is None else scaled(source, scale))
+        if scale is not None:
+            _copy_scaled(x, parts, flat, to_flat, scale)
+        elif to_flat:
+            _pack_views(x, parts, flat)
+        else:
+            _unpack_views(x, parts, flat)
+
+
+def _pack_views(x: Tensor, views: Sequence[View], flat: Tensor) -> None:
+    start, flat_start = x.storage_offset(), flat.storage_offset()
+    for sizes, strides, offset, flat_strides, flat_offset in views:
+        part = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
+        part.copy_(x.as_strided(sizes, strides, start + offset))
+
+
+def _unpack_views(x: Tensor, views: Sequence[View], flat: Tensor) -> None:
+    start, flat_start = x.storage_offset(), flat.storage_offset()
+    for sizes, strides, offset, flat_strides, flat_offset in views:
+        part = x.as_strided(sizes, strides, start + offset)
+        part.copy_(flat.as_strided(sizes, flat_strides, flat_start + flat_offset))
+
+
+def _copy_scaled(x: Tensor, views: Sequence[View], flat: Tensor, to_flat: bool, scale: float) -> None:
+    start, flat_start = x.storage_offset(), flat.storage_offset()
+    for sizes, strides, offset, flat_strides, flat_offset in views:
+        ours = x.as_strided(sizes, strides, start + offset)
+        theirs = flat.as_strided(sizes, flat_strides, flat_start + flat_offset)
+        source, target = (ours, theirs) if to_flat else (theirs, ours)
+        target.copy_(scaled(source, scale))
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -236,10 +236,10 @@ def launch(
     raw = first_src.dtype == first_dst.dtype and scale is None and table.kind.parts == 1
     dtypes = [_WORDS[first_dst.element_size() * table.kind.word]] * 2 if raw else [first_src.dtype, first_dst.dtype]
     given = [triton.reinterpret(x, dtype) for x, dtype in zip((first_src, first_dst), dtypes, strict=True)]
-    _run(table, given, pointers, rows, parts, kind, scale, [not isinstance(x, Tensor) for x in (src, dst)])
+    run(table, given, pointers, rows, parts, kind, scale, [not isinstance(x, Tensor) for x in (src, dst)])
 
 
-def _run(
+def run(
     table: Table, given: Sequence[Any], pointers: Tensor, rows: Tensor, parts: Tensor, how: str, scale: float | None, many: Sequence[bool]
 ) -> None:  # fmt: skip
     kind, grid = table.kind, (table.programs,)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .number_triton import cast, widened
 from .strided import Table, next_power_of_two
-from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, _run, batch_offsets, combined, find_row, plane_offsets
+from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, run, batch_offsets, combined, find_row, plane_offsets
 from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, Peers
 
 THREADS = 512
@@ -251,7 +251,7 @@ def launch_pull(peers: Peers, table: Table, out: Tensor, dtype: torch.dtype, how
         raw = dtype == out.dtype and scale is None
         word = _WORDS[out.element_size() * kind.word] if raw else None
         given = [triton.reinterpret(peers.buffer, word or dtype), triton.reinterpret(out, word or out.dtype)]
-        return _run(table, given, peers.staged, rows, parts, how, scale, (True, False))
+        return run(table, given, peers.staged, rows, parts, how, scale, (True, False))
     sum_rows[table.programs,](
         staged, triton.reinterpret(out, out.dtype), peers.staged, rows, parts, 1.0 if scale is None else scale,
         ROWS=len(rows), LANES=table.lanes[0], UNIT=kind.unit, PARTS=kind.parts, KIND=how, WIDE=kind.wide,
