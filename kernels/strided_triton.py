@@ -242,6 +242,14 @@ def launch(
 def run(
     table: Table, given: Sequence[Any], pointers: Tensor, rows: Tensor, parts: Tensor, how: str, scale: float | None, many: Sequence[bool]
 ) -> None:  # fmt: skip
+    """`run(table, (src, dst), pointers, rows, parts, how, scale, many)`: as `launch`, for what is prepared.
+
+    Args:
+        given: a tensor on each side, as it is for the compiler: with the dtype in which it is moved.
+        pointers: int64 on the device, the addresses of the tensors of the side that has many.
+        rows, parts: of the table, on the device.
+        many: of source and destination, whether the rows say which tensor it is.
+    """
     kind, grid = table.kind, (table.programs,)
     common: dict[str, Any] = {
         "ROWS": len(rows), "WIDE": kind.wide, "SRC_MANY": many[0], "DST_MANY": many[1],

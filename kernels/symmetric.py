@@ -6,8 +6,9 @@
 
 Bytes that cross a link, for each rank of W and N bytes: one shot (W - 1) N, two shots 2 (W - 1) / W N, as a ring; what is
 pulled crosses once. Local passes over memory: all_reduce reads x and writes out (and its copy in the shared memory) in one
-launch, with the epilogue, where a collective of NCCL is followed by a kernel for the residual sum and the norm; a pull reads
-each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking pass.
+launch, with the epilogue, where a collective of NCCL is followed by a kernel for the residual sum and the norm, and one that
+quantises; a pull reads each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking
+pass.
 Against NCCL: one shot should win where latency counts (below some 256 KB inside a node), two shots up to some MB, pulls where an
 unpacking pass is saved. That is by count of bytes and meetings: none of it has run on a GPU yet; `sm.calibrate` measures it.
 
@@ -46,6 +47,7 @@ from torch import Tensor
 
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
 from .copy import Pack, compile_pack, pack_many, scaled
+from .quantize import BLOCK, DTYPES, compile_quantize, record_bytes
 from .strided import COMPUTED, UNIT, Placed, Table, View, alignment, make_tables, merge_views
 
 MAX_RANKS = 128
@@ -144,6 +146,22 @@ def _done(peers: Peers) -> None:
 
 
 @dataclass(frozen=True)
+class AsRecord:
+    """The result, in x's dtype, leaves as codes and scales: the record of the whole tensor, as `quantize.py` has it.
+
+    Attributes:
+        transport: "int8" or "fp8".
+        block: elements that share a scale, a power of two from 16 to 1024; of rows that are normed, each has whole blocks.
+    """
+
+    transport: str
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        compile_quantize((), [], self.transport, block=self.block)  # which knows what there is
+
+
+@dataclass(frozen=True)
 class AddNorm:
     """What follows a sum in a transformer: `added = x + residual; out = added / rms(added) * weight`, for each row.
 
@@ -155,20 +173,31 @@ class AddNorm:
         weight: one factor for each column; at most `LONGEST_ROW`.
         eps: added to the mean of squares.
         added: where the new residual is written; may be `residual`.
+        record: how `out` leaves, where not as numbers.
     """
 
     residual: Tensor
     weight: Tensor
     eps: float
     added: Tensor
+    record: AsRecord | None = None
 
 
-def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None = None) -> Tensor:
+Epilogue = AddNorm | AsRecord
+
+
+def record_of(epilogue: Epilogue | None) -> AsRecord | None:
+    """The format in which the result leaves; None for numbers."""
+    return epilogue.record if isinstance(epilogue, AddNorm) else epilogue
+
+
+def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
     """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x, in one launch and one meeting.
 
     Args:
         x: contiguous, of the same shape and dtype on every rank.
-        out: contiguous, of x's shape; the sum is rounded to x's dtype and cast to out's. May be x.
+        out: contiguous, of x's shape; the sum is rounded to x's dtype and cast to out's. May be x. For a record uint8
+            [record_bytes(x.numel(), block)], at a multiple of 16 bytes.
         epilogue: what to do with the sum; out is then its result.
 
     Raises:
@@ -178,7 +207,7 @@ def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm 
     return _all_reduce(peers, x, out, epilogue, two_shot=False)
 
 
-def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None = None) -> Tensor:
+def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
     """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the same bits as `one_shot_all_reduce`, with two meetings.
 
     Every rank adds up a share of the pieces (of the rows, for an epilogue) and all read the results.
@@ -186,7 +215,7 @@ def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm 
     return _all_reduce(peers, x, out, epilogue, two_shot=True)
 
 
-def _all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None, two_shot: bool) -> Tensor:
+def _all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None, two_shot: bool) -> Tensor:
     from .symmetric_triton import launch_all_reduce  # imports triton
 
     check(peers)
@@ -196,9 +225,10 @@ def _all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None, 
     return out
 
 
-def _check_all_reduce(x: Tensor, out: Tensor, epilogue: AddNorm | None) -> None:
-    tensors = {"x": x, "out": out}
-    if epilogue is not None:
+def _check_all_reduce(x: Tensor, out: Tensor, epilogue: Epilogue | None) -> None:
+    record = record_of(epilogue)
+    tensors = {"x": x, "out": out} if record is None else {"x": x}
+    if isinstance(epilogue, AddNorm):
         tensors |= {"residual": epilogue.residual, "added": epilogue.added}
         columns = x.shape[-1] if x.ndim else 0
         if epilogue.weight.shape != (columns,) or not 0 < columns <= LONGEST_ROW or not epilogue.weight.is_contiguous():
@@ -212,6 +242,21 @@ def _check_all_reduce(x: Tensor, out: Tensor, epilogue: AddNorm | None) -> None:
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: an all-reduce of "
                 f"{tuple(x.shape)} needs it contiguous, of that shape, and of one of {sorted(map(str, COMPUTED))}"
             )
+    if record is not None:
+        _check_record(x, out, record, x.shape[-1] if isinstance(epilogue, AddNorm) else 0)
+
+
+def _check_record(x: Tensor, out: Tensor, record: AsRecord, columns: int) -> None:
+    size = record_bytes(x.numel(), record.block)
+    if x.dtype not in DTYPES:
+        raise ValueError(f"{record} of {x.dtype}: float16, bfloat16 and float32 are quantised; reduce others without it")
+    if out.dtype != torch.uint8 or out.shape != (size,) or not out.is_contiguous() or alignment([out]) < UNIT:
+        raise ValueError(
+            f"out is {out.dtype} of shape {tuple(out.shape)} and strides {out.stride()}: {record} of {tuple(x.shape)} needs it "
+            f"contiguous, uint8 of shape ({size},), and at a multiple of {UNIT} bytes"
+        )
+    if columns % record.block:
+        raise ValueError(f"rows of {columns} in {record}: a block would lie in two rows; choose a block that divides them")
 
 
 # -- pull --------------------------------------------------------------------------------------------------------------
@@ -449,9 +494,8 @@ def simulated_peers(size: int, nbytes: int, device: torch.device | str, spins: i
     For tests and measurements on one accelerator: each rank's operations on a stream of its own, or all-reduces of all ranks
     in one launch (`symmetric_triton.launch_all_reduce(..., ranks=size)`). All programs of all ranks must fit on it together.
     """
-    buffer = torch.zeros(size, nbytes, dtype=torch.uint8, device=device)
-    pads = torch.zeros(size, PAD_BYTES // 4, dtype=torch.int32, device=device)
+    memory = torch.zeros(size, nbytes + PAD_BYTES, dtype=torch.uint8, device=device)  # which each rank's buffer keeps
     epochs = torch.zeros(size, MAX_PROGRAMS, dtype=torch.int32, device=device)
-    error = torch.zeros(size, size, dtype=torch.int32, pin_memory=buffer.is_cuda)
-    buffers, signals = (torch.tensor([x.data_ptr() for x in rows], device=device) for rows in (buffer, pads))
-    return [Peers(r, size, buffer[r], buffers, signals, epochs[r], error[r], spins) for r in range(size)]
+    error = torch.zeros(size, size, dtype=torch.int32, pin_memory=memory.is_cuda)
+    buffers = torch.tensor([x.data_ptr() for x in memory], device=device)
+    return [Peers(r, size, memory[r, :nbytes], buffers, buffers + nbytes, epochs[r], error[r], spins) for r in range(size)]

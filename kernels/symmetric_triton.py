@@ -1,7 +1,8 @@
 """Kernels on memory that several ranks read: meetings, all-reduces, and sums of what lies with several peers.
 
     meeting       tell every peer's same program, wait for it
-    all_reduce    x -> own region; meet; sum over the peers' regions -> (own region; meet; peers' regions ->) epilogue -> out
+    all_reduce    x -> own region; meet; sum over the peers' regions -> (own region; meet; peers' regions ->) epilogue -> out,
+                  as numbers or, a half to a quarter of the bytes, as the codes and scales of `quantize.py`
     sum_rows      out[view k] = cast(scale * combine over (rank, offset) of part s of view k)
 
 Bytes moved and when it wins: `symmetric.py`. Peers' memory is read in units of 16 bytes for each lane, whatever the length of
@@ -21,9 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .number_triton import cast, widened
+from .quantize import LARGEST
+from .quantize_triton import encoded, units_of
 from .strided import Table, next_power_of_two
-from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, run, batch_offsets, combined, find_row, plane_offsets
-from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, Peers
+from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, batch_offsets, combined, find_row, plane_offsets, run
+from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, AsRecord, Peers, record_of
 
 THREADS = 512
 # What the compiler takes by itself may be 64 registers, and then not all fit.
@@ -99,23 +102,57 @@ def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: 
 
 
 @triton.jit
-def finished(value, out, residual, added, weight, at, lane, inside, eps, PIECE: tl.constexpr, NORM: tl.constexpr):
-    """The epilogue on one piece: cast, or residual sum and norm of a row."""
-    if NORM:
-        value = widened(value) + widened(tl.load(residual + at + lane, mask=inside))
-        value = cast(value, added.dtype.element_ty)
-        tl.store(added + at + lane, value, mask=inside)
-        value = tl.where(inside, widened(value), 0.0)
-        root = tl.rsqrt(tl.div_rn(tl.sum(value * value), PIECE * 1.0) + eps)
-        value = value * root * widened(tl.load(weight + lane, mask=inside))
-    tl.store(out + at + lane, cast(value, out.dtype.element_ty), mask=inside)
+def normed(value, residual, added, weight, at, lane, inside, eps, PIECE: tl.constexpr):
+    """Residual sum, which is written, and norm of a row; in float32."""
+    value = widened(value) + widened(tl.load(residual + at + lane, mask=inside))
+    value = cast(value, added.dtype.element_ty)
+    tl.store(added + at + lane, value, mask=inside)
+    value = tl.where(inside, widened(value), 0.0)
+    root = tl.rsqrt(tl.div_rn(tl.sum(value * value), PIECE * 1.0) + eps)
+    return value * root * widened(tl.load(weight + lane, mask=inside))
+
+
+@triton.jit
+def store_record(
+    record, value, at, n, LANES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """A piece as codes and scales, in their places of the record of all n elements; `value` is 0 behind the last of them.
+
+    The scales are filled up to a multiple of 16 bytes by the program that has the last piece.
+    """
+    code, scale = encoded(tl.reshape(widened(value), (LANES // BLOCK, BLOCK // VECTOR, VECTOR)), LARGEST)
+    first, local = at // BLOCK, tl.arange(0, LANES // BLOCK)
+    left = tl.cdiv(n - at, BLOCK)  # blocks from here on
+    inside = (local < PIECE // BLOCK) & (local < left)
+    tl.store(record + at + (local[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR)), code, mask=inside[:, None, None])
+    scales = (record + (first + left) * BLOCK).to(tl.pointer_type(tl.float32)) + first
+    tl.store(scales + local, scale, mask=inside)
+    behind = left + tl.arange(0, 4)
+    tl.store(scales + behind, 0.0, mask=(first + behind < tl.cdiv(first + left, 4) * 4) & (n - at <= PIECE))
+
+
+@triton.jit
+def finished(
+    value, out, residual, added, weight, at, lane, n, eps,
+    LANES: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """The epilogue on one piece: residual sum and norm of a row; cast, or record of the result in x's dtype."""
+    inside = (lane < PIECE) & (lane < n - at)
+    result = normed(value, residual, added, weight, at, lane, inside, eps, PIECE) if NORM else value
+    if BLOCK:
+        result = tl.where(inside, cast(result, value.dtype), 0.0)
+        store_record(out, result, at, n, LANES, PIECE, BLOCK, VECTOR, LARGEST)
+    else:
+        tl.store(out + at + lane, cast(result, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def all_reduce(
-    x, out, residual, added, weight, buffers, pads, epochs, error, n, rank, size, spins, region, room, eps,
+    x, out, residual, added, weight, buffers, pads, epochs, error, n, out_n, rank, size, spins, region, room, eps,
     SIZE: tl.constexpr, PEERS: tl.constexpr, LANES: tl.constexpr, PIECE: tl.constexpr, STRIDE: tl.constexpr,
-    AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Program p works on the pieces p, p + programs, ...: as many in a round as its region has room for.
 
@@ -123,7 +160,8 @@ def all_reduce(
     """
     program, programs, simulated = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     me, shift = rank + simulated, simulated.to(tl.int64) * n
-    x, out, residual, added = x + shift, out + shift, residual + shift, added + shift
+    x, residual, added = x + shift, residual + shift, added + shift
+    out += simulated.to(tl.int64) * out_n
     epochs, error = epochs + simulated * PROGRAMS + program, error + simulated * SIZE
     lane = tl.arange(0, LANES)
     held = lane < STRIDE
@@ -151,8 +189,10 @@ def all_reduce(
                     value = tl.load(region_of(buffers, (i + program) % SIZE, start + i * STRIDE, x) + lane, mask=held)
                 else:
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
-                inside = (lane < PIECE) & (lane < n - at)
-                finished(value, out, residual, added, weight, at, lane, inside, eps, PIECE, NORM)
+                finished(
+                    value, out, residual, added, weight, at, lane, n, eps,
+                    LANES, PIECE, NORM, LARGEST, BLOCK, VECTOR,
+                )  # fmt: skip
         epoch = advanced(epoch, arrived)
         first += room * programs
     tl.store(epochs, epoch)
@@ -206,7 +246,7 @@ def launch_meeting(peers: Peers) -> None:
 
 
 def launch_all_reduce(
-    peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | None, two_shot: bool, ranks: int = 1
+    peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | AsRecord | None, two_shot: bool, ranks: int = 1
 ) -> None:
     """`launch_all_reduce(peers, x, out, epilogue, two_shot)`.
 
@@ -217,7 +257,8 @@ def launch_all_reduce(
     n = x.numel() // ranks
     if not n:
         return
-    piece = THREADS * UNIT // x.itemsize if epilogue is None else x.shape[-1]
+    norm = epilogue if isinstance(epilogue, AddNorm) else None
+    piece = x.shape[-1] if norm else THREADS * UNIT // x.itemsize
     stride = -(-piece // UNIT) * UNIT
     room = peers.region_bytes // (stride * x.itemsize)
     if not room:
@@ -225,16 +266,25 @@ def launch_all_reduce(
             f"rows of {piece} {x.dtype} need a shared buffer of {stride * x.itemsize * 8 * MAX_PROGRAMS} bytes, "
             f"and this one has {peers.buffer.numel()}: make it larger, or reduce without this epilogue"
         )
-    e = epilogue or AddNorm(out, out, 0.0, out)
+    e = norm or AddNorm(out, out, 0.0, out)
     lanes = next_power_of_two(stride)
     constants: dict[str, Any] = {
         "LANES": lanes, "PIECE": piece, "STRIDE": stride, "AT_ONCE": _at_once(lanes, x.itemsize),
-        "TWO_SHOT": two_shot, "NORM": epilogue is not None, **_group(peers), **OPTIONS, **NO_FUSION,
+        "TWO_SHOT": two_shot, "NORM": norm is not None, **_format(epilogue, x.itemsize),
+        **_group(peers), **OPTIONS, **NO_FUSION,
     }  # fmt: skip
     all_reduce[min(MAX_PROGRAMS, -(-n // piece)), ranks](
         x, out, e.residual, e.added, e.weight, peers.buffers, peers.pads, peers.epochs, peers.error,
-        n, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps, **constants,
+        n, out.numel() // ranks, peers.rank, peers.size, peers.spins, peers.region_bytes // x.itemsize, room, e.eps, **constants,
     )  # fmt: skip
+
+
+def _format(epilogue: AddNorm | AsRecord | None, itemsize: int) -> dict[str, Any]:
+    """Of the record as which the result leaves, with 16 bytes of it for a thread at a time; zeros where there is none."""
+    record = record_of(epilogue)
+    if record is None:
+        return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
+    return {"LARGEST": LARGEST[record.transport], "BLOCK": record.block, "VECTOR": UNIT // itemsize}
 
 
 def _at_once(lanes: int, itemsize: int) -> int:

@@ -201,7 +201,7 @@ def explain(
         f32[8, 8] @ P('x', None) on (x=4)
           -> P(None, 'x')
         step      axes  ranks  result        sent  received  buffers  memory   time
-        exchange  x         4  P(None, 'x')    48        48      128      96  11 us
+        exchange  x         4  P(None, 'x')    48        48      128     192  11 us
         1 collective, about 11 us, peak 256 bytes in a rank
         into a rank 48 bytes, the lower bound
     """

@@ -79,11 +79,11 @@ class Step:
         return all(a in self.axes or a in self.src.dim_of for a in self.dst.dim_of)
 
     def wire_bytes(self, elements: Any) -> Any:
-        """Bytes in which so many elements (a number, or an array of numbers) travel; quantised, but for what the last block of
-        a box is filled up with."""
+        """Bytes in which so many elements (a number, or an array of numbers) travel; quantised, in as few blocks as can be: each
+        box begins a new one, so that many small boxes take more."""
         if self.transport is None:
             return elements * self.src.dtype.itemsize
-        return elements + 4 * -(-elements // BLOCK)  # codes, and a float32 scale for each block
+        return (BLOCK + 4) * -(-elements // BLOCK)  # codes, and a float32 scale
 
     def bytes_received(self, coordinate: tuple[int, ...]) -> int:
         """Bytes that the rank at `coordinate` receives from others in this step."""

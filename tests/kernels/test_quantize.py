@@ -1,6 +1,6 @@
 """Quantised records: the stated error bound, what is kept exactly, and the kernels against their definition, bit for bit."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmesh.kernels.backend import using_kernels
-from shardmesh.kernels.box import box_shape, box_size, full_box, slices
+from shardmesh.kernels.box import box_size, full_box, slices
 from shardmesh.kernels.quantize import (
     BLOCK,
     DTYPES,
@@ -44,6 +44,8 @@ def on_device():
 # -- what is drawn -----------------------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(sorted(DTYPES, key=str))
+layouts = st.sampled_from(LAYOUTS)
 shapes = st.one_of(
     st.lists(st.integers(0, 9), max_size=4).map(tuple),
     st.tuples(st.integers(1, 5), st.integers(1, 9).map(lambda n: 8 * n)),
@@ -68,7 +70,7 @@ def cuts(draw, shape):
     dim = draw(st.integers(0, len(shape) - 1))
     ends = [0, *sorted(draw(st.lists(st.integers(0, shape[dim]), max_size=3))), shape[dim]]
     whole = full_box(shape)
-    return list({(*whole[:dim], cut, *whole[dim + 1 :]): None for cut in zip(ends, ends[1:], strict=False)})
+    return list({(*whole[:dim], cut, *whole[dim + 1 :]): None for cut in pairwise(ends)})
 
 
 def numbers(shape, dtype, seed):
@@ -105,7 +107,8 @@ def quantized(x, transport, block=BLOCK):
 
 
 def dequantized(flat, like, transport, block=BLOCK, starts=(0,)):
-    return compile_dequantize(like.shape, {full_box(like.shape): starts}, transport, block=block)(flat, torch.empty_like(like))
+    compiled = compile_dequantize(like.shape, {full_box(like.shape): starts}, transport, block=block)
+    return compiled(flat, torch.empty_like(like))
 
 
 def there_and_back(x, transport, block=BLOCK):
@@ -117,7 +120,8 @@ def same_bits(a, b):
     assert a.dtype == b.dtype
     assert torch.equal(a.isnan(), b.isnan())
     integer = {2: torch.int16, 4: torch.int32}[a.itemsize]
-    assert torch.equal(a.nan_to_num(0.0, torch.inf, -torch.inf).view(integer), b.nan_to_num(0.0, torch.inf, -torch.inf).view(integer))
+    a, b = (x.nan_to_num(0.0, torch.inf, -torch.inf).view(integer) for x in (a, b))
+    assert torch.equal(a, b)
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -128,7 +132,7 @@ def same_bits(a, b):
 def test_kernels_quantize_as_torch_does(data, transport, block, count, seed):
     xs, compiled, start = [], [], 0
     for i in range(count):
-        shape, dtype, layout = data.draw(shapes), data.draw(st.sampled_from(sorted(DTYPES, key=str))), data.draw(st.sampled_from(LAYOUTS))
+        shape, dtype, layout = data.draw(shapes), data.draw(dtypes), data.draw(layouts)
         boxes = data.draw(any_boxes(shape))
         places, total = stacked(map(box_size, boxes), block)
         xs.append(laid_out(numbers(shape, dtype, seed + i), layout))
@@ -148,7 +152,7 @@ def test_kernels_dequantize_as_torch_does(data, transport, block, copies, count,
     """Records of any bytes: every code, and scales that overflow."""
     outs, compiled, start = [], [], 0
     for _ in range(count):
-        shape, dtype = data.draw(shapes), data.draw(st.sampled_from(sorted(DTYPES, key=str)))
+        shape, dtype = data.draw(shapes), data.draw(dtypes)
         boxes = data.draw(cuts(shape))
         places, total = stacked(map(box_size, boxes), block, copies)
         stacks = {box: [start + p for p in where] for box, where in zip(boxes, places, strict=True)}
@@ -195,7 +199,8 @@ def test_kernels_find_the_box_among_many():
 def test_kernels_round_to_nearest_even(transport):
     """The numbers half-way between codes, and their neighbours, at a scale of 1."""
     largest = int(LARGEST[transport])
-    codes = torch.arange(largest + 1).float() if transport == "int8" else torch.arange(0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = torch.arange(largest + 1 if transport == "int8" else 0x7E, dtype=torch.uint8)
+    codes = codes.float() if transport == "int8" else codes.view(torch.float8_e4m3fn).float()
     halves = (codes[1:] + codes[:-1]) / 2
     near = torch.cat([codes, halves, torch.nextafter(halves, codes[:-1]), torch.nextafter(halves, codes[1:])])
     rows = torch.cat([near, -near])

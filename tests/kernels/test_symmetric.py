@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shardmesh.kernels import symmetric
 from shardmesh.kernels.box import Box, box_size, full_box
-from shardmesh.kernels.symmetric import AddNorm, Peers, SymmetricMemoryError
+from shardmesh.kernels.quantize import compile_quantize, record_bytes
+from shardmesh.kernels.symmetric import PAD_BYTES, AddNorm, AsRecord, Epilogue, Peers, SymmetricMemoryError
 from tests.kernels.shared_memory import WORKERS, Ranks, pausing
 
 pytestmark = pytest.mark.xdist_group("shared memory")  # one worker of `pytest -n` has the processes
@@ -50,7 +51,7 @@ def raw(x: Tensor) -> Tensor:
     return x.contiguous().view(-1).view(torch.uint8)
 
 
-def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: AddNorm | None = None) -> Tensor:
+def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
     run = symmetric.two_shot_all_reduce if two_shot else symmetric.one_shot_all_reduce
     return run(peers, x, out, epilogue)
 
@@ -174,6 +175,67 @@ def test_the_definition_of_the_norm_is_that_of_torch():
     added, out = symmetric.reference_add_norm(x, AddNorm(residual, weight, 1e-5, residual), torch.float32)
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-5))
     assert torch.equal(added, x + residual)
+
+
+# -- all_reduce, as a record -------------------------------------------------------------------------------------------
+
+RECORDS = [  # blocks and scales that end anywhere in a piece; each after larger ones, which leave something in the memory
+    ((3, 3001), torch.bfloat16, AsRecord("int8")),
+    ((2, 2049), torch.float32, AsRecord("fp8", block=1024)),
+    ((5, 128), torch.float16, AsRecord("fp8")),
+    ((1,), torch.float32, AsRecord("int8", block=1024)),
+    ((40,), torch.bfloat16, AsRecord("int8", block=16)),
+    ((0,), torch.float32, AsRecord("fp8")),
+]
+NORMED_RECORDS = [
+    ((5, 128), torch.bfloat16, AsRecord("fp8")),
+    ((3, 384), torch.float32, AsRecord("int8")),
+    ((2, 48), torch.float16, AsRecord("fp8", block=16)),
+]
+
+
+def record(x: Tensor, how: AsRecord) -> Tensor:
+    """The definition: what is sent where x is quantised by a launch of its own."""
+    return compile_quantize(x.shape, [full_box(x.shape)], how.transport, block=how.block)(x)
+
+
+def check_records(peers: Peers) -> list[str]:
+    use_programs(2)
+    wrong = []
+    for seed, (shape, dtype, how) in enumerate(RECORDS):
+        xs = [values(100 * seed + r, shape, dtype) for r in range(peers.size)]
+        xs[0].view(-1)[5::89] = torch.nan
+        wanted = record(symmetric.reference_all_reduce(xs, dtype), how)
+        for two_shot in (False, True):
+            out = torch.full((record_bytes(xs[0].numel(), how.block),), 0xAB, dtype=torch.uint8)
+            if not same_bits(all_reduce(peers, two_shot, xs[peers.rank], out, how), wanted):
+                wrong.append(f"{dtype} {shape} {how} two_shot={two_shot}")
+    return wrong
+
+
+def check_normed_records(peers: Peers) -> list[str]:
+    """The codes of what the same epilogue writes as numbers."""
+    use_programs(2)
+    wrong = []
+    for seed, (shape, dtype, how) in enumerate(NORMED_RECORDS):
+        x, residual = (finite(values(100 * seed + r, shape, dtype)) for r in (peers.rank, 98))
+        weight = finite(values(100 * seed + 99, shape[1:], dtype))
+        for two_shot in (False, True):
+            numbers, added, also_added = torch.empty(3, *shape, dtype=dtype)
+            out = torch.full((record_bytes(x.numel(), how.block),), 0xAB, dtype=torch.uint8)
+            all_reduce(peers, two_shot, x, numbers, AddNorm(residual, weight, 1e-5, added))
+            all_reduce(peers, two_shot, x, out, AddNorm(residual, weight, 1e-5, also_added, how))
+            if not (same_bits(out, record(numbers, how)) and same_bits(added, also_added)):
+                wrong.append(f"{dtype} {shape} {how} two_shot={two_shot}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sum_leaves_as_the_record_that_quantising_it_gives(size):
+    """In one round and more: regions have room for a piece."""
+    with Ranks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
+        assert ranks(check_records) == [[]] * size
+        assert ranks(check_normed_records) == [[]] * size
 
 
 # -- pull --------------------------------------------------------------------------------------------------------------
@@ -402,6 +464,22 @@ def test_tensors_that_do_not_fit(alone):
         symmetric.one_shot_all_reduce(alone, x, x, AddNorm(weight, weight, 1e-5, x))
 
 
+def test_records_that_cannot_be(alone):
+    x, out = torch.ones(2, 24), torch.empty(record_bytes(48), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="no transport 'int4'"):
+        AsRecord("int4")
+    with pytest.raises(ValueError, match="blocks of 100 elements"):
+        AsRecord("int8", block=100)
+    longer = torch.empty(len(out) + 16, dtype=torch.uint8)
+    for given in (torch.ones(2, 24), longer, longer[1:][: len(out)], longer.view(-1, 2)[:, 0][: len(out)]):
+        with pytest.raises(ValueError, match=r"of \(2, 24\) needs it contiguous, uint8 of shape \(144,\)"):
+            symmetric.one_shot_all_reduce(alone, x, given, AsRecord("int8"))
+    with pytest.raises(ValueError, match="AsRecord.* of torch.int32: float16"):
+        symmetric.two_shot_all_reduce(alone, x.int(), out, AsRecord("int8"))
+    with pytest.raises(ValueError, match="rows of 24 in AsRecord.*: a block would lie in two rows"):
+        symmetric.two_shot_all_reduce(alone, x, out, AddNorm(x, x[0], 1e-5, x, AsRecord("int8")))
+
+
 def test_memory_that_is_too_small(alone):
     x = torch.ones(2, 3000)
     with pytest.raises(ValueError, match="need a shared buffer of 6160384 bytes"):
@@ -438,7 +516,15 @@ def test_memory_that_is_none():
             Peers(**given | change)
 
 
-# -- on a GPU, all ranks on one ----------------------------------------------------------------------------------------
+# -- all ranks on one device -------------------------------------------------------------------------------------------
+
+
+def test_simulated_ranks_keep_all_of_their_memory():
+    memory = symmetric.simulated_peers(2, 1 << 12, "cpu")[1]
+    storage = memory.buffer.untyped_storage()
+    for addresses, nbytes in ((memory.buffers, 1 << 12), (memory.pads, PAD_BYTES)):
+        assert storage.data_ptr() <= int(addresses.min())
+        assert int(addresses.max()) + nbytes <= storage.data_ptr() + storage.nbytes()
 
 
 def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20) -> list[Peers]:
@@ -466,6 +552,24 @@ def test_one_launch_for_all_ranks(size, two_shot, monkeypatch):
         for peers in ranks:
             symmetric.check(peers)
             assert same_bits(out[peers.rank], symmetric.reference_all_reduce(xs, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["int8", "fp8"])
+def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
+    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+
+    ranks = on_one_gpu(4, monkeypatch)
+    for length in (1, 4097, 1 << 18):
+        x = torch.stack([values(r, (length,), torch.bfloat16) for r in range(4)]).cuda()
+        wanted = record(symmetric.reference_all_reduce(list(x), torch.bfloat16), AsRecord(transport))
+        for two_shot in (False, True):
+            out = torch.empty(4, len(wanted), dtype=torch.uint8, device="cuda")
+            launch_all_reduce(ranks[0], x, out, AsRecord(transport), two_shot, ranks=4)
+            torch.cuda.synchronize()
+            for peers in ranks:
+                symmetric.check(peers)
+                assert same_bits(out[peers.rank], wanted)
 
 
 @pytest.mark.gpu
