@@ -29,8 +29,11 @@ _chosen = _Chosen()
 def wants_kernels(device: torch.device) -> bool:
     """`wants_kernels(device) -> bool`: whether what lies on this device is for Triton."""
     use = _chosen.use
-    if use is not None:
-        return use
+    return _by_default(device) if use is None else use
+
+
+@cache
+def _by_default(device: torch.device) -> bool:
     return device.type in _WITH_KERNELS and _has_triton()
 
 

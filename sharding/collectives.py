@@ -275,7 +275,7 @@ class Exchange(Collective):
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
         if outs is None and not self.arrives_whole:
-            outs = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
+            outs = [_empty(x, shape, self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
         for keep, x, out in zip(self.keeps, tensors, outs or (), strict=False):
             keep(x, out)
         packed = _packed(self.packs, tensors, sum(self.in_splits), self.dtype)
@@ -286,6 +286,10 @@ class Exchange(Collective):
 
     def _placed(self, arrived: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
         return unpack_many(self.places, arrived, outs)
+
+
+def _empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(shape) if like.dtype is dtype else like.new_empty(shape, dtype=dtype)  # naming it takes torch longer
 
 
 def _packed(

@@ -17,9 +17,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture
 def forgotten():
     """What is known about Triton is asked again, before and after."""
-    backend._has_triton.cache_clear()
+
+    def forget():
+        backend._has_triton.cache_clear()
+        backend._by_default.cache_clear()
+
+    forget()
     yield
-    backend._has_triton.cache_clear()
+    forget()
 
 
 def test_torch_on_the_cpu_kernels_on_gpus(forgotten):
