@@ -38,8 +38,7 @@ from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
 from .quantize import LARGEST, RECORD_ALIGNMENT, Dequantize, Quantize
 from .strided import alignment, divisor
-from .strided_triton import NO_FUSION, base, quotient
-from .strided_triton import _addresses as addresses
+from .strided_triton import NO_FUSION, addresses, base, quotient
 from .strided_views import next_power_of_two
 
 HEAD = tl.constexpr(5)

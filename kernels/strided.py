@@ -27,6 +27,9 @@ MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 # Dtypes that kernels compute with, as torch does; all others are only copied.
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
+SPAN = 1 << 40
+"""Where the parts of a sum lie in several tensors, elements are numbered as if this many lay in each."""
+
 COLUMNS = 27
 """Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a plane, then
 
@@ -106,7 +109,7 @@ def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Tab
     found = _known.get(key)
     if found is None:
         if len(_known) >= _MOST_KNOWN:
-            del _known[next(iter(_known))]
+            _known.pop(next(iter(_known)), None)
         found = _known[key] = owners, make()
     return found[1]
 

@@ -1,4 +1,4 @@
-"""Many strided copies in one launch: the kernels behind `copy.py` and `reduce.py`.
+"""Many strided copies in one launch: the kernels behind `copy.py`, `reduce.py` and the pulls of `symmetric.py`.
 
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
     tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides are read in order
@@ -22,13 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import strided
 from .number_triton import cast, widened
-from .strided import Table
+from .strided import SPAN, Table
 
-COLUMNS = tl.constexpr(27)
+COLUMNS = tl.constexpr(strided.COLUMNS)
 BATCH_AT = tl.constexpr(11)
 LOOKS = tl.constexpr(32)  # rows that a program looks at together when it searches for its own
 WARP = tl.constexpr(32)
+AREA = tl.constexpr(SPAN)
 AT_ONCE = tl.constexpr(8)  # parts whose loads are all under way before the first is added
 
 
@@ -80,6 +82,16 @@ def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def part_at(src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a part of a sum begins, in the given tensor or in that which its place says."""
+    place = (tl.load(parts) + batch) * UNIT
+    if FROM_TABLE:
+        src = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
+        place = place % AREA
+    return tl.multiple_of(src, ALIGNED) + tl.multiple_of(place, UNIT)
+
+
+@triton.jit
 def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
     """For each lane of a program of rows: source and destination offset inside the plane, in units, where in its run it
     lies, and whether it is inside the plane."""
@@ -97,13 +109,6 @@ def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.
         src = a * tl.load(row + 9).to(tl.int32) + b * tl.load(row + 24).to(tl.int32) + r
         dst = a * tl.load(row + 10).to(tl.int32) + b * tl.load(row + 25).to(tl.int32) + r
     return src, dst, r, lane < tl.load(row + 5).to(tl.uint32)
-
-
-@triton.jit
-def plane_offsets(row, tile, LANES: tl.constexpr, WIDE: tl.constexpr):
-    """For each lane of a program of rows: source and destination offset inside the plane, in units, and whether it is one."""
-    src, dst, _, inside = _lane_offsets(row, tile, LANES, 1, WIDE)
-    return src, dst, inside
 
 
 @triton.jit
@@ -151,21 +156,22 @@ def move_rows(
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
     src_at, dst_at, step, inside = group_offsets(row, index // count, LANES, UNIT, GROUP, WIDE)
-    src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
     dst = base(dst, pointers, row, DST_MANY, ALIGNED) + dst_batch * UNIT
     if PARTS == 1:
+        src = base(src, pointers, row, SRC_MANY, ALIGNED) + src_batch * UNIT
         value = tl.load(src + tl.load(row + 2) * UNIT + src_at + step, mask=inside)
     else:
         first = parts + tl.load(row + 20)
-        value = widened(tl.load(src + tl.load(first) * UNIT + src_at + step, mask=inside))
+        part = part_at(src, pointers, first, src_batch, UNIT, SRC_MANY, ALIGNED)
+        value = widened(tl.load(part + src_at + step, mask=inside))
         if PARTS <= AT_ONCE:
             for s in tl.static_range(1, PARTS):
-                part = tl.load(src + tl.load(first + s) * UNIT + src_at + step, mask=inside)
-                value = combined(value, widened(part), KIND)
+                part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
+                value = combined(value, widened(tl.load(part + src_at + step, mask=inside)), KIND)
         else:
             for s in range(1, PARTS):
-                part = tl.load(src + tl.load(first + s) * UNIT + src_at + step, mask=inside)
-                value = combined(value, widened(part), KIND)
+                part = part_at(src, pointers, first + s, src_batch, UNIT, SRC_MANY, ALIGNED)
+                value = combined(value, widened(tl.load(part + src_at + step, mask=inside)), KIND)
     if SCALED:
         value = widened(value) * scale
     tl.store(dst + tl.load(row + 3) * UNIT + dst_at + step, cast(value, dst.dtype.element_ty), mask=inside)
@@ -231,25 +237,25 @@ def launch(
     """
     first_src, first_dst = (x if isinstance(x, Tensor) else x[0] for x in (src, dst))
     many = [x for x in (src, dst) if not isinstance(x, Tensor)]
-    rows, parts = table.on(first_dst.device)
-    pointers = _addresses(tuple([x.data_ptr() for x in many[0]]), first_dst.device) if many else rows
-    raw = first_src.dtype == first_dst.dtype and scale is None and table.kind.parts == 1
-    dtypes = [_WORDS[first_dst.element_size() * table.kind.word]] * 2 if raw else [first_src.dtype, first_dst.dtype]
-    given = [triton.reinterpret(x, dtype) for x, dtype in zip((first_src, first_dst), dtypes, strict=True)]
-    run(table, given, pointers, rows, parts, kind, scale, [not isinstance(x, Tensor) for x in (src, dst)])
+    device = first_dst.device
+    pointers = addresses(tuple([x.data_ptr() for x in many[0]]), device) if many else table.on(device)[0]
+    run(table, first_src, first_dst, pointers, kind, scale, [not isinstance(x, Tensor) for x in (src, dst)])
 
 
 def run(
-    table: Table, given: Sequence[Any], pointers: Tensor, rows: Tensor, parts: Tensor, how: str, scale: float | None, many: Sequence[bool]
-) -> None:  # fmt: skip
-    """`run(table, (src, dst), pointers, rows, parts, how, scale, many)`: as `launch`, for what is prepared.
+    table: Table, src: Tensor, dst: Tensor, pointers: Tensor, how: str, scale: float | None, many: Sequence[bool]
+) -> None:
+    """`run(table, src, dst, pointers, how, scale, many)`: as `launch`, where addresses are on the device already.
 
     Args:
-        given: a tensor on each side, as it is for the compiler: with the dtype in which it is moved.
-        pointers: int64 on the device, the addresses of the tensors of the side that has many.
-        rows, parts: of the table, on the device.
-        many: of source and destination, whether the rows say which tensor it is.
+        src, dst: of the side that has many tensors, one of their dtype.
+        pointers: int64, the addresses of those; else any.
+        many: of source and destination, whether the table says which tensor it is: each row, or for sums each part (`SPAN`).
     """
+    rows, parts = table.on(dst.device)
+    raw = src.dtype == dst.dtype and scale is None and table.kind.parts == 1
+    dtypes = [_WORDS[dst.element_size() * table.kind.word]] * 2 if raw else [src.dtype, dst.dtype]
+    given = [triton.reinterpret(x, dtype) for x, dtype in zip((src, dst), dtypes, strict=True)]
     kind, grid = table.kind, (table.programs,)
     common: dict[str, Any] = {
         "ROWS": len(rows), "WIDE": kind.wide, "SRC_MANY": many[0], "DST_MANY": many[1],
@@ -270,6 +276,7 @@ def run(
 
 
 @lru_cache(maxsize=256)
-def _addresses(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device. Buffers and parameters keep their addresses from step to step, so this is nearly always known."""
-    return torch.tensor(addresses, dtype=torch.int64).to(device)
+def addresses(given: tuple[int, ...], device: torch.device) -> Tensor:
+    """`addresses(given, device) -> int64`: on the device. Buffers and parameters keep their addresses from step to step, so
+    this is nearly always known."""
+    return torch.tensor(given, dtype=torch.int64).to(device)

@@ -48,7 +48,7 @@ from torch import Tensor
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
 from .copy import Pack, compile_pack, pack_many, scaled
 from .quantize import BLOCK, DTYPES, compile_quantize, record_bytes
-from .strided import COMPUTED, UNIT, Placed, Table, View, alignment, make_tables, merge_views
+from .strided import COMPUTED, SPAN, UNIT, Placed, Table, View, alignment, make_tables, merge_views
 
 MAX_RANKS = 128
 MAX_PROGRAMS = 64  # fewer than any device of this kind has multiprocessors (A100 108, H100 132, MI300 304)
@@ -334,7 +334,8 @@ def pull_many(
         SymmetricMemoryError: a rank is missing.
         ValueError: an `out` has another shape than its pull, or a dtype that cannot be computed with.
     """
-    from .symmetric_triton import launch_meeting, launch_pull  # imports triton
+    from .strided_triton import run  # imports triton
+    from .symmetric_triton import launch_meeting
 
     check(peers)
     for pull, out in zip(pulls, outs, strict=True):
@@ -342,7 +343,7 @@ def pull_many(
     launch_meeting(peers)
     for pull, out in zip(pulls, outs, strict=True):
         for table in pull.tables(out, dtype, scale, peers.rank, peers.size):
-            launch_pull(peers, table, out, dtype, pull.kind, scale)
+            run(table, peers.staging(dtype), out, peers.staged, pull.kind, scale, (True, False))
     launch_meeting(peers)
     _done(peers)
 
@@ -368,10 +369,6 @@ def _placed(strides: Sequence[int], box: Box, places: Sequence[Place]) -> Placed
         return Placed(rank, View(sizes, steps, origin, flat_steps, offset))
     starts = tuple([rank * SPAN + offset for rank, offset in places])
     return Placed(0, View(sizes, steps, origin, flat_steps, starts[0]), starts)
-
-
-SPAN = 1 << 40
-"""Parts of a sum are numbered through all staging areas, as if this many elements lay in each."""
 
 
 # -- collectives -------------------------------------------------------------------------------------------------------

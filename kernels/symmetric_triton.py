@@ -1,9 +1,8 @@
-"""Kernels on memory that several ranks read: meetings, all-reduces, and sums of what lies with several peers.
+"""Kernels on memory that several ranks read: meetings and all-reduces. (Pulls are `strided_triton.move_rows`.)
 
     meeting       tell every peer's same program, wait for it
     all_reduce    x -> own region; meet; sum over the peers' regions -> (own region; meet; peers' regions ->) epilogue -> out,
                   as numbers or, a half to a quarter of the bytes, as the codes and scales of `quantize.py`
-    sum_rows      out[view k] = cast(scale * combine over (rank, offset) of part s of view k)
 
 Bytes moved and when it wins: `symmetric.py`. Peers' memory is read in units of 16 bytes for each lane, whatever the length of
 x: regions have room for whole pieces, so that only x and `out` need a mask that knows it.
@@ -24,16 +23,15 @@ from torch import Tensor
 from .number_triton import cast, widened
 from .quantize import LARGEST
 from .quantize_triton import encoded, units_of
-from .strided import Table, next_power_of_two
-from .strided_triton import AT_ONCE, BATCH_AT, NO_FUSION, batch_offsets, combined, find_row, plane_offsets, run
-from .symmetric import MAX_PROGRAMS, MAX_RANKS, SPAN, UNIT, AddNorm, AsRecord, Peers, record_of
+from .strided_triton import AT_ONCE, NO_FUSION
+from .strided_views import next_power_of_two
+from .symmetric import MAX_PROGRAMS, MAX_RANKS, UNIT, AddNorm, Epilogue, Peers, record_of
 
 THREADS = 512
 # What the compiler takes by itself may be 64 registers, and then not all fit.
 OPTIONS: dict[str, Any] = {"num_warps": THREADS // 64} if torch.version.hip else {"num_warps": THREADS // 32, "maxnreg": 128}
 PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 SLOTS = tl.constexpr(MAX_RANKS)
-AREA = tl.constexpr(SPAN)
 EPOCHS = tl.constexpr(1 << 30)
 
 
@@ -198,45 +196,6 @@ def all_reduce(
     tl.store(epochs, epoch)
 
 
-@triton.jit
-def part_at(src, pointers, part, batch, UNIT: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a part of a sum lies, whose place is counted through the staging areas of all ranks."""
-    place = part * UNIT
-    area = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
-    offset = tl.multiple_of(place % AREA + batch * UNIT, UNIT)
-    return tl.multiple_of(area, ALIGNED) + offset
-
-
-@triton.jit
-def sum_rows(
-    src, dst, pointers, table, parts, scale,
-    ROWS: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr, KIND: tl.constexpr,
-    WIDE: tl.constexpr, ALIGNED: tl.constexpr, SCALED: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """`strided_triton.move_rows` where each part has a tensor of its own."""
-    row, index = find_row(table, ROWS)
-    count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
-    index = index.to(tl.uint32)
-    src_batch, dst_batch = batch_offsets(row, index % count)
-    src_lane, dst_lane, inside = plane_offsets(row, index // count, LANES, WIDE)
-    within = tl.arange(0, UNIT)[None, :]
-    src_at, dst_at = src_lane[:, None] * UNIT + within, dst_lane[:, None] * UNIT + within
-    inside = inside[:, None]
-    first = parts + tl.load(row + 20)
-    value = widened(tl.load(part_at(src, pointers, tl.load(first), src_batch, UNIT, ALIGNED) + src_at, mask=inside))
-    if PARTS <= AT_ONCE:
-        for s in tl.static_range(1, PARTS):
-            part = part_at(src, pointers, tl.load(first + s), src_batch, UNIT, ALIGNED)
-            value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
-    else:
-        for s in range(1, PARTS):
-            part = part_at(src, pointers, tl.load(first + s), src_batch, UNIT, ALIGNED)
-            value = combined(value, widened(tl.load(part + src_at, mask=inside)), KIND)
-    if SCALED:
-        value = widened(value) * scale
-    tl.store(dst + (tl.load(row + 3) + dst_batch) * UNIT + dst_at, cast(value, dst.dtype.element_ty), mask=inside)
-
-
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
@@ -246,7 +205,7 @@ def launch_meeting(peers: Peers) -> None:
 
 
 def launch_all_reduce(
-    peers: Peers, x: Tensor, out: Tensor, epilogue: AddNorm | AsRecord | None, two_shot: bool, ranks: int = 1
+    peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None, two_shot: bool, ranks: int = 1
 ) -> None:
     """`launch_all_reduce(peers, x, out, epilogue, two_shot)`.
 
@@ -279,7 +238,7 @@ def launch_all_reduce(
     )  # fmt: skip
 
 
-def _format(epilogue: AddNorm | AsRecord | None, itemsize: int) -> dict[str, Any]:
+def _format(epilogue: Epilogue | None, itemsize: int) -> dict[str, Any]:
     """Of the record as which the result leaves, with 16 bytes of it for a thread at a time; zeros where there is none."""
     record = record_of(epilogue)
     if record is None:
@@ -291,26 +250,6 @@ def _at_once(lanes: int, itemsize: int) -> int:
     """Parts of a piece that fit into a thread's 128 registers together, beside the piece's sum and its epilogue."""
     each = max(1, lanes // THREADS)
     return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
-
-
-def launch_pull(peers: Peers, table: Table, out: Tensor, dtype: torch.dtype, how: str, scale: float | None) -> None:
-    """`launch_pull(peers, table, out, dtype, how, scale)`: the table's views of `out`, between two meetings."""
-    rows, parts = table.on(out.device)
-    kind, staged = table.kind, triton.reinterpret(peers.buffer, dtype)
-    if kind.parts == 1:
-        raw = dtype == out.dtype and scale is None
-        word = _WORDS[out.element_size() * kind.word] if raw else None
-        given = [triton.reinterpret(peers.buffer, word or dtype), triton.reinterpret(out, word or out.dtype)]
-        return run(table, given, peers.staged, rows, parts, how, scale, (True, False))
-    sum_rows[table.programs,](
-        staged, triton.reinterpret(out, out.dtype), peers.staged, rows, parts, 1.0 if scale is None else scale,
-        ROWS=len(rows), LANES=table.lanes[0], UNIT=kind.unit, PARTS=kind.parts, KIND=how, WIDE=kind.wide,
-        ALIGNED=UNIT, SCALED=scale is not None, AT_ONCE=AT_ONCE, num_warps=4, **NO_FUSION,
-    )  # fmt: skip
-    return None
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _group(peers: Peers) -> dict[str, Any]:

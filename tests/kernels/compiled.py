@@ -32,7 +32,15 @@ from shardmesh.kernels.box import Box
 from shardmesh.kernels.copy import compile_pack, compile_unpack, pack_many, unpack_many
 from shardmesh.kernels.quantize import compile_dequantize, compile_quantize, record_bytes
 from shardmesh.kernels.reduce import compile_combine
-from shardmesh.kernels.symmetric import MAX_PROGRAMS, AddNorm, Peers, one_shot_all_reduce, two_shot_all_reduce
+from shardmesh.kernels.symmetric import (
+    MAX_PROGRAMS,
+    AddNorm,
+    AsRecord,
+    Peers,
+    one_shot_all_reduce,
+    record_of,
+    two_shot_all_reduce,
+)
 
 ROOT = Path(__file__).parents[2]
 TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
@@ -156,14 +164,26 @@ def peers() -> Peers:
     return Peers(0, RANKS, buffer, meta(RANKS, dtype=int64), meta(RANKS, dtype=int64), epochs, error, spins=1 << 20)
 
 
-def all_reduce(reduce: Callable[..., Tensor], norm: bool = False) -> None:
-    x, added = meta(512, 4096), meta(512, 4096)
-    reduce(peers(), x, meta(512, 4096), AddNorm(meta(512, 4096), meta(4096), 1e-5, added) if norm else None)
+def all_reduce(
+    reduce: Callable[..., Tensor], shape: Sequence[int] = (512, 4096), epilogue: AddNorm | AsRecord | None = None
+) -> None:
+    x, record = meta(*shape), record_of(epilogue)
+    out = meta(record_bytes(x.numel(), record.block), dtype=torch.uint8) if record else meta(*shape)
+    reduce(peers(), x, out, epilogue)
 
 
+def norm(shape: Sequence[int] = (512, 4096), record: AsRecord | None = None) -> AddNorm:
+    return AddNorm(meta(*shape), meta(*shape[1:]), 1e-5, meta(*shape), record)
+
+
+LONG = (512, 16384)  # rows as long as can be
 ALL_REDUCES: dict[str, Call] = {
     "one shot": lambda: all_reduce(one_shot_all_reduce),
-    "two shots, norm": lambda: all_reduce(two_shot_all_reduce, norm=True),
+    "two shots, norm": lambda: all_reduce(two_shot_all_reduce, epilogue=norm()),
+}
+RECORDS: dict[str, Call] = {
+    "one shot, record": lambda: all_reduce(one_shot_all_reduce, epilogue=AsRecord("int8")),
+    "one shot, norm of long rows, record": lambda: all_reduce(one_shot_all_reduce, LONG, norm(LONG, AsRecord("fp8"))),
 }
 PULLS: dict[str, Call] = {
     "pulled all_gather": lambda: symmetric.all_gather(peers(), meta(512, 128), meta(512, 1024), 1),
@@ -171,7 +191,7 @@ PULLS: dict[str, Call] = {
 }
 CALLS: dict[str, Call] = {
     **ALIGNED, **BUCKETS, **WIDE, **CASTS, **SUMS, **UNEVEN, **TILES,
-    **QUANTIZE, **DEQUANTIZE, **DRAWS, **ALL_REDUCES, **PULLS,
+    **QUANTIZE, **DEQUANTIZE, **DRAWS, **ALL_REDUCES, **RECORDS, **PULLS,
 }  # fmt: skip
 
 # -- what comes out ----------------------------------------------------------------------------------------------------

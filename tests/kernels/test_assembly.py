@@ -18,6 +18,7 @@ from tests.kernels.compiled import (
     EVEN_TILES,
     PULLS,
     QUANTIZE,
+    RECORDS,
     SUMS,
     TARGETS,
     TILES,
@@ -35,6 +36,7 @@ MOST_REGISTERS = {  # of 65,536 for all threads: with 80, six programs of 128 th
     **dict.fromkeys(CALLS, 128),
     **dict.fromkeys({**COPIES, **CASTS, **DRAWS}, 80),
     **dict.fromkeys(SUMS, 104),
+    **dict.fromkeys(RECORDS, 160),  # 512 threads, of which an Nvidia GPU takes 128 and one of AMD 256 at most
 }
 
 
@@ -117,13 +119,19 @@ def test_draws_are_stored_together(target, name):
     assert width >= (32 if name == "bernoulli" else 64)
 
 
-@pytest.mark.parametrize("name", {**ALL_REDUCES, **PULLS})
+@pytest.mark.parametrize("name", {**ALL_REDUCES, **RECORDS, **PULLS})
 def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
     for launch in launched(target, name):
         if launch.kernel != "meeting":
             assert 128 in launch.loads
             assert set(launch.loads) <= {32, 64, 128}  # narrow ones: tables, epochs
-            assert set(launch.stores) <= {32, 128}  # epochs and flags
+            assert set(launch.stores) <= {32, 128} | ({64} if name in RECORDS else set())  # epochs and flags; codes
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_codes_are_stored_8_at_a_time(target, name):
+    launch = only(target, name)
+    assert launch.stores[64] == launch.arguments["LANES"] // (512 * 8)
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -133,7 +141,7 @@ def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
 def test_every_rounding_is_torchs(target, name):
     for launch in launched(target, name):
         assert not launch.fuses or launch.kernel == "meeting"  # which has no arithmetic
-        if target == "sm_90" and name not in QUANTIZE:  # where the kernel itself asks for one, which rounds nothing
+        if target == "sm_90" and name not in {**QUANTIZE, **RECORDS}:  # where the kernel itself asks for one, which rounds nothing
             assert launch.those(r"fma\..*") == []
 
 
@@ -151,7 +159,7 @@ RELEASE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?release\..*", "gfx942": r
 ACQUIRE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?acquire\..*", "gfx942": r"buffer_inv"}
 
 
-@pytest.mark.parametrize("name", {**ALL_REDUCES, **PULLS})
+@pytest.mark.parametrize("name", {**ALL_REDUCES, **RECORDS, **PULLS})
 def test_what_is_written_before_a_meeting_is_read_after_it(target, name):
     meetings = [launch for launch in launched(target, name) if launch.those(RELEASE[target])]
     assert len(meetings) == (2 if name in PULLS else 1)

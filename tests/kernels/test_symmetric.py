@@ -474,9 +474,9 @@ def test_records_that_cannot_be(alone):
     for given in (torch.ones(2, 24), longer, longer[1:][: len(out)], longer.view(-1, 2)[:, 0][: len(out)]):
         with pytest.raises(ValueError, match=r"of \(2, 24\) needs it contiguous, uint8 of shape \(144,\)"):
             symmetric.one_shot_all_reduce(alone, x, given, AsRecord("int8"))
-    with pytest.raises(ValueError, match="AsRecord.* of torch.int32: float16"):
+    with pytest.raises(ValueError, match=r"AsRecord.* of torch.int32: float16"):
         symmetric.two_shot_all_reduce(alone, x.int(), out, AsRecord("int8"))
-    with pytest.raises(ValueError, match="rows of 24 in AsRecord.*: a block would lie in two rows"):
+    with pytest.raises(ValueError, match=r"rows of 24 in AsRecord.*: a block would lie in two rows"):
         symmetric.two_shot_all_reduce(alone, x, out, AddNorm(x, x[0], 1e-5, x, AsRecord("int8")))
 
 
