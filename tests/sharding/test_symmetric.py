@@ -14,7 +14,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh import symmetric
+from shardmesh.mesh import current_world, symmetric
 from shardmesh.mesh.topology import Link
 from tests.device import DEVICE
 from tests.kernels import shared_memory
@@ -33,14 +33,24 @@ GROUP_OP = {"exchange": "all_to_all", "exchange_reduce": "all_to_all"}
 
 
 @pytest.fixture(scope="module")
-def folder():
+def folder(world4):
+    """Where files are for groups to share; other tests of these processes find none that do, before and after."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as path:
         yield path
+        world4(share_nothing)
+
+
+def share_nothing() -> None:
+    symmetric.PROVIDERS.pop("cpu", None)
+    for group in current_world()._groups.values():
+        group.shared.clear()
+    share_cpu_memory.cache_clear()
 
 
 @cache
 def share_cpu_memory(folder: str) -> None:
     """From now on the groups of this process share memory in a file each."""
+    share_nothing()
 
     def provide(group, device):
         path = Path(folder, "-".join(map(str, group.ranks)))
