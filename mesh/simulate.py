@@ -27,6 +27,8 @@ from .source import _INNER
 from .work import DONE, Work
 from .workers import RankEnded, dismiss, hire
 
+# The system may give a signal to any thread, and Python's main thread, which has to handle it, goes on waiting for a lock.
+_TO_LOOK = 0.2  # seconds after which it looks
 _TO_UNWIND = 1.0  # seconds that ranks have after Ctrl-C; one that sleeps or computes longer is left behind
 
 
@@ -174,7 +176,8 @@ def _wait_for(baton: Baton) -> None:
     """Until all ranks have ended. After Ctrl-C they unwind; one that takes too long over it goes on without us."""
     try:
         baton.give_away()
-        baton.done.acquire()
+        while not baton.done.acquire(timeout=_TO_LOOK):
+            pass
     except BaseException as interrupt:
         baton.interrupt(interrupt)
         try:
