@@ -359,7 +359,12 @@ def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 def scaled(x: Tensor, scale: float) -> Tensor:
     """x * scale, of 16-bit floats in float32, not rounded."""
-    return (x.float() if x.is_floating_point() and x.itemsize < 4 else x) * scale
+    return widened(x) * scale
+
+
+def widened(x: Tensor) -> Tensor:
+    """16-bit floats as float32, the rest as it is."""
+    return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:

@@ -37,7 +37,7 @@ from torch import Tensor
 from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
 from .quantize import LARGEST, RECORD_ALIGNMENT, Dequantize, Quantize
-from .strided import alignment, divisor
+from .strided import MAX_ROWS, NEVER, alignment, divisor
 from .strided_triton import NO_FUSION, addresses, base, quotient
 from .strided_views import next_power_of_two
 
@@ -172,12 +172,10 @@ def dequantize_boxes(
 # -- what a launch works on --------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-MAX_ROWS = 1 << 10  # of one table
 PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 for each of 128 threads; half where it adds up many
 MIN_VECTOR = 4  # elements that lie together, from which on a lane moves them at a time; else one by one, VECTOR in all
 VECTOR = 8
 NARROW = 1 << 30  # elements of a box, or between its ends, from which on offsets in it have 64 bits
-_NEVER = (1 << 62) - 1  # first program of a row that pads the table
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
@@ -246,7 +244,7 @@ def _table(rows: Sequence[Row], block: int) -> Table:
     firsts = list(accumulate([-(-count // blocks) for count in counts], initial=0))
     dims = max(len(row.dims) for row in rows)
     made = [[first, *_columns(row, count, dims)] for first, row, count in zip(firsts, rows, counts, strict=False)]
-    made += [[_NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
+    made += [[NEVER, *made[0][1:]]] * (next_power_of_two(len(made)) - len(made))
     flat = torch.tensor([columns[0] for columns in made] + [n for columns in made for n in columns], dtype=torch.int64)
     constants = {
         "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .backend import wants_kernels
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
+from .copy import widened
 from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
 
 Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> where in the buffer the contributions to it begin
@@ -118,7 +119,7 @@ def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tenso
     first, *others = [flat[start:][:size].view(shape) for start in starts]
     if not others:
         return first
-    total = combine(first.float() if first.is_floating_point() and first.itemsize < 4 else first, others[0])
+    total = combine(widened(first), others[0])
     for part in others[1:]:
         combine(total, part, out=total)
     return total

@@ -40,7 +40,7 @@ COLUMNS = 27
 
 and for both 11 to 19 (size, source stride, destination stride) of each batch dim, the fastest first, and 20 the first entry
 in the table of parts, for sums. Everything of the source is counted in its units, everything of the destination in those."""
-_NEVER = (1 << 62) - 1  # first program of a row that pads the table
+NEVER = (1 << 62) - 1  # first program of a row that pads the table
 
 
 @dataclass
@@ -128,7 +128,7 @@ def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Tabl
         parts += [p // kind.unit for p in row.parts]
     if program > MAX_PROGRAMS:
         raise ValueError(f"{len(rows)} views take {program} programs; one launch has at most {MAX_PROGRAMS}: copy in parts")
-    made += [[_NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
+    made += [[NEVER, *[1] * (COLUMNS - 1)]] * (next_power_of_two(len(made)) - len(made))
     elements = sum(row.size for row in rows)
     table, offsets = torch.tensor(made, dtype=torch.int64), torch.tensor(parts or [0], dtype=torch.int64)
     return Table(kind, lanes, program, table, offsets, elements, aligned)

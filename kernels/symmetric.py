@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
-from .copy import Pack, compile_pack, pack_many, scaled
+from .copy import Pack, compile_pack, pack_many, scaled, widened
 from .quantize import BLOCK, DTYPES, compile_quantize, record_bytes
 from .strided import COMPUTED, SPAN, UNIT, Placed, Table, View, alignment, make_tables, merge_views
 
@@ -453,11 +453,6 @@ def reference_sum(xs: Sequence[Tensor]) -> Tensor:
     for x in xs[1:]:
         total = total + widened(x)
     return total
-
-
-def widened(x: Tensor) -> Tensor:
-    """16-bit floats as float32, the rest as it is."""
-    return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
 def reference_all_reduce(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
