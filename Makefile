@@ -29,7 +29,7 @@ demo: $(READY)
 	$(PY) examples/train_lm.py --compare $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
+	$(PY) -m pytest -m "not gpu and not slow" -n 2 --dist loadgroup $(ARGS)
 
 gpu-test: $(GPU_READY)
 	tests/gpu/run $(GPU_PY) $(ARGS)

@@ -13,17 +13,35 @@ Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how
 from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, init_device_mesh, simulate
 from .mesh.counter import CommBudgetError, CommReport, comm_budget, comm_report
 from .mesh.current import get_mesh, set_mesh
-from .mesh.errors import CollectiveMismatchError, DeadlockError, ImplicitCommError
+from .mesh.errors import (
+    CollectiveMismatchError,
+    DeadlockError,
+    ImplicitCommError,
+    MeshMismatchError,
+    PeerError,
+    RankLostError,
+    StallError,
+    WatchError,
+)
 from .mesh.launch import launch
 from .mesh.null import null_world
+from .mesh.watch.breakpoint import breakpoint
+from .mesh.watch.ledger import Ledger, ledger, mark_step
+from .mesh.watch.preemption import reached_preemption
+from .mesh.watch.rank_zero import main_process_first, rank_zero
+from .mesh.watch.session import session
+from .mesh.watch.settings import guard, watchdog
+from .mesh.watch.stragglers import StragglerReport, straggler_report
 from .sharding.arrays import (
     AddressableShard,
     make_array_from_callback,
     make_array_from_process_local_data,
     make_array_from_single_device_arrays,
 )
+from .sharding.bad_values import BadValueError, debug_nans
 from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
 from .sharding.call import call
+from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
 from .sharding.dispatch import implicit_replication
@@ -50,17 +68,19 @@ from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
 from .sharding.functional.mapping import UnboundAxisError
 from .sharding.functional.ragged import ragged_all_to_all
-from .sharding.functional.replicas import ReplicaError
 from .sharding.functional.shard_map import shard_map
 from .sharding.functional.types import ShardingTypeError
 from .sharding.gradients import accumulate_grads
 from .sharding.inspection import inspect
+from .sharding.join import join
 from .sharding.layout import Layout
+from .sharding.lengths import check_lengths
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
 from .sharding.plan import plan
 from .sharding.policy import implicit
 from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
+from .sharding.replicas import ReplicaCheck, assert_replicated, check_replicas
 from .sharding.reshard import Resharding, redistribute, redistribute_many, reshard
 from .sharding.rules.acceptable import register_sharding
 from .sharding.rules.check import check_rule
@@ -74,6 +94,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AbstractMesh",
     "AddressableShard",
+    "BadValueError",
     "CollectiveMismatchError",
     "CommBudgetError",
     "CommDebugMode",
@@ -84,33 +105,46 @@ __all__ = [
     "Evaluated",
     "ImplicitCommError",
     "Layout",
+    "Ledger",
     "Link",
+    "MeshMismatchError",
     "P",
     "Partial",
     "PartitionSpec",
+    "PeerError",
     "Placement",
+    "RankLostError",
+    "ReplicaCheck",
     "ReplicaError",
     "Replicate",
     "Resharding",
     "Shard",
     "ShardedTensor",
     "ShardingTypeError",
+    "StallError",
+    "StragglerReport",
     "Topology",
     "UnboundAxisError",
+    "WatchError",
     "Work",
     "accumulate_grads",
     "all_gather",
     "all_to_all",
     "arange",
+    "assert_replicated",
     "axis_index",
     "axis_size",
+    "breakpoint",
     "calibrate",
     "call",
+    "check_lengths",
+    "check_replicas",
     "check_rng_state",
     "check_rule",
     "checkpoint",
     "comm_budget",
     "comm_report",
+    "debug_nans",
     "device_put",
     "distribute_module",
     "distribute_tensor",
@@ -125,17 +159,22 @@ __all__ = [
     "get_mesh",
     "get_rng_state",
     "grad",
+    "guard",
     "implicit",
     "implicit_replication",
     "init_device_mesh",
     "inspect",
+    "join",
     "jvp",
     "launch",
+    "ledger",
     "local_map",
+    "main_process_first",
     "make_array_from_callback",
     "make_array_from_process_local_data",
     "make_array_from_single_device_arrays",
     "manual_seed",
+    "mark_step",
     "null_world",
     "ones",
     "pbroadcast",
@@ -154,6 +193,8 @@ __all__ = [
     "randn",
     "random_key",
     "randperm",
+    "rank_zero",
+    "reached_preemption",
     "redistribute",
     "redistribute_many",
     "register_rule",
@@ -161,6 +202,7 @@ __all__ = [
     "replay_random",
     "reshard",
     "seeded",
+    "session",
     "set_mesh",
     "set_rng_state",
     "shard_map",
@@ -168,11 +210,13 @@ __all__ = [
     "simulate",
     "start",
     "stop_gradient",
+    "straggler_report",
     "to_local",
     "value_and_grad",
     "visualize",
     "visualize_sharding",
     "vjp",
+    "watchdog",
     "with_sharding_constraint",
     "zeros",
 ]

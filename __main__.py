@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .mesh.watch import command as ledger_command
+from .mesh.watch.doctor import command as doctor_command
 from .sharding.plan import command as plan_command
 
 
@@ -26,10 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(
         prog="python -m shardmesh",
         description="Sharded tensors on N-D device meshes.",
-        epilog=f"example:\n{plan_command.EXAMPLE}",
+        epilog=f"examples:\n{plan_command.EXAMPLE}{doctor_command.EXAMPLE}{ledger_command.EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    plan_command.add_to(parser.add_subparsers(title="commands"))
+    commands = parser.add_subparsers(title="commands")
+    plan_command.add_to(commands)
+    doctor_command.add_to(commands, plan_command.parse_mesh)
+    ledger_command.add_to(commands)
     parsed = parser.parse_args(arguments)
     if "run" not in parsed:
         parser.print_help()

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from . import errors
 from .meeting import Call, Meeting, Move
+from .watch.simulated import Wait, no_rank_can_go_on
 from .workers import RankEnded, Worker
 
 
@@ -110,10 +110,10 @@ class Baton:
 
     def _break_deadlock(self) -> None:
         waits = [
-            (r, str(meeting.calls[r]), ranks, [m for m in ranks if m not in meeting.calls], self._place_of(r))
+            Wait(r, meeting.calls[r], ranks, [m for m in ranks if m not in meeting.calls], self._place_of(r))
             for r, (ranks, meeting) in sorted(self.waiting.items())
         ]
-        error = errors.no_rank_can_go_on(waits, sorted(self.finished))
+        error = no_rank_can_go_on(waits, sorted(self.finished))
         for ranks, meeting in list(self.meetings.items()):
             meeting.error = error
             self._part(ranks, meeting, list(meeting.calls))

@@ -127,7 +127,7 @@ class CommReport:
 
     def save_trace(self, path: str | Path) -> None:
         """Write this rank's trace for chrome://tracing or ui.perfetto.dev; several ranks' files open side by side."""
-        Path(path).write_text(json.dumps({"traceEvents": self.trace(), "displayTimeUnit": "ms"}))
+        save_events(self.trace(), path)
 
     def __str__(self) -> str:
         return self.report()
@@ -159,12 +159,24 @@ def axes_of(world: World, ranks: tuple[int, ...]) -> str:
     return f"ranks {','.join(map(str, ranks))}"
 
 
+def trace_event(name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]) -> dict[str, Any]:
+    """A complete event of Chrome's trace format, which took no time so far.
+
+    Args:
+        start: microseconds since 1970.
+    """
+    return {"name": name, "cat": op, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": 0.0, "args": details}
+
+
+def save_events(events: list[dict[str, Any]], path: str | Path) -> None:
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
 def _event(source: Source, record: CollectiveRecord, world: World) -> dict[str, Any]:
     details = {"line": source.line, "axis": source.axis, "ranks": list(record.ranks), "dtype": str(record.dtype)}
     moved = {"bytes_received": record.bytes_received, "bytes_sent": record.bytes_sent}
     name = f"{source.op} ({source.operator})"
-    place = {"pid": world.rank, "tid": source.axis, "ts": time.time_ns() / 1000, "dur": 0.0}
-    return {"name": name, "cat": source.op, "ph": "X", **place, "args": {**details, **moved}}
+    return trace_event(name, source.op, world.rank, source.axis, time.time_ns() / 1000, details | moved)
 
 
 def _table_row(row: tuple[str, ...], widths: list[int]) -> str:

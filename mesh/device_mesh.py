@@ -18,6 +18,7 @@ from .group import Group, World, active_world, current_world
 from .process import ProcessGroup, ProcessWorld
 from .start import local_device, start_processes
 from .topology import Topology, torchrun_node_size
+from .watch import same_mesh
 
 
 class DeviceMesh(AbstractMesh):
@@ -300,8 +301,10 @@ def init_device_mesh(
         backend: of the default process group, when it is started here; gloo for "cpu", NCCL for "cuda" by default.
 
     Raises: MeshError when the shape does not fit the world or names do not fit the shape; LaunchEnvironmentError when
-        environment variables are missing or wrong, the port is in use, or the device is not there.
-    Communication: starting the default group waits for all ranks.
+        environment variables are missing or wrong, the port is in use, or the device is not there, or when the ranks
+        that start do not fit each other; MeshMismatchError when other ranks made another mesh.
+    Communication: starting the default group waits for all ranks. Every rank makes the same meshes in the same order;
+        each new one takes two messages to the default group's store, which wait for nobody.
 
         mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
     """
@@ -310,7 +313,10 @@ def init_device_mesh(
     world = active_world() or start_processes(device_type, backend)
     if prod(shape) != world.size:
         raise errors.shape_does_not_fit_world(f"({axes_text(shape, names)})", prod(shape), world.size)
-    return _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names)
+    mesh = _interned(world, device_type, np.arange(world.size, dtype=np.int64).reshape(shape), names)
+    if isinstance(world, ProcessWorld):
+        same_mesh.compare(mesh)
+    return mesh
 
 
 def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:

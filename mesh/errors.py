@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class MeshError(ValueError):
@@ -17,12 +18,48 @@ class LaunchEnvironmentError(RuntimeError):
     """The processes of this program cannot find each other: environment variables, address, port or device."""
 
 
-class CollectiveMismatchError(RuntimeError):
-    """The ranks of a simulated group called different collectives."""
+class WatchError(RuntimeError):
+    """A program of several ranks that cannot go on; every rank raises it, with the same text.
+
+    Attributes:
+        verdict: what is known, as plain data: see `mesh.watch.verdict.Verdict`. None in a simulated world.
+    """
+
+    def __init__(self, message: str, verdict: Any = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are to blame; none where that cannot be told."""
+        return () if self.verdict is None else tuple(self.verdict.ranks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.verdict)
 
 
-class DeadlockError(RuntimeError):
-    """Every simulated rank waits for one that will never come."""
+class CollectiveMismatchError(WatchError):
+    """The ranks of a group called different collectives."""
+
+
+class DeadlockError(WatchError):
+    """Ranks wait for each other in different collectives, or for one that will never come."""
+
+
+class MeshMismatchError(WatchError, MeshError):
+    """Ranks made different meshes with init_device_mesh."""
+
+
+class StallError(WatchError):
+    """A rank did not come to a collective within the time of `watchdog`."""
+
+
+class RankLostError(WatchError):
+    """A rank that others wait for has died, ended its program or cannot be reached."""
+
+
+class PeerError(WatchError):
+    """Another rank raised an error, and so cannot come to the collectives of this one."""
 
 
 class CommBudgetError(RuntimeError):
@@ -70,12 +107,12 @@ def ranks_outside_world(bad: Iterable[int], world_size: int) -> MeshError:
 
 def repeated_ranks(ranks: Sequence[int]) -> MeshError:
     twice = sorted({r for r in ranks if list(ranks).count(r) > 1})
-    return MeshError(f"ranks {twice} appear more than once in {_short(ranks)}: list each rank once.")
+    return MeshError(f"ranks {twice} appear more than once in {short(ranks)}: list each rank once.")
 
 
 def not_a_member(rank: int, ranks: Sequence[int]) -> MeshError:
     return MeshError(
-        f"rank {rank} is not in the group of ranks {_short(ranks)}: only members may take part in its collectives. "
+        f"rank {rank} is not in the group of ranks {short(ranks)}: only members may take part in its collectives. "
         "Ask for the group on its members only (mesh.coordinate is None on a rank outside the mesh)."
     )
 
@@ -93,31 +130,9 @@ def wrong_reduction(op: object, known: Iterable[str]) -> CollectiveError:
     )
 
 
-def different_collectives(
-    problem: str, ranks: Sequence[int], calls: Sequence[str], places: Sequence[str | None]
-) -> CollectiveMismatchError:
-    who: dict[str, list[int]] = {}
-    for rank, call, place in zip(ranks, calls, places, strict=True):
-        who.setdefault(call + _at(place), []).append(rank)
-    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
-    return CollectiveMismatchError("\n".join([f"{problem} in the group of ranks {_short(ranks)}:", *lines]))
-
-
-def no_rank_can_go_on(
-    waits: Iterable[tuple[int, str, Sequence[int], list[int], str | None]], finished: Sequence[int]
-) -> DeadlockError:
-    """Of each rank that waits: its number, its collective, the group, who has not come, and its line in the program."""
-    lines = ["no simulated rank can go on:"]
-    for rank, call, ranks, missing, place in waits:
-        lines.append(f"  rank {rank} waits in {call} over ranks {_short(ranks)} for ranks {missing}{_at(place)}")
-    if finished:
-        lines.append(f"  ranks {list(finished)} have finished")
-    return DeadlockError("\n".join([*lines, "Every rank of a group must call the same collectives in the same order."]))
-
-
-def _at(place: str | None) -> str:
+def at(place: str | None) -> str:
     return "" if place is None else f" at {place}"
 
 
-def _short(ranks: Sequence[int]) -> str:
+def short(ranks: Sequence[int]) -> str:
     return str(tuple(ranks)) if len(ranks) <= 16 else f"({', '.join(map(str, ranks[:8]))}, ... {len(ranks)} ranks)"

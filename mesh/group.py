@@ -12,15 +12,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import errors, wire
+from .watch.page import Page
+from .watch.seat import Note, Seat, route_of
+from .watch.settings import settings
 from .work import DONE, Work, and_then
 
+if TYPE_CHECKING:
+    from .watch.watch import Watch
+
 REDUCTIONS = frozenset({"sum", "max", "min", "product"})
+_settings = settings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +54,18 @@ class CollectiveRecord:
 Observer = Callable[[CollectiveRecord], "Callable[[], None] | None"]
 
 
+# The seat and the number of the record in the ledger, and what observers want to be told when it is over.
+_Begun = tuple[Seat | None, int, "Callable[[], None] | None"]
+
+
 class Group(ABC):
     """Some ranks of a world that exchange data, seen from one of them.
 
     Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
     returns when its result may be used (on CUDA: by the current stream); with `async_op=True` it returns at once a
-    `Work` whose `wait()` does that, and the buffers are left alone until then. Observers hear of it at the call. In
-    simulated and null worlds the work is done when the call returns. A group of one rank moves and records nothing.
+    `Work` whose `wait()` does that, and the buffers are left alone until then. Each call is noted down in the ledger and
+    compared with the other ranks' (`watch/seat.py`); observers hear of it. In simulated and null worlds the work is done
+    when the call returns. A group of one rank moves and records nothing.
 
     Attributes:
         ranks: global ranks, ascending.
@@ -61,9 +73,10 @@ class Group(ABC):
         size: number of ranks.
         world: the world that the group belongs to.
         shared: memory that the ranks share, by device type, see `symmetric.peers_of`.
+        seat: where this rank's collectives on the group are noted down; None before the first one.
     """
 
-    __slots__ = ("_observers", "rank", "ranks", "shared", "size", "world")
+    __slots__ = ("_observers", "rank", "ranks", "seat", "shared", "size", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -72,6 +85,7 @@ class Group(ABC):
         self.size = len(ranks)
         self._observers = world.observers
         self.shared: dict[str, Any] = {}
+        self.seat: Seat | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
@@ -92,8 +106,8 @@ class Group(ABC):
             _copy(out, x)
             return DONE if async_op else None
         moved = (self.size - 1) * x.nbytes
-        over = self._notify("all_gather", moved, moved, x.dtype) if self._observers else None
-        return _observed(self._all_gather(out, x, async_op), over)
+        begun = self._begin("all_gather", "", x.dtype, x.numel(), moved, moved)
+        return _ended(self._all_gather(out, x, async_op), begun)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
@@ -113,9 +127,9 @@ class Group(ABC):
             _copy(out, x)
             return DONE if async_op else None
         moved = (self.size - 1) * out.nbytes
-        over = self._notify("reduce_scatter", moved, moved, x.dtype) if self._observers else None
+        begun = self._begin("reduce_scatter", op, x.dtype, x.numel(), moved, moved)
         reduce_scatter = self._reduce_scatter if x.dtype in wire.NATIVE else self._reduce_scatter_encoded
-        return _observed(reduce_scatter(out, x, op, async_op), over)
+        return _ended(reduce_scatter(out, x, op, async_op), begun)
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
@@ -131,9 +145,9 @@ class Group(ABC):
         if self.size == 1:
             return DONE if async_op else None
         moved = 2 * (self.size - 1) * x.nbytes // self.size
-        over = self._notify("all_reduce", moved, moved, x.dtype) if self._observers else None
+        begun = self._begin("all_reduce", op, x.dtype, x.numel(), moved, moved)
         all_reduce = self._all_reduce if x.dtype in wire.NATIVE else self._all_reduce_encoded
-        return _observed(all_reduce(x, op, async_op), over)
+        return _ended(all_reduce(x, op, async_op), begun)
 
     def all_to_all(
         self,
@@ -165,12 +179,12 @@ class Group(ABC):
         if self.size == 1:
             _copy(out, x)
             return DONE if async_op else None
-        over = None
-        if self._observers:
-            sent = (x.numel() - (even if in_splits is None else in_splits[self.rank])) * x.element_size()
-            received = (out.numel() - (even if out_splits is None else out_splits[self.rank])) * out.element_size()
-            over = self._notify("all_to_all", sent, received, x.dtype)
-        return _observed(self._all_to_all(out, x, out_splits, in_splits, async_op), over)
+        sent = (x.numel() - (even if in_splits is None else in_splits[self.rank])) * x.element_size()
+        received = (out.numel() - (even if out_splits is None else out_splits[self.rank])) * out.element_size()
+        begun = self._begin("all_to_all", "", x.dtype, -1, sent, received)
+        if in_splits is not None and begun is not None and begun[0] is not None:
+            begun[0].show_splits(begun[1], in_splits, out_splits or ())
+        return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun)
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
@@ -188,11 +202,9 @@ class Group(ABC):
             )
         if self.size == 1:
             return DONE if async_op else None
-        over = None
-        if self._observers:
-            mine = self.rank == src
-            over = self._notify("broadcast", (self.size - 1) * x.nbytes if mine else 0, 0 if mine else x.nbytes, x.dtype)
-        return _observed(self._broadcast(x, src, async_op), over)
+        sent, received = ((self.size - 1) * x.nbytes, 0) if self.rank == src else (0, x.nbytes)
+        begun = self._begin("broadcast", f"src={src}", x.dtype, x.numel(), sent, received)
+        return _ended(self._broadcast(x, src, async_op), begun)
 
     def permute(
         self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False
@@ -224,19 +236,25 @@ class Group(ABC):
             raise _wrong_places(self, dst, src)
         if self.size == 1:
             return DONE if async_op else None
-        over = None
-        if self._observers:
-            sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
-            over = self._notify("permute", sent, received, x.dtype)
-        return _observed(self._permute(out, x, dst, src, async_op), over)
+        sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
+        begun = self._begin("permute", "", x.dtype, -1, sent, received, route_of(dst, src))
+        return _ended(self._permute(out, x, dst, src, async_op), begun)
+
+    def close(self, why: str) -> None:
+        """From now on every collective of more than one rank raises MeshError(why)."""
+
+        def refuse(_: CollectiveRecord) -> None:
+            raise errors.MeshError(why)
+
+        self._observers = [refuse]  # which are asked first
 
     def barrier(self) -> None:
         """Returns when every rank of the group has called it. Communication: one launch, counted as no bytes."""
         if self.size == 1:
             return
-        over = self._notify("barrier", 0, 0, torch.uint8) if self._observers else None
+        begun = self._begin("barrier", "", torch.uint8, 0, 0, 0)
         self._barrier()
-        _observed(None, over)
+        _ended(None, begun)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's object, in group order, each a copy made by pickle. For small things.
@@ -245,9 +263,11 @@ class Group(ABC):
         """
         data = pickle.dumps(obj)
         moved = (self.size - 1) * len(data)
-        over = self._notify("all_gather_object", moved, moved, torch.uint8) if self._observers and moved else None
-        gathered = [data] if self.size == 1 else self._all_gather_bytes(data)
-        _observed(None, over)
+        if self.size == 1:
+            return [pickle.loads(data)]
+        begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved)
+        gathered = self._all_gather_bytes(data)
+        _ended(None, begun)
         return [pickle.loads(d) for d in gathered]
 
     def direct(self, op: str, sent: int, received: int, dtype: torch.dtype, run: Callable[[], None]) -> None:
@@ -255,9 +275,26 @@ class Group(ABC):
 
         Communication: what the arguments say, as in `CollectiveRecord`.
         """
-        over = self._notify(op, sent, received, dtype) if self._observers else None
+        begun = self._begin(op, "", dtype, -1, sent, received)
         run()
-        _observed(None, over)
+        _ended(None, begun)
+
+    def _begin(self, op: str, how: str, dtype: torch.dtype, size: int, sent: int, received: int, route: int = 0) -> _Begun | None:
+        """Notes a collective down and tells the observers, before it moves anything; what `_ended` needs.
+
+        Raises: WatchError when the job has failed, or another rank called something else; what an observer raises.
+        """
+        over = self._notify(op, sent, received, dtype) if self._observers else None
+        if _settings.mode == "off":
+            return None if over is None else (None, 0, over)
+        seat = self.seat
+        if seat is None:
+            seat = self.seat = self._sit()
+        return seat, seat.enter(op, how, dtype, size, sent, received, route), over
+
+    def _sit(self) -> Seat:
+        watch = self.world.watch
+        return Seat(self, self.world.page, None) if watch is None else watch.sit(self)
 
     def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> Callable[[], None] | None:
         """Tells the observers; what they want to be told when it is over."""
@@ -317,6 +354,22 @@ class Group(ABC):
     def _all_gather_bytes(self, data: bytes) -> list[bytes]: ...
 
 
+class Carried(threading.local):
+    """What the collectives that this thread calls belong to, as their callers know.
+
+    Attributes:
+        note: what is moved, from which layout to which; None where nobody says.
+        lineage: how the value was made, see `sharding/lineage.py`; 0 where nobody says.
+        roots: how many values have entered the program in this thread, by what they are known.
+    """
+
+    note: Note | None = None
+    lineage: int = 0
+
+    def __init__(self) -> None:
+        self.roots: dict[Any, Any] = {}
+
+
 class World(ABC):
     """One rank's handle on where ranks run.
 
@@ -326,6 +379,10 @@ class World(ABC):
         observers: called with a `CollectiveRecord` before each collective of this rank; may raise to prevent it, or return
             a function to call when it is over.
         meshes: the meshes of this world, so that the same mesh is the same object.
+        page: this rank's part of the ledger.
+        watch: what looks after the ranks; None in simulated and null worlds, and for a process alone.
+        epoch: how many sessions have ended in this world: groups of the same ranks made before and after are others.
+        carried: what the next collectives of this thread belong to.
     """
 
     def __init__(self, rank: int, size: int, observers: list[Observer] | None = None) -> None:
@@ -333,7 +390,19 @@ class World(ABC):
         self.size = size
         self.observers: list[Observer] = [] if observers is None else observers
         self.meshes: dict[Any, Any] = {}
+        self.watch: Watch | None = None
+        self.carried = Carried()
+        self.epoch = 0
+        self._page: Page | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
+
+    @property
+    def page(self) -> Page:
+        if self.watch is not None:
+            return self.watch.page
+        if self._page is None:
+            self._page = Page.private(self.rank, self.size)
+        return self._page
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -394,8 +463,21 @@ def current_world() -> World:
     return process_world()
 
 
-def _observed(work: Work | None, over: Callable[[], None] | None) -> Work | None:
-    return work if over is None else and_then(work, over)
+def _ended(work: Work | None, begun: _Begun | None) -> Work | None:
+    """The end of what `_begin` began: now, or when the work is done."""
+    if begun is not None:
+        if work is not None and work is not DONE:
+            return and_then(work, partial(_end, begun))
+        _end(begun)
+    return work
+
+
+def _end(begun: _Begun) -> None:
+    seat, number, over = begun
+    if seat is not None:
+        seat.leave(number)
+    if over is not None:
+        over()
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

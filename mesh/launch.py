@@ -22,6 +22,7 @@ import math
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import signal
 import sys
 import threading
@@ -31,10 +32,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from .watch.watch import tell_of
 
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, t
 _SETTLE_S = 0.5  # a killed rank breaks its peers' connections: wait this long to see which came first
 _POLL_S = 1.0  # a child's own children can hold its pipes open after it died: look at its exit status as well
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SIGTERM_EXIT = 128 + signal.SIGTERM  # what shells report of a process that SIGTERM has ended
 _RESULT, _FAILURE = b"+", b"-"  # what a child's message starts with
 _RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -85,7 +89,8 @@ def launch(
     Runs `fn(*args, **kwargs)` in `nprocs` fresh local processes, each with the environment that torchrun would give
     it: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (the CPUs divided
     among the ranks) unless it is set. Function, arguments and results travel by pickle, by value. A default process
-    group that `fn` leaves behind is destroyed. The children ignore Ctrl-C; the parent ends them.
+    group that `fn` leaves behind is destroyed. The children ignore Ctrl-C; the parent ends them. SIGTERM goes on to the children,
+    which may save their work first (`reached_preemption`) and return; where they do not, they end, and so does the parent.
 
     Args:
         fn: an importable function (not a lambda, not nested, not typed into a notebook).
@@ -100,6 +105,7 @@ def launch(
         LaunchTimeoutError: some rank had not finished in time.
         ValueError, TypeError: `fn` or its arguments cannot travel to another process; bad `nprocs` or `env`.
         RuntimeError: called in a process that is itself a rank.
+        SystemExit: SIGTERM has ended the ranks; its code is 143. A second SIGTERM ends them at once.
 
     Communication: none of its own; the children rendezvous through a store in this process.
 
@@ -113,14 +119,15 @@ def launch(
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     shared = _shared_environment(nprocs, store.port) | dict(env or {})
     ranks: list[_Rank] = []
-    try:
-        for rank in range(nprocs):
-            _start(ranks, rank, shared, payload)
-        _follow(ranks, timeout)
-        _raise_first_failure(ranks)
-        return [pickle.loads(r.result) for r in ranks]
-    finally:
-        _end(ranks)
+    with _passing_sigterm_on(ranks) as passed_on:
+        try:
+            for rank in range(nprocs):
+                _start(ranks, rank, shared, payload)
+            _follow(ranks, timeout)
+            _raise_first_failure(ranks, passed_on)
+            return [pickle.loads(r.result) for r in ranks]
+        finally:
+            _end(ranks)
 
 
 # ------------------------------------------------------------------------------------------------ checks of the call
@@ -194,6 +201,7 @@ def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
         # env:// rendezvous then makes every rank a client of the parent's store, as under torchrun
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),  # by which a rank of another job is told apart
     }
 
 
@@ -235,6 +243,12 @@ class _Failure:
     @property
     def exception(self) -> BaseException | None:
         return pickle.loads(self.pickled) if self.pickled else None
+
+    @property
+    def is_of_sigterm(self) -> bool:
+        """Whether SIGTERM ended the rank: killed it, or made it raise SystemExit(143)."""
+        error = self.exception
+        return self.signal == signal.SIGTERM or (isinstance(error, SystemExit) and error.code == _SIGTERM_EXIT)
 
 
 @dataclass(slots=True)
@@ -322,12 +336,40 @@ def _timeout_message(late: Sequence[_Rank], nprocs: int, timeout: float | None) 
     return f"launch() ran into its timeout of {timeout} s: of {nprocs} ranks, not finished: {names}; all were ended"
 
 
-def _raise_first_failure(ranks: Sequence[_Rank]) -> None:
+@contextlib.contextmanager
+def _passing_sigterm_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
+    """Inside, SIGTERM goes on to the ranks, and the parent follows them as before; the signals that came are in the list.
+
+    A second one ends everything. What the program itself does on SIGTERM is left alone.
+    """
+    passed_on: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        passed_on.append(number)
+        if len(passed_on) > 1:
+            raise SystemExit(_SIGTERM_EXIT)
+        for r in ranks:
+            r.process.terminate()
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield passed_on
+        return
+    signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield passed_on
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise_first_failure(ranks: Sequence[_Rank], passed_on: Sequence[int]) -> None:
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return
     failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))  # one that died first: its peers' errors follow
     (rank, failure), *others = failed
+    if passed_on and failure.is_of_sigterm:
+        print(f"shardmesh: launch: SIGTERM has ended {len(failed)} of {len(ranks)} ranks", file=sys.stderr)
+        raise SystemExit(_SIGTERM_EXIT)
     lines = [f"rank {rank} of {len(ranks)} {failure.summary}"]
     if failure.traceback:
         lines += ["", f"--- traceback of rank {rank} ---", failure.traceback.rstrip()]
@@ -363,6 +405,7 @@ def _child_main(parent: int, pipe: Connection, payload: bytes) -> None:
         pipe.send_bytes(_RESULT + _run(payload))
         _leave()
     except BaseException as error:
+        tell_of(error)  # the other ranks, now
         pipe.send_bytes(_FAILURE + pickle.dumps(_raised(error)))
         # The parent ends this process. Leaving now would break the peers' connections and blur which error was first.
         pipe.poll(None)

@@ -16,18 +16,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
+from .watch import simulated as verdict
+from .watch.judge import connected
+from .watch.page import Page
+from .watch.seat import unlike
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A rank's arrival at a collective: what must agree between ranks, and the buffers."""
+    """A rank's arrival at a collective.
+
+    Attributes:
+        agree: what must agree between ranks.
+        note: what it belongs to, as text; must agree, too.
+        lineage: how the value was made; 0 where that is not known.
+        page: the rank's ledger; None where nothing is noted down.
+    """
 
     op: str
     agree: tuple[Any, ...]
     buffers: tuple[Any, ...]
+    note: str = ""
+    lineage: int = 0
+    page: Page | None = None
 
     def __str__(self) -> str:
         words = [str(a).removeprefix("torch.") for a in self.agree]
@@ -35,7 +48,7 @@ class Call:
             words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
         if self.op == "permute":
             words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
-        return f"{self.op}({', '.join(words)})"
+        return f"{self.op}({', '.join(words)})" + (f" for {self.note}" if self.note else "")
 
 
 Move = Callable[[list[Call]], Any]
@@ -57,7 +70,7 @@ class Meeting:
         try:
             problem = _disagreement(ranks, calls)
             if problem is not None:
-                raise errors.different_collectives(problem, ranks, list(map(str, calls)), list(map(place_of, ranks)))
+                raise verdict.different_collectives(problem, ranks, calls, list(map(place_of, ranks)))
             # Inference mode may write to both kinds of tensors; outside it, inference tensors refuse.
             with torch.inference_mode():
                 self.result = move(calls)
@@ -72,8 +85,10 @@ def like(x: Tensor) -> tuple[torch.dtype, str]:
 def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     """What does not fit between the calls, if anything."""
     first = calls[0]
-    if any(c.op != first.op or c.agree != first.agree for c in calls):
+    if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
         return "ranks call different collectives"
+    if len(connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))) > 1:
+        return "ranks call the same collective for values that were made differently (one was skipped, repeated or swapped before)"
     if first.op == "all_to_all":
         return _wrong_split(ranks, calls)
     return _wrong_pair(ranks, calls) if first.op == "permute" else None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import secrets
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,19 @@ from torch.distributed import distributed_c10d
 
 from . import errors, wire
 from .group import Group, Observer, World
-from .work import Work, and_then
+from .watch.relay import start_relay
+from .watch.seat import Seat
+from .watch.settings import settings
+from .watch.watch import Watch, start_watch
+from .work import DONE, Work, and_then
 
 # torch 2.13 renamed these two.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_FOR_EVER = timedelta(days=7)
+_NOTHING = torch.empty(0)
 _TO_FINISH_S = 0.1  # before the interpreter ends
 
 
@@ -47,11 +55,50 @@ class _TorchWork(Work):
 
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            self._wait(work)
         self._works, self._buffers = [], ()
+
+    def _wait(self, work: Any) -> None:
+        work.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def watch_at(seat: Seat) -> Watch:
+    """The watch that a seat in a group of processes has."""
+    return cast(Watch, seat.watch)
+
+
+class _WatchedWork(_TorchWork):
+    """A collective on the CPU, waited for with an eye on the other ranks."""
+
+    __slots__ = ("_seat", "_sequence")
+
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat) -> None:
+        super().__init__(works, buffers)
+        self._seat, self._sequence = seat, seat.called - 1
+
+    def _wait(self, work: Any) -> None:
+        watch_at(self._seat).wait(self._seat, self._sequence, work)
+
+
+class _WatchedMessages(_WatchedWork):
+    """Messages between ranks on the CPU: gloo can only wait for them without looking up, so first the others must have come."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, places: Sequence[int | None]) -> None:
+        super().__init__(works, buffers, seat)
+        self._places = places
+
+    def wait(self) -> None:
+        if self._works:
+            watch_at(self._seat).meet(self._seat, self._sequence, self._places)
+        super().wait()
+
+    def _wait(self, work: Any) -> None:
+        watch_at(self._seat).wait_to_the_end(self._seat, self._sequence, work)
 
 
 class ProcessGroup(Group):
@@ -95,23 +142,44 @@ class ProcessGroup(Group):
             )
         if len(self.ranks) == dist.get_world_size():
             return _default_group()
-        with _naming_groups_by_their_ranks():
-            made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True)
+        try:
+            with _naming_groups_by_their_ranks():
+                made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
+        except RuntimeError as error:
+            if self.seat is not None and self.seat.watch is not None:
+                self.seat.watch.explain(self.seat, self.seat.called - 1, error)
+            raise
         return made
+
+    def _started(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
+        """Runs a collective of torch's on the first buffers it takes. On the CPU it is always started, and then waited for.
+
+        On an accelerator to wait is for the stream to wait, and a call that is not `async_op` may use the current one.
+        """
+        seat, handle = self._watched_seat(buffers[0]), self.handle
+        if seat is None:
+            work = call(*args, group=handle, async_op=async_op)
+            return None if work is None else _TorchWork([work], buffers)
+        try:
+            work = call(*args, group=handle, async_op=True)
+        except RuntimeError as error:
+            watch_at(seat).explain(seat, seat.called - 1, error)
+            raise
+        if work is None:
+            return DONE if async_op else None
+        watched = _WatchedWork([work], buffers, seat)
+        return watched if async_op else watched.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         if x.dtype not in wire.NATIVE:
             out, x = wire.as_bytes(out), wire.as_bytes(x)
-        work = _all_gather_flat(_flat(out), _flat(x), group=self.handle, async_op=async_op)
-        return None if work is None else _TorchWork([work], (out, x))
+        return self._started(_all_gather_flat, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        work = _reduce_scatter_flat(_flat(out), _flat(x), _REDUCE_OP[op], group=self.handle, async_op=async_op)
-        return None if work is None else _TorchWork([work], (out, x))
+        return self._started(_reduce_scatter_flat, (out, x), async_op, _flat(out), _flat(x), _REDUCE_OP[op])
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        work = dist.all_reduce(x, _REDUCE_OP[op], group=self.handle, async_op=async_op)
-        return None if work is None else _TorchWork([work], (x,))
+        return self._started(dist.all_reduce, (x,), async_op, x, _REDUCE_OP[op])
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
@@ -121,14 +189,12 @@ class ProcessGroup(Group):
             width = x.element_size()
             out, x = wire.as_bytes(out), wire.as_bytes(x)
             splits = [None if given is None else [n * width for n in given] for given in splits]
-        work = dist.all_to_all_single(_flat(out), _flat(x), *splits, group=self.handle, async_op=async_op)
-        return None if work is None else _TorchWork([work], (out, x))
+        return self._started(dist.all_to_all_single, (out, x), async_op, _flat(out), _flat(x), *splits)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
         if x.dtype not in wire.NATIVE:
             x = wire.as_bytes(x)
-        work = dist.broadcast(x, self.ranks[src], group=self.handle, async_op=async_op)
-        return None if work is None else _TorchWork([work], (x,))
+        return self._started(dist.broadcast, (x,), async_op, x, self.ranks[src])
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
         handle = self.handle
@@ -137,9 +203,9 @@ class ProcessGroup(Group):
             out, x = wire.as_bytes(out), wire.as_bytes(x)
         if _needs_host_memory(handle, x.device):
             arrived = torch.empty_like(out, device="cpu")
-            work = and_then(_send_and_receive(handle, arrived, x.cpu(), dst, src), lambda: _copy_where_any(out, arrived, src))
+            work = and_then(self._messages(handle, arrived, x.cpu(), dst, src), lambda: _copy_where_any(out, arrived, src))
         else:
-            work = _send_and_receive(handle, out, x, dst, src)
+            work = self._messages(handle, out, x, dst, src)
         return work if async_op or work is None else work.wait()
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
@@ -148,22 +214,53 @@ class ProcessGroup(Group):
             dist.all_reduce(x.new_zeros(1, dtype=torch.int32), group=handle)
         self._connected = True
 
+    def _messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
+        ops = []
+        if dst is not None and x.numel():
+            ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
+        if src is not None and out.numel():
+            ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
+        works = dist.batch_isend_irecv(ops) if ops else []
+        seat = self._watched_seat(x)
+        return _TorchWork(works, (out, x)) if seat is None else _WatchedMessages(works, (out, x), seat, (dst, src))
+
+    def _watched_seat(self, x: Tensor) -> Seat | None:
+        """The seat, where a collective on this tensor is to be waited for with an eye on the others."""
+        watched = self.seat is not None and self.seat.watch is not None and x.device.type == "cpu" and settings().mode != "off"
+        return self.seat if watched else None
+
     def _barrier(self) -> None:
-        dist.barrier(group=self.handle)
+        self._started(dist.barrier, (_NOTHING,), False)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, data, group=self.handle)
-        return gathered
+        """Sizes first, then everything, each as long as the longest."""
+        device = self._host_device()
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        sizes = torch.empty(self.size, dtype=torch.int64, device=device)
+        self._all_gather(sizes, torch.tensor([len(data)], device=device), False)
+        longest = int(sizes.max())
+        padded = torch.nn.functional.pad(mine, (0, longest - len(data)))
+        everyone = torch.empty(self.size, longest, dtype=torch.uint8, device=device)
+        self._all_gather(everyone, padded, False)
+        return [bytes(row[:size].numpy()) for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)]
+
+    def _host_device(self) -> torch.device:
+        """Where the group takes data that comes from the host: the CPU, if it has a backend for it."""
+        types = {device.type for device in self.handle._device_types}
+        if "cpu" in types:
+            return torch.device("cpu")
+        kind = sorted(types)[0]
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _send_and_receive(handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
-    ops = []
-    if dst is not None and x.numel():
-        ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
-    if src is not None and out.numel():
-        ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
-    return _TorchWork(dist.batch_isend_irecv(ops) if ops else [], (out, x))
+def _timeout() -> timedelta | None:
+    """For a new group: none of torch's where the watch looks after all its ranks do, which is on the CPU."""
+    return _FOR_EVER if is_watched(dist.get_backend_config()) and process_world().watch is not None else None
+
+
+def is_watched(backends: str) -> bool:
+    """Whether ranks that wait in collectives of these backends see what the watch sees; on an accelerator the stream waits."""
+    return settings().mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
@@ -220,6 +317,11 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
+        if default is not None and size > 1:
+            job = _job()
+            self.watch = None if job is None else start_watch(self, job)
+            if self.watch is not None:
+                self.watch.relay = start_relay(self.watch, distributed_c10d._get_default_store())
 
     def is_over(self, default: dist.ProcessGroup | None) -> bool:
         """Whether the default group is another one now."""
@@ -258,8 +360,24 @@ def process_world() -> ProcessWorld:
         if default is not None:
             atexit.unregister(_let_threads_finish)
             atexit.register(_let_threads_finish)
+        if _world is not None and _world.watch is not None:
+            _world.watch.close()
         _world = ProcessWorld(default, _observers)
     return _world
+
+
+_times_joined: Counter[str] = Counter()
+
+
+def _job() -> str | None:
+    """A name for the life of the default group, chosen by whichever rank comes first; None with a store that keeps nothing, as the
+    "fake" backend has. Communication: one question to the store."""
+    try:
+        job = distributed_c10d._get_default_store().compare_set("shardmesh/job", "", secrets.token_hex(8)).decode()
+    except (RuntimeError, AttributeError):  # no store at all under MPI
+        return None
+    _times_joined[job] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
+    return job if _times_joined[job] == 1 else f"{job}-{_times_joined[job]}"
 
 
 def _let_threads_finish() -> None:

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -24,9 +25,11 @@ from .group import Group, Observer, World, activate, active_world, current_world
 from .meeting import Call, Move, like
 from .rank_output import RankOutput, callers_stdout, check_prints, outputs
 from .source import _INNER
+from .watch.settings import settings
 from .work import DONE, Work
 from .workers import RankEnded, dismiss, hire
 
+_settings = settings()
 # The system may give a signal to any thread, and Python's main thread, which has to handle it, goes on waiting for a lock.
 _TO_LOOK = 0.2  # seconds after which it looks
 _TO_UNWIND = 1.0  # seconds that ranks have after Ctrl-C; one that sleeps or computes longer is left behind
@@ -53,6 +56,9 @@ class SimulatedGroup(Group):
         self._baton = world.baton
 
     def _meet(self, call: Call, move: Move) -> Any:
+        if _settings.mode != "off":
+            note = self.world.carried.note
+            call = replace(call, note="" if note is None else note.text, lineage=self.world.carried.lineage, page=self.world.page)
         return self._baton.meet(self.ranks, self.world.rank, call, move)
 
     def _move(self, call: Call, move: Move, async_op: bool) -> Work | None:

@@ -27,11 +27,32 @@ _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")
 _INNER = (*_OURS, _TORCH, contextlib.__file__)
 
 
+_inner_files: dict[str, bool] = {}
+
+
+def is_inner(code: CodeType) -> bool:
+    """Whether a frame with this code is ours or torch's, and not the user's."""
+    found = _inner_files.get(code.co_filename)
+    if found is None:
+        found = _inner_files[code.co_filename] = code.co_filename.startswith(_INNER)
+    return found
+
+
+def user_frame(above: int = 1) -> tuple[FrameType, int]:
+    """The innermost frame of the user's program, and how far above the caller the frame below it is.
+
+    Args:
+        above: frames to skip, from the caller's on.
+    """
+    frame, depth = sys._getframe(above), above - 2
+    while frame.f_back is not None and is_inner(frame.f_code):
+        frame, depth = frame.f_back, depth + 1
+    return frame, depth
+
+
 def user_line() -> tuple[str, int]:
     """File name and line number in the user's program."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
-        frame = frame.f_back
+    frame, _ = user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,27 +12,40 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from . import errors
-from .process import ProcessWorld, process_world
+from .process import ProcessWorld, is_watched, process_world
+from .watch import startup
+from .watch.card import what_must_agree
 
 # What torchrun, `launch` and most cluster launchers set; torch's own env:// start-up reads the same four.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOSTLESS = ("cpu", "meta")
+_GLOO_TIMEOUT = timedelta(days=1)  # the watch has a policy of its own, for all groups
+
+_epoch = 0
 
 
 def start_processes(device_type: str, backend: str | None = None) -> ProcessWorld:
     """The world of processes, with its default group started if there is none and this process bound to its device.
 
     Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use, the device is not
-        there; MeshError when the device type or the backend does not fit the group that runs already.
+        there, or the ranks do not fit each other (see `startup.meet`), the same text on every rank that can be reached;
+        MeshError when the device type or the backend does not fit the group that runs already.
     Communication: starting the default group waits for all ranks.
     """
-    _bind_device(device_type)
     if not dist.is_available():
+        _bind_device(device_type)
         return process_world()
-    if not dist.is_initialized():
-        _start_default_group(backend or _default_backend(device_type))
+    if dist.is_initialized():
+        _bind_device(device_type)
+    else:
+        _start_default_group(device_type, backend)
     _check_backend(device_type, backend)
     return process_world()
+
+
+def epoch() -> int:
+    """How many default groups this process has started."""
+    return _epoch
 
 
 def local_device(device_type: str) -> torch.device:
@@ -86,28 +100,19 @@ def _is_available(backend: str) -> bool:
     return dist.is_backend_available(backend)
 
 
-def _start_default_group(backend: str) -> None:
-    place = launch_environment()
-    if place is None:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        return
+def _start_default_group(device_type: str, backend: str | None) -> None:
+    global _epoch
     try:
-        dist.init_process_group(backend, init_method="env://")
-    except dist.DistNetworkError as error:
-        raise _start_failed(place[0], error) from error
-
-
-def _start_failed(rank: int, error: Exception) -> errors.LaunchEnvironmentError:
-    address = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return errors.LaunchEnvironmentError(
-            f"rank {rank} cannot listen at {address}: the port is in use, perhaps by a job that is still running. "
-            "Set MASTER_PORT to a free one in every process (torchrun --master-port, or --standalone to choose one)."
-        )
-    return errors.LaunchEnvironmentError(
-        f"rank {rank} cannot reach rank 0 at {address}: {error}. Check that rank 0 runs there and that the "
-        "address and port are the same in every process."
-    )
+        _bind_device(device_type)
+        place = launch_environment()
+    except errors.LaunchEnvironmentError as error:
+        raise startup.told(error) from None
+    backend = backend or _default_backend(device_type)
+    rank, size = place or (0, 1)
+    store = HashStore() if place is None else startup.meet(rank, size, what_must_agree(size, device_type, backend, os.environ))
+    timeout = _GLOO_TIMEOUT if is_watched(backend) else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    _epoch += 1
 
 
 def _module(device_type: str) -> Any:

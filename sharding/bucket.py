@@ -11,16 +11,22 @@ stage are all in flight before the first is waited for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.group import current_world
+from ..mesh.watch.page import stable_hash
+from ..mesh.watch.profile import named
+from ..mesh.watch.seat import Note
 from .cache import keep
 from .collectives import Collective, Pending
 from .execute import Run, bucket_key, compile_collective, compile_local
 from .layout import Layout
 from .plan import Plan, Step, plan
 
+_NAMED = 4  # so many tensors of a bucket are named in errors
 Pair = tuple[Layout, Layout]
 
 
@@ -64,6 +70,7 @@ class ManyRunner:
         segments = [_segments(p) for p in plans]
         self._dtypes = [p.dst.dtype for p in plans]
         depth = max(map(len, segments), default=0)
+        self._carried, self._note = _world_of(plans).carried, _note(plans)
         self.stages = [_Stage([s[k] if k < len(s) else () for s in segments]) for k in range(depth)]
 
     @property
@@ -75,9 +82,14 @@ class ManyRunner:
         """Everything but waiting for the last stage; call what comes back for the results."""
         tensors, fresh = list(tensors), [own] * len(tensors)
         under_way: list[tuple[list[int], Pending]] = []
-        for stage in self.stages:
-            _finish(under_way, tensors, fresh)
-            under_way = stage.start(tensors, fresh)
+        self._carried.note = self._note
+        try:
+            with named(self._note):
+                for stage in self.stages:
+                    _finish(under_way, tensors, fresh)
+                    under_way = stage.start(tensors, fresh)
+        finally:
+            self._carried.note = None
 
         def wait() -> list[Tensor]:
             _finish(under_way, tensors, fresh)
@@ -85,6 +97,16 @@ class ManyRunner:
             return [x if x.dtype is dtype else x.to(dtype) for x, dtype in zip(tensors, self._dtypes, strict=True)]
 
         return wait
+
+
+def _world_of(plans: Sequence[Plan]) -> Any:
+    return current_world() if not plans else getattr(plans[0].src.mesh, "world", None)
+
+
+def _note(plans: Sequence[Plan]) -> Note:
+    """The first few, and a number that depends on all."""
+    moves = [f"{p.src} -> {p.dst.spec}" for p in plans]
+    return Note(f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {stable_hash(str(moves)):x})")
 
 
 def _finish(under_way: Sequence[tuple[list[int], Pending]], tensors: list[Tensor], fresh: list[bool]) -> None:

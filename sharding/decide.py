@@ -41,6 +41,7 @@ class Decision:
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
         example: for `FOUND`, the results on meta tensors, or None where their shapes depend on values.
+        seed: what the operator and its static arguments add to lineages.
         form: what to call instead, with the operator's own arguments; nothing else counts then.
         direct: all there is to do is to call `func` on the locals and wrap its one result.
         run: how to do what there is to do, where it is more.
@@ -48,7 +49,7 @@ class Decision:
     """
 
     __slots__ = (
-        "container", "detached_view", "direct", "example", "form", "func", "in_place", "moves", "outputs", "run", "targets",
+        "container", "detached_view", "direct", "example", "form", "func", "in_place", "moves", "outputs", "run", "seed", "targets",
         "wrap",
     )  # fmt: skip
 
@@ -63,6 +64,7 @@ class Decision:
         self.detached_view = False
         self.example: Any = None
         self.direct = False
+        self.seed = 0
 
 
 def decide(
@@ -99,6 +101,13 @@ def decide(
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def common_name(func: Any) -> str:
+    """A name that is the same on every rank: nothing with an address in it, and nothing that a program may choose."""
+    if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
+        return "operator of the program"
+    return getattr(func, "__name__", type(func).__name__)
 
 
 def name_of(func: Any) -> str:

@@ -22,9 +22,10 @@ from torch import Tensor
 from ..mesh.device_mesh import DeviceMesh
 from . import outside
 from .cache import keep
-from .decide import FOUND, Decision, decide, name_of, with_values
+from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
+from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .spec import P
@@ -101,8 +102,14 @@ def torch_function(
     if decision is None:
         decision = _decided(func, args, kwargs, key, operands)
     if decision.direct:
-        return decision.wrap(decision.func(*local_args, **local_kwargs))
-    return decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
+        out = decision.wrap(decision.func(*local_args, **local_kwargs))
+        out._lineage = mixed(decision.seed, operands)
+        return out
+    if decision.run is _on_wrappers:
+        return _on_wrappers(decision, args, kwargs)
+    lineage = mixed(decision.seed, operands)
+    result = decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
+    return _with_lineage(decision, result, lineage, operands)
 
 
 # -- reading the arguments ---------------------------------------------------------------------------------------------
@@ -246,6 +253,7 @@ def _decided(
         decision = _settled(decide(func, args, kwargs, operands, key))
         if decision.form is None and _is_outside(operands[0]._layout):
             decision.run = partial(outside.run, func)
+    decision.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
     if operands:
         with suppress(TypeError):  # an argument that cannot be hashed: decide anew each time
             keep(operands[0]._layout.decisions, tuple(key), decision)
@@ -270,7 +278,10 @@ def _moved(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments with every operand's local tensor in the layout that the decision asks for."""
     pairs = zip(operands, decision.targets, strict=True)
-    moved = [redistribute_local(x._local, x._layout, target) for x, target in pairs]
+    moved = []
+    for x, target in pairs:
+        with carrying(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+            moved.append(redistribute_local(x._local, x._layout, target))
     if decision.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
@@ -289,8 +300,19 @@ def _base(local: Tensor) -> Tensor:
     return local if local._base is None else local._base
 
 
-def _run_form(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    return decision.form(*args, **kwargs)  # type: ignore[misc]
+def _run_form(
+    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
+) -> Any:
+    with carrying(operands[0]._layout.mesh.world, mixed(decision.seed, operands)):
+        return decision.form(*args, **kwargs)  # type: ignore[misc]
+
+
+def _with_lineage(decision: Decision, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
+    """The results, known to be made of the operands; also on ranks outside the mesh. What an operator only hands back stays what it is."""
+    for i, x in enumerate(result if type(result) in (tuple, list) else (result,)):
+        if type(x) is ShardedTensor and (decision.in_place or all(x is not operand for operand in operands)):
+            x._lineage = piece_of(lineage, i)
+    return result
 
 
 def _run(

@@ -229,7 +229,7 @@ class _Inside:
 
     def _of_layout(self, layout: Layout) -> ShardedTensor:
         at = self._layout_for(layout)
-        return ShardedTensor._make_guarded(torch.empty(at.local_shape, dtype=at.dtype, device="meta"), at)
+        return ShardedTensor._make_guarded(torch.empty(at.local_shape, dtype=at.dtype, device="meta"), at, 0)
 
     def _layout_for(self, layout: Layout) -> Layout:
         return Layout.of(self._mesh_for(layout.mesh), layout.spec, layout.shape, layout.dtype)

@@ -13,12 +13,15 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from ..kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.group import Group
 from ..mesh.symmetric import STAGING_BYTES
 from ..mesh.topology import Link
+from ..mesh.watch.profile import named
+from ..mesh.watch.seat import Note
 from .collectives import (
     AllGather,
     AllReduce,
@@ -58,7 +61,7 @@ class Runner:
         calls: for each of them a function of the local tensor, or a collective.
     """
 
-    __slots__ = ("_dtype", "_only", "_runs", "calls", "steps")
+    __slots__ = ("_carried", "_dtype", "_note", "_only", "_runs", "calls", "steps")
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
@@ -72,8 +75,23 @@ class Runner:
             fresh = fresh or step.op not in ("slice", "pad")
         self._only = self._runs[0] if len(self._runs) == 1 else None
         self._dtype = plan.dst.dtype
+        self._carried, self._note = device_mesh(plan.src).world.carried, Note(f"{plan.src} -> {plan.dst.spec}")
 
     def __call__(self, local: Tensor) -> Tensor:
+        if profiler._is_profiler_enabled:
+            with named(self._note):
+                return self._noted(local)
+        return self._noted(local)
+
+    def _noted(self, local: Tensor) -> Tensor:
+        carried = self._carried
+        carried.note = self._note
+        try:
+            return self._run(local)
+        finally:
+            carried.note = None
+
+    def _run(self, local: Tensor) -> Tensor:
         if self._only is not None:
             local = self._only(local)
         else:
@@ -92,6 +110,14 @@ class Runner:
             own: the part may be overwritten, and the result may share its memory.
             out: where to put the result.
         """
+        self._carried.note = self._note
+        try:
+            with named(self._note):
+                return self._start(tensors, own, out)
+        finally:
+            self._carried.note = None
+
+    def _start(self, tensors: list[Tensor], own: bool, out: Tensor | None) -> Callable[[], Tensor]:
         last = max((i for i, call in enumerate(self.calls) if isinstance(call, Collective)), default=-1)
         for run, call in zip(self._runs[: max(last, 0)], self.calls, strict=False):
             tensors[0] = call.run_own(tensors[0]) if own and isinstance(call, Collective) else run(tensors[0])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from torch import Tensor
 from ..mesh.group import World, current_world
 from . import engine_hooks
 from .bucket import many_runner
-from .layout import told_apart
+from .layout import Layout, told_apart
+from .lineage import carrying, mixed, seed_of, unpacked
 from .redistribute import redistribute_local, redistribute_locals
 from .tensor import ShardedTensor
 
@@ -153,6 +154,9 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
             hook(leaf)
 
 
+_GRADIENT = seed_of("gradient")
+
+
 def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
     layout = leaf._layout
     axes = layout.replicated_axes if layout.mesh.coordinate is not None else ()  # type: ignore[attr-defined]
@@ -162,7 +166,9 @@ def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...],
 def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Sum gradients over the axes on which their leaves are replicated, all in one buffer."""
     layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
-    parts = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads))()
+    world = leaves[0].mesh.world
+    with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
+        parts = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads))()
     return [_shaped_like(part, grad) for part, grad in zip(parts, grads, strict=True)]
 
 
@@ -179,14 +185,23 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
         return redistribute_local(grad, layout.dual, layout.grad)
 
 
+def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:
+    out = ShardedTensor._make(grad, layout)
+    out._lineage = mixed(_GRADIENT, [leaf])
+    return out
+
+
 def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
     old = getattr(leaf, "_reduced_grad", None)
+    before = [] if old is None else [old]
     if old is None:
-        leaf._reduced_grad = ShardedTensor._make(grad, leaf._layout.grad.replace(dtype=grad.dtype))
+        kept = leaf._reduced_grad = _gradient_of(leaf, grad, leaf._layout.grad.replace(dtype=grad.dtype))
     elif grad.requires_grad or old._local.requires_grad:
-        leaf._reduced_grad = ShardedTensor._make(old._local + grad, old._layout)
+        kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:
         old._local += grad
+        kept = old
+    kept._lineage = mixed(unpacked(leaf.mesh.world.carried.lineage), [leaf, *before])
 
 
 # -- `.grad` -----------------------------------------------------------------------------------------------------------
@@ -200,14 +215,14 @@ def read(x: ShardedTensor) -> ShardedTensor | None:
     pending = _arrived(x, fresh)
     if done is None:
         return pending
-    return ShardedTensor._make(redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
+    return _gradient_of(x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
 
 
 def _arrived(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
     """What autograd has accumulated, the same object each time it is asked for."""
     kept = getattr(x, "_arrived_grad", None)
     if kept is None or kept._local is not fresh:
-        kept = x._arrived_grad = ShardedTensor._make(fresh, x._layout.dual.replace(dtype=fresh.dtype))
+        kept = x._arrived_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
     return kept
 
 
@@ -246,7 +261,14 @@ def backward(
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
-    torch.autograd.backward([_local(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+    with _of_the_loss(tensors):
+        torch.autograd.backward([_local(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+
+
+def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
+    """Inside, collectives move what is made of these."""
+    sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
+    return carrying(sharded[0].mesh.world, mixed(_GRADIENT, sharded)) if sharded else nullcontext()
 
 
 def _summable(y: Tensor) -> Tensor:

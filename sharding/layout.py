@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -222,6 +223,11 @@ class Layout:
         """The same text on every rank, for errors."""
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True))
         return f"{dtype_name(self.dtype)}{list(self.shape)} @ {self.spec} on ({sizes})"
+
+    @cached_property
+    def stamp(self) -> int:
+        """A number for the layout, the same on every rank of its mesh."""
+        return zlib.crc32(f"{self} {self.mesh.ranks.tobytes()}".encode())
 
     def __repr__(self) -> str:
         inside = getattr(self.mesh, "coordinate", None) is not None

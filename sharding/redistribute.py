@@ -22,6 +22,7 @@ from .cache import keep
 from .engine_hooks import with_memory
 from .execute import Runner, compile_plan
 from .layout import Layout
+from .lineage import carrying_on
 from .plan import check_transport, plan
 from .spec import Cut, P
 
@@ -168,6 +169,7 @@ class _Redistribute(torch.autograd.Function):
         ready: Callable[[], Tensor] | None,
     ) -> Tensor:
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
+        ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
         return out.view_as(out) if out is local else out
 
@@ -176,7 +178,8 @@ class _Redistribute(torch.autograd.Function):
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
         src, dst = ctx.dst.dual.replace(dtype=travel), ctx.src.dual.replace(dtype=travel)
-        back = redistribute_local(with_memory(grad), src, dst)
+        with carrying_on(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
+            back = redistribute_local(with_memory(grad), src, dst)
         return _cast(back, ctx.dtype), None, None, None, None
 
 

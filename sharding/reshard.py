@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.group import current_world
 from . import dispatch
 from .across import redistribute_across
 from .layout import Layout, told_apart
+from .lineage import carrying, mixed
 from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
 from .spec import SpecLike
 from .tensor import DonatedTensor, ShardedTensor
@@ -103,28 +105,33 @@ def redistribute(
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
         moved = redistribute_across(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
-        return ShardedTensor._make(_unshared(moved, local), target)
+        return _made(x, _unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
     plain = not (async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None)
     if plain:  # the common way, and the shortest
-        moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
-        return ShardedTensor._make(_unshared(moved, local), target)
+        with carrying(layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+            moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
+        return _made(x, _unshared(moved, local), target)
     _check_writable(x, target, donate, out)
     kept, into = None if donate else local, None if out is None else dispatch.known_local(out)
     tensors = [local]
     del local
     if donate:
         DonatedTensor.take(x)
-    wait = start_redistribute(
-        tensors, layout, target,
-        backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
-        own=donate, out=into,
-    )  # fmt: skip
+    lineage = x._lineage
+    with carrying(layout.mesh.world, lineage):  # type: ignore[attr-defined]
+        wait = start_redistribute(
+            tensors, layout, target,
+            backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
+            own=donate, out=into,
+        )  # fmt: skip
 
     def finish() -> ShardedTensor:
         moved = wait()
-        return out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        found = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        found._lineage = lineage
+        return found
 
     return Resharding(finish) if async_op else finish()
 
@@ -181,13 +188,17 @@ def redistribute_many(
     kept = [None if donate else local for local, _, _ in prepared]
     locals_, pairs = [local for local, _, _ in prepared], [(layout, target) for _, layout, target in prepared]
     del prepared
-    for x in tensors if donate else ():
-        DonatedTensor.take(x)
-    wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
+    lineages = [x._lineage for x in tensors]
+    with carrying(current_world(), mixed(0, tensors)):
+        for x in tensors if donate else ():
+            DonatedTensor.take(x)
+        wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
 
     def finish() -> list[ShardedTensor]:
-        moved = zip(wait(), kept, targets, strict=True)
-        return [ShardedTensor._make(_unshared(out, local), target) for out, local, target in moved]
+        moved = [ShardedTensor._make(_unshared(out, local), to) for out, local, to in zip(wait(), kept, targets, strict=True)]
+        for x, lineage in zip(moved, lineages, strict=True):
+            x._lineage = lineage
+        return moved
 
     return Resharding(finish) if async_op else finish()
 
@@ -239,6 +250,13 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
             f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to {there}; leave it out, and "
             "redistribute on one of the meshes with it"
         )
+
+
+def _made(x: ShardedTensor, moved: Tensor, target: Layout) -> ShardedTensor:
+    """The same values in another layout."""
+    out = ShardedTensor._make(moved, target)
+    out._lineage = x._lineage
+    return out
 
 
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:

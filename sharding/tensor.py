@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh, unpickled_mesh
 from .layout import Layout, make_layout
+from .lineage import carrying, root
 from .redistribute import redistribute_local
 from .spec import P, Placement, make_spec
 
@@ -42,6 +43,7 @@ class ShardedTensor(Tensor):
 
     _local: Tensor
     _layout: Layout
+    _lineage: int = 0  # see `lineage.py`
     _reduced_grad: ShardedTensor | None
     _arrived_grad: ShardedTensor | None
     from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
@@ -57,10 +59,10 @@ class ShardedTensor(Tensor):
         return out
 
     @staticmethod
-    def _make_guarded(local: Tensor, layout: Layout) -> ShardedTensor:
+    def _make_guarded(local: Tensor, layout: Layout, lineage: int | None = None) -> ShardedTensor:
         """Wrap a tensor that enters the program: what works on the wrapper itself meets `__torch_dispatch__`."""
         out = Tensor._make_subclass(ShardedTensor, layout.meta, local.requires_grad)
-        out._local, out._layout = local, layout
+        out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
 
     @classmethod
@@ -191,7 +193,8 @@ class ShardedTensor(Tensor):
         """The whole tensor, without gradient; what is pending is reduced first."""
         if self.mesh.coordinate is None:
             raise RuntimeError(f"rank {self.mesh.world.rank} is outside {self.mesh} and holds no part of this tensor")
-        return redistribute_local(self._local.detach(), self._layout, self._layout.replicated)
+        with carrying(self.mesh.world, self._lineage):
+            return redistribute_local(self._local.detach(), self._layout, self._layout.replicated)
 
     def item(self) -> Any:
         """The one element, the same on every rank. Communication: reduces or gathers it where needed."""
@@ -342,7 +345,7 @@ class ShardedTensor(Tensor):
 
     def detach(self) -> ShardedTensor:
         """The same values, outside the graph."""
-        return ShardedTensor._make_guarded(self._local.detach(), self._layout)
+        return ShardedTensor._make_guarded(self._local.detach(), self._layout, self._lineage)
 
     def detach_(self) -> ShardedTensor:
         """Take this tensor out of its graph."""
@@ -352,16 +355,18 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
-        return ShardedTensor._make(self._local.data, self._layout)
+        out = ShardedTensor._make(self._local.data, self._layout)
+        out._lineage = self._lineage
+        return out
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, ShardedTensor):
             raise TypeError("assign a ShardedTensor to .data; place a plain tensor with distribute_tensor first")
         with _no_torch_function():
-            shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout))
+            shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
-        self._local.data, self._layout = value._local.data, value._layout
+        self._local.data, self._layout, self._lineage = value._local.data, value._layout, value._lineage
 
     # -- copies and files ----------------------------------------------------------------------------------------------
 
@@ -370,7 +375,7 @@ class ShardedTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied; detach() first")
-        copy = ShardedTensor._make_guarded(self._local.detach().clone(), self._layout)
+        copy = ShardedTensor._make_guarded(self._local.detach().clone(), self._layout, self._lineage)
         memo[id(self)] = copy
         if self.requires_grad:
             copy.requires_grad_()
@@ -415,7 +420,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
             f"this file holds the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
             f"needs {list(layout.local_shape)}: load the file that this rank wrote"
         )
-    out = ShardedTensor._make_guarded(local, layout)
+    out = ShardedTensor._make_guarded(local, layout, 0)  # one rank alone may read a file
     if requires_grad:
         out.requires_grad_()
     if is_param:

@@ -24,7 +24,7 @@ torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
 # No deadline: a machine that is busy with other things must not fail a test.
 hypothesis.settings.register_profile(
-    "shardmesh", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "shardmesh", max_examples=50, deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile("few", parent=hypothesis.settings.get_profile("shardmesh"), max_examples=5)
 hypothesis.settings.load_profile("shardmesh")

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.launch import _end_with_parent, _pickled_exception, _shared_environment, _spawning
 from tests import device
 
@@ -72,6 +73,7 @@ class Pool:
     device: str = field(default_factory=lambda: device.DEVICE)
     workers: list[Worker] = field(default_factory=list)
     store: dist.TCPStore | None = None
+    environment: dict[str, str] = field(default_factory=dict)
     folder: tempfile.TemporaryDirectory | None = None
 
     def __call__(self, fn: Callable[..., T], *args: Any, timeout: float = CALL_TIMEOUT_S, **kwargs: Any) -> list[T]:
@@ -88,6 +90,7 @@ class Pool:
     def start(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="shardmesh-pool-")
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.environment = _shared_environment(self.size, self.store.port)
         with self._closing_on(BaseException):
             for rank in range(self.size):
                 self._start_worker(rank)
@@ -114,7 +117,7 @@ class Pool:
         process = context.Process(
             target=_serve, args=(os.getpid(), theirs, str(stacks)), name=f"pool{self.size}-{rank}"
         )
-        environment = _shared_environment(self.size, self.store.port) | {
+        environment = self.environment | {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank if self.device == "cpu" else 0),  # gloo lets ranks share an accelerator
             device.VARIABLE: self.device,
@@ -157,6 +160,9 @@ class Pool:
 
     def _close_if_diverged(self, replies: list[Reply]) -> None:
         """A new pool for the next test where the ranks no longer agree: one died, hung, or alone raised."""
+        if any(isinstance(_exception(r), WatchError) for r in replies):  # after a verdict no collective runs any more
+            self.close()
+            return
         kinds = {(bool(r.error), type(_exception(r)), r.when in (-1.0, float("inf"))) for r in replies}
         if len(kinds) > 1 or any(r.when in (-1.0, float("inf")) for r in replies):
             self.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import Group
@@ -15,6 +16,7 @@ from ...mesh.null import NullGroup
 from ...mesh.source import DESCRIBERS
 from .. import boundary
 from ..layout import Layout, dtype_name
+from ..lineage import piece_of
 from ..spec import P, as_spec
 from ..tensor import ShardedTensor
 from .entry import check_manual
@@ -52,6 +54,17 @@ def wrapped(name: str, out: Any, exits: Sequence[Exit], parts: Sequence[Any]) ->
         raise TypeError(f"{name} returned {len(leaves)} results, and {len(exits)} when it was called with this signature before")
     taken = _identities(parts)
     return rebuilt(tree, [_wrapped_one(name, x, way, taken) for x, way in zip(leaves, exits, strict=True)])
+
+
+def made_with(lineage: int, out: Any) -> Any:
+    """The results, known to have been made of what the function was called with."""
+    if type(out) is ShardedTensor:
+        out._lineage = lineage
+    elif out is not None:
+        for i, x in enumerate(out if type(out) in (tuple, list) else pytree.tree_leaves(out)):
+            if type(x) is ShardedTensor:
+                x._lineage = piece_of(lineage, i)
+    return out
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:

@@ -271,7 +271,7 @@ def _attached(x: Tensor) -> Tensor:
 
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
-        return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout)
+        return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
     return x.detach().requires_grad_()
 
 

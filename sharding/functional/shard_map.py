@@ -29,10 +29,11 @@ from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh
 from .. import dispatch, engine_hooks
 from ..cache import keep
+from ..lineage import carrying, mixed, seed_of
 from ..spec import P
 from ..tensor import ShardedTensor
 from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
-from .exits import Exit, check_type, checked_spec, first_exits, tell_error, wrapped
+from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
 from .replicas import check_replicas
@@ -127,11 +128,22 @@ class Mapped:
         self.f, self.mesh, self.in_specs, self.out_specs, self.check = f, mesh, in_specs, out_specs, check
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
+        self._seed = seed_of(f"shard_map {self.name}")
         self._known: dict[Any, Known] = {}
         self._trusting = check in (True, False)
         engine_hooks.keep_compiler_out()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        sharded = [x for x in args if type(x) is ShardedTensor]
+        if len(sharded) < len(args):
+            sharded = [x for x in pytree.tree_leaves(args) if type(x) is ShardedTensor]
+        if not sharded:
+            return self._mapped(args, kwargs)
+        lineage = mixed(self._seed, sharded)
+        with carrying(sharded[0].mesh.world, lineage):
+            return made_with(lineage, self._mapped(args, kwargs))
+
+    def _mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outer = current_mapping()
         key: list[Any] = [outer, is_grad_enabled()]
         parts: list[Any] = []

@@ -114,11 +114,17 @@ def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "m
 
 
 def _argument_of(func: Any, name: str) -> Any:
-    """An argument of a call of `func` that is going on; None where it has not got that far."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not func.__code__:
+    """An argument of a call of `func` that is going on; None where it has not got that far.
+
+    Under a mode torch calls the function once more from itself, without the argument: those calls are of one input.
+    """
+    frame, found, first = inspect.currentframe(), None, None
+    while frame is not None and found is None:
+        if frame.f_code is func.__code__:
+            first = frame.f_locals["input"] if first is None else first
+            found = frame.f_locals[name] if frame.f_locals["input"] is first else None
         frame = frame.f_back
-    return None if frame is None else frame.f_locals[name]
+    return found
 
 
 # -- by row -----------------------------------------------------------------------------------------------------------

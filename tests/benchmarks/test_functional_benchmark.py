@@ -56,6 +56,7 @@ def test_every_section_has_its_rows(raw, tmp_path):
         assert f"| {case.name} |" in document
 
 
+@pytest.mark.slow
 def test_without_spmd_types(tmp_path):
     figures, document = run_script(tmp_path, "--only", "boundary", before=WITHOUT_SPMD_TYPES)
     assert figures["environment"]["spmd_types"] == "not installed"

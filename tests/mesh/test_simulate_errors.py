@@ -51,7 +51,9 @@ def test_a_mismatch_shows_each_ranks_line() -> None:
     assert str(caught.value).splitlines()[1:] == [
         f"  ranks [0, 2] call all_reduce(sum, float32, 3 elements) at {line(fn, 4)}",
         f"  ranks [1] call barrier() at {line(fn, 2)}",
+        "The odd one: rank 1.",
     ]
+    assert caught.value.ranks == (1,)
 
 
 def test_ranks_that_call_the_same_at_different_lines_are_told_apart() -> None:

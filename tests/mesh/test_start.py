@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 
@@ -100,7 +101,7 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
         set_environment(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-        with pytest.raises(LaunchEnvironmentError, match=f"MASTER_PORT={port}: the port is in use"):
+        with pytest.raises(LaunchEnvironmentError, match=rf"MASTER_PORT={port}: the port is in use by .* \(process {os.getpid()}\)"):
             init_device_mesh("cpu", (2,))
 
 

@@ -1,0 +1,99 @@
+"""All checks by name, and what they say of the ranks of a job together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..verdict import ranks_text
+from . import host_checks, job_checks
+from .bandwidth import Bandwidth
+from .facts import Facts
+from .findings import Finding, Status, fault, ok, warning
+
+Check = Callable[[Facts], Finding]
+
+CHECKS: Mapping[str, Check] = {
+    "python": host_checks.python,
+    "torch": host_checks.torch,
+    "triton": host_checks.triton,
+    "backends": host_checks.backends,
+    "devices": host_checks.devices,
+    "peer access": host_checks.peer_access,
+    "cores": host_checks.cores,
+    "threads": host_checks.threads,
+    "memory": host_checks.memory,
+    "shared memory": host_checks.shared_memory,
+    "open files": host_checks.open_files,
+    "processes": host_checks.processes,
+    "left over": host_checks.leftovers,
+    "launcher": job_checks.launcher,
+    "settings": job_checks.settings,
+    "gloo interface": job_checks.gloo_interface,
+    "nccl interface": job_checks.nccl_interface,
+    "hostname": job_checks.hostname,
+    "master address": job_checks.master_address,
+    "master port": job_checks.master_port,
+}
+_WORST: Mapping[Status, int] = {"ok": 0, "warning": 1, "fault": 2}
+# Bytes per second. A network of 1 Gbit/s gives 0.12e9; PCIe 3.0 without peer access, through host memory, about 5e9.
+_SLOW_BETWEEN_HOSTS, _SLOW_BETWEEN_GPUS = 0.2e9, 4e9
+_CLOCKS_APART_S = 1.0  # where logs and traces of several hosts, put in one order, begin to mislead
+
+
+def findings(facts: Facts) -> dict[str, Finding]:
+    """What each check says of one rank."""
+    return {name: check(facts) for name, check in CHECKS.items()}
+
+
+def merged(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
+    """What each check says of all ranks (given in their order): the worst, and where that is not so everywhere, of which ranks."""
+    return {name: _worst([found[name] for found in everyone]) for name in everyone[0]}
+
+
+def _worst(found: Sequence[Finding]) -> Finding:
+    status = max(found, key=lambda one: _WORST[one.status]).status
+    ranks: dict[Finding, list[int]] = {}
+    for rank, one in enumerate(found):
+        if one.status == status:
+            ranks.setdefault(one, []).append(rank)
+    (worst, where), *others = ranks.items()
+    if status == "ok" or len(where) == len(found):
+        return worst
+    texts = [f"{ranks_text(of)}: {one.found}" for one, of in ((worst, where), *others)]
+    return Finding(status, "; ".join(texts[:4]) + ("; ..." if len(texts) > 4 else ""), worst.fix)
+
+
+def hosts(names: Sequence[str]) -> Finding:
+    """Which ranks are on which host."""
+    by_host: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        by_host.setdefault(name, []).append(rank)
+    return ok("; ".join(f"{name}: {ranks_text(ranks)}" for name, ranks in by_host.items()))
+
+
+def clocks(seconds: Sequence[float]) -> Finding:
+    """How far each rank's clock is from that of rank 0."""
+    rank = max(range(len(seconds)), key=lambda r: abs(seconds[r]))
+    if abs(seconds[rank]) < _CLOCKS_APART_S:
+        return ok(f"at most {abs(seconds[rank]) * 1e3:.3g} ms apart")
+    side = "ahead of" if seconds[rank] > 0 else "behind"
+    return warning(f"the clock of rank {rank} is {abs(seconds[rank]):.3g} s {side} that of rank 0", "chronyc makestep   # on its host")
+
+
+def collectives(rows: Sequence[Bandwidth]) -> Finding:
+    """Whether collectives gave the right result."""
+    wrong = [f"{row.op} along {row.axis}" for row in rows if not row.correct]
+    if wrong:
+        return fault(f"wrong results: {', '.join(wrong)}", "NCCL_DEBUG=INFO python -m shardmesh doctor   # and test memory and links")
+    return ok("all_reduce and all_to_all give what they should" if rows else "one rank has nobody to talk to")
+
+
+def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) -> Finding:
+    """Whether collectives are slower than the slowest hardware that one would train on."""
+    slow = _SLOW_BETWEEN_HOSTS if has_other_hosts else _SLOW_BETWEEN_GPUS if device_type == "cuda" else 0.0
+    found = [f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s" for row in rows if row.bytes < slow * row.seconds]
+    if not found:
+        return ok("nothing is remarkably slow" if rows else "nothing to measure")
+    name = "GLOO_SOCKET_IFNAME" if device_type == "cpu" else "NCCL_SOCKET_IFNAME"
+    fix = f"export {name}=<the fast interface>" if has_other_hosts else "nvidia-smi topo -m   # how are the GPUs connected?"
+    return warning(f"slow: {'; '.join(found)}", fix)

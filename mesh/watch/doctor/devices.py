@@ -1,0 +1,87 @@
+"""Which accelerators torch finds: asked in a process of its own, since a driver that is ill may never answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PROBE_S = 60.0  # importing torch and waking up eight devices takes up to half of it on a cold machine
+_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
+
+# Prints JSON. Each pair of devices: whether the first can read the second's memory.
+_PROBE = """
+import json, torch
+found = {"devices": [], "no_peers": [], "nccl": ""}
+if torch.cuda.is_available():
+    count = torch.cuda.device_count()
+    for i in range(count):
+        free, total = torch.cuda.mem_get_info(i)
+        found["devices"].append([torch.cuda.get_device_name(i), total, free])
+    can = torch.cuda.can_device_access_peer
+    found["no_peers"] = [[i, j] for i in range(count) for j in range(count) if i != j and not can(i, j)]
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+else:
+    torch.cuda.init()
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator: its name, and bytes of its memory in all and free."""
+
+    name: str
+    memory: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What the checks know of accelerators.
+
+    Attributes:
+        build: what torch was built for: "CUDA 12.8", "ROCm 6.4", or "" for the CPU alone.
+        driver: whether a driver is loaded.
+        found: the devices that torch may use.
+        no_peers: pairs of indices of which the first cannot read the second's memory.
+        nccl: version of NCCL, or "".
+        error: why torch could not be asked, or "".
+    """
+
+    build: str = ""
+    driver: bool = False
+    found: tuple[Device, ...] = ()
+    no_peers: tuple[tuple[int, int], ...] = ()
+    nccl: str = ""
+    error: str = ""
+
+
+def devices() -> Devices:
+    """Which accelerators torch finds. Takes some seconds where torch was built for them, at most `PROBE_S`."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
+    driver = any(os.path.exists(path) for path in _DRIVERS)
+    return probed(build, driver, _run) if build and driver else Devices(build, driver)
+
+
+def probed(build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]) -> Devices:
+    """What `run` found, which prints as `_PROBE` does."""
+    try:
+        done = run()
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return Devices(build, driver, error=f"the driver did not answer within {PROBE_S:.0f} s")
+    except (IndexError, ValueError):
+        return Devices(build, driver, error=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+    pairs = tuple((a, b) for a, b in found["no_peers"])
+    return Devices(build, driver, tuple(Device(*one) for one in found["devices"]), pairs, found["nccl"])
+
+
+def _run() -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S)

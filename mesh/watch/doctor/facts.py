@@ -1,0 +1,135 @@
+"""What is so on one rank's host and in its environment, as plain data that other ranks can be sent."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .devices import Devices, devices
+from .network import Network, network
+from .system import System, system
+
+DEFAULT_PORT = 29500  # torchrun's, where it is not told another
+# Nothing else of the environment is looked at: reports are pasted into forums, and passwords lie there too.
+_PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "OMPI_COMM_", "SHARDMESH_", "SLURM_", "TORCH")
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+
+
+@dataclass(frozen=True, slots=True)
+class Software:
+    """Versions; "" is not installed.
+
+    Attributes:
+        python, torch, triton, shardmesh: versions.
+        distributed: whether torch was built with torch.distributed.
+        gloo, nccl: whether torch has that backend.
+    """
+
+    python: str
+    torch: str
+    triton: str
+    shardmesh: str
+    distributed: bool
+    gloo: bool
+    nccl: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands in its job; alone: rank 0 of 1.
+
+    Attributes:
+        launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm", "mpi", "by hand" (the
+            variables are there, nobody knows from whom), "none".
+        rank, size: in the job.
+        local_rank, local_size: on the host; one host, if nothing tells of more.
+        agent_store: whether the launcher itself listens at MASTER_PORT, so that rank 0 does not.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    agent_store: bool
+
+    @property
+    def has_other_hosts(self) -> bool:
+        return self.size > self.local_size
+
+    @staticmethod
+    def of(env: Mapping[str, str]) -> Place:
+        """What the variables say; where they make no sense, as if they were not there (`checks.launcher` complains)."""
+        size = max(1, number(env, "WORLD_SIZE", 1))
+        hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
+        local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))
+        agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return Place(_launcher(env), number(env, "RANK", 0), size, number(env, "LOCAL_RANK", 0), local, agent)
+
+
+def number(env: Mapping[str, str], name: str, otherwise: int) -> int:
+    return int(env[name]) if env.get(name, "").isdecimal() else otherwise
+
+
+def _launcher(env: Mapping[str, str]) -> str:
+    if "TORCHELASTIC_MAX_RESTARTS" in env:
+        return "torchrun"
+    if "TORCHELASTIC_USE_AGENT_STORE" in env:
+        return "launch"
+    if number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # of srun; a batch script has SLURM_NTASKS, too, but is one process
+        return "slurm"
+    if number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
+        return "mpi"
+    return "by hand" if "RANK" in env or "WORLD_SIZE" in env else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is so where one rank runs: the relevant part of its environment, and what was read of its host."""
+
+    env: Mapping[str, str]
+    software: Software
+    system: System
+    network: Network
+    devices: Devices
+
+    @property
+    def place(self) -> Place:
+        return Place.of(self.env)
+
+
+def facts() -> Facts:
+    """What is so here. Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a minute."""
+    env = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES}
+    place = Place.of(env)
+    master = env.get("MASTER_ADDR", "")
+    is_client = place.agent_store and bool(master)
+    return Facts(env, _software(), system(), network(master, number(env, "MASTER_PORT", DEFAULT_PORT), is_client), devices())
+
+
+def _software() -> Software:
+    from .... import __version__  # which is being defined while this file is imported
+
+    has = dist.is_available()
+    return Software(
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        triton=_version("triton"),
+        shardmesh=__version__,
+        distributed=has,
+        gloo=has and dist.is_gloo_available(),
+        nccl=has and dist.is_nccl_available(),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,44 @@
+"""What a check says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warning", "fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        status: "fault": jobs fail, hang or are wrong; "warning": some do, or are slow.
+        found: what is so, with the numbers.
+        fix: a command or setting; "" where all is well.
+    """
+
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def ok(found: str) -> Finding:
+    return Finding("ok", found)
+
+
+def warning(found: str, fix: str) -> Finding:
+    return Finding("warning", found, fix)
+
+
+def fault(found: str, fix: str) -> Finding:
+    return Finding("fault", found, fix)
+
+
+def size_text(size: float) -> str:
+    """size_text(64 * 2**20) -> "64 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

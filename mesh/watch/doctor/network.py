@@ -1,0 +1,228 @@
+"""What this host's network looks like: interfaces, names, ports."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LOOKUP_S = 3.0  # a resolver that cannot reach its servers takes longer to give up
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40  # linux/if.h
+_LISTENING = "0A"  # include/net/tcp_states.h
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Interface(name, up, addresses): one network interface, its IPv4 addresses before those of IPv6."""
+
+    name: str
+    up: bool
+    addresses: tuple[str, ...]
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.name.startswith("lo")
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.addresses) or ('no address' if self.up else 'down')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """The port at which ranks meet.
+
+    Attributes:
+        number: its number.
+        in_use: whether something listens on it on this host.
+        listener: which process, as text; "" where that cannot be known.
+        reachable: whether one can connect to it at MASTER_ADDR; None where that was not tried.
+    """
+
+    number: int
+    in_use: bool = False
+    listener: str = ""
+    reachable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the checks know of the network.
+
+    Attributes:
+        interfaces: those of this host.
+        hostname: its name.
+        own: the addresses that the name stands for; none where it does not resolve.
+        master: the addresses that MASTER_ADDR stands for; none where it does not resolve, or is not set.
+        here: those of both that are this host's.
+        port: where ranks meet.
+    """
+
+    interfaces: tuple[Interface, ...]
+    hostname: str
+    own: tuple[str, ...]
+    master: tuple[str, ...]
+    here: frozenset[str]
+    port: Port
+
+
+def network(master: str, port: int, is_client: bool) -> Network:
+    """What this host's network is like. Takes at most about a quarter of a minute.
+
+    Args:
+        master: MASTER_ADDR, or "".
+        port: MASTER_PORT.
+        is_client: whether something must listen there already.
+    """
+    name = socket.gethostname()
+    reachable = can_connect(master, port) if is_client else None
+    used = is_in_use(port)
+    meeting = Port(port, used, listener(port) if used else "", reachable)
+    own, masters = addresses(name), addresses(master) if master else ()
+    here = frozenset(address for address in (*own, *masters) if is_own(address))
+    return Network(tuple(interfaces()), name, own, masters, here, meeting)
+
+
+def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
+    """What probe() returns; `otherwise` where it raises OSError, or is not done in time (its thread is then left to itself)."""
+    found = [otherwise]
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            found.append(probe())
+
+    thread = threading.Thread(target=run, name="shardmesh-doctor-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[-1]
+
+
+def addresses(name: str) -> tuple[str, ...]:
+    """The addresses that a name stands for, as the resolver orders them; none where it does not resolve in time."""
+
+    def look_up() -> tuple[str, ...]:
+        return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+
+    return within(LOOKUP_S, look_up, ())
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_own(address: str) -> bool:
+    """Whether a socket can listen at the address, so that it is one of this host's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def can_connect(host: str, port: int) -> bool:
+    def connect() -> bool:
+        socket.create_connection((host, port), timeout=LOOKUP_S).close()
+        return True
+
+    return within(2 * LOOKUP_S, connect, False)
+
+
+def is_in_use(port: int) -> bool:
+    """Whether something listens on the port. (A connection that lingers does not count: torch's store can listen beside it.)"""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+# ------------------------------------------------------------------------------------------------- who listens
+
+
+def listener(port: int, proc: str = "/proc") -> str:
+    """listener(29500) -> "python3.12 (process 4711)": who listens on a port of this host; "" where that cannot be known.
+
+    Another user's processes can be named only by root.
+    """
+    wanted = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in listening(_text(Path(proc, "net", table)), port)}
+    for pid in (name for name in _entries(Path(proc)) if name.isdecimal()):
+        folder = Path(proc, pid)
+        if any(_link(folder / "fd" / fd) in wanted for fd in _entries(folder / "fd")):
+            return f"{_text(folder / 'comm').strip() or 'a process'} (process {pid})"
+    return ""
+
+
+def listening(table: str, port: int) -> Iterator[str]:
+    """The inodes of the sockets that listen on a port, in the text of /proc/net/tcp."""
+    for line in table.splitlines()[1:]:
+        _, local, _, state, *rest = line.split()
+        if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+            yield rest[5]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _entries(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+# ------------------------------------------------------------------------------------------------- interfaces
+
+
+def interfaces() -> Iterator[Interface]:
+    """The interfaces of this host in the kernel's order; elsewhere than on Linux only their names are known."""
+    six = _addresses_6(_text(Path("/proc/net/if_inet6")))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            flags = struct.unpack("H", _ask(probe, name, _SIOCGIFFLAGS)[:2])[0]
+            four = _ask(probe, name, _SIOCGIFADDR)[4:8]
+            known = (socket.inet_ntoa(four), *six.get(name, ())) if any(four) else tuple(six.get(name, ()))
+            yield Interface(name, bool(flags & _IFF_UP and flags & _IFF_RUNNING), known)
+
+
+def _ask(probe: socket.socket, name: str, question: int) -> bytes:
+    """What the kernel says of an interface: the union of `struct ifreq`; zeros where it does not know."""
+    try:
+        import fcntl  # which Windows lacks
+
+        return fcntl.ioctl(probe.fileno(), question, struct.pack("16s24x", name.encode()))[16:]
+    except (ImportError, OSError):
+        return bytes(24)
+
+
+def _addresses_6(table: str) -> dict[str, list[str]]:
+    """Addresses by interface, in the text of /proc/net/if_inet6."""
+    found: dict[str, list[str]] = {}
+    for line in table.splitlines():
+        digits, _, _, _, _, name = line.split()
+        found.setdefault(name, []).append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return found

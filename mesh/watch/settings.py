@@ -1,0 +1,99 @@
+"""How the watch watches: `guard` and `watchdog`."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import errors
+
+monotonic_ns = time.monotonic_ns
+
+MODES = ("on", "strict", "off")
+
+
+@dataclass(slots=True)
+class Settings:
+    """What holds in this process; set it alike on all ranks.
+
+    Attributes:
+        mode: "on", "strict" or "off".
+        warn, timeout: seconds that a rank may keep others waiting.
+    """
+
+    mode: str = "on"
+    warn: float = 30.0
+    timeout: float = 300.0
+
+
+def from_environment(env: Mapping[str, str]) -> Settings:
+    """Raises: LaunchEnvironmentError for values that make no sense."""
+    mode = env.get("SHARDMESH_GUARD", "on")
+    if mode not in MODES:
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD={mode!r}: write one of {', '.join(MODES)}.")
+    return Settings(mode, _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0), _seconds(env, "SHARDMESH_STALL_TIMEOUT_S", 300.0))
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        found = float(env.get(name, default))
+    except ValueError:
+        found = math.nan
+    if not found > 0:
+        raise errors.LaunchEnvironmentError(f"{name}={env[name]!r}: write a positive number of seconds.")
+    return found
+
+
+_settings: Settings | None = None
+
+
+def settings() -> Settings:
+    global _settings
+    if _settings is None:
+        _settings = from_environment(os.environ)
+    return _settings
+
+
+def guard(mode: str) -> None:
+    """guard(mode): how the ranks' collectives are compared, from the next collective on; call it alike on all ranks.
+
+    Args:
+        mode: "on" compares while the collective runs, without waiting: a difference is an error on every rank within half a second.
+            "strict" waits before each collective until all ranks of the group call the same, so that nothing wrong is ever
+            computed; it costs a meeting each time. "off" compares nothing, notes nothing down, and does not look for stalls.
+            The environment variable SHARDMESH_GUARD sets it for all ranks.
+
+    Raises: ValueError for another mode.
+    Communication: none.
+
+    >>> import shardmesh as sm
+    >>> sm.guard("on")
+    """
+    if mode not in MODES:
+        raise ValueError(f"guard({mode!r}): write one of {', '.join(map(repr, MODES))}.")
+    settings().mode = mode
+
+
+def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
+    """watchdog(warn=30, timeout=300): how long a rank may keep others waiting in a collective, of any group.
+
+    Args:
+        warn: seconds until those who wait print who has not come, and where it is.
+        timeout: seconds until that is an error, `StallError`, on every rank.
+            The environment variables SHARDMESH_STALL_WARN_S and SHARDMESH_STALL_TIMEOUT_S set them, too.
+
+    Raises: ValueError for numbers that are not positive.
+    Communication: none. Call it alike on all ranks, at any time.
+
+    >>> import shardmesh as sm
+    >>> sm.watchdog(timeout=600)
+    """
+    for name, value in (("warn", warn), ("timeout", timeout)):
+        if value is not None and not value > 0:
+            raise ValueError(f"watchdog({name}={value!r}): write a positive number of seconds.")
+    here = settings()
+    here.warn = here.warn if warn is None else float(warn)
+    here.timeout = here.timeout if timeout is None else float(timeout)

@@ -1,0 +1,87 @@
+"""What went wrong between ranks, as every rank tells it: who, in what, where, and which field differs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..errors import (
+    CollectiveMismatchError,
+    DeadlockError,
+    MeshMismatchError,
+    PeerError,
+    RankLostError,
+    StallError,
+    WatchError,
+)
+
+# kind -> the error that ranks raise
+ERRORS: dict[str, type[WatchError]] = {
+    "mismatch": CollectiveMismatchError,
+    "deadlock": DeadlockError,
+    "mesh": MeshMismatchError,
+    "stall": StallError,
+    "lost": RankLostError,
+    "left": RankLostError,
+    "raised": PeerError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank was seen to do.
+
+    Attributes:
+        rank: global rank.
+        call: its collective, as text: `all_reduce(sum, f32, 4 elements) over dp`; or what else it does.
+        place: file:line in the user's program; "" where it is not known.
+    """
+
+    rank: int
+    call: str
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the ranks of a job cannot go on.
+
+    Attributes:
+        kind: "mismatch" (ranks called different collectives), "deadlock" (they wait for each other), "stall" (one does not come),
+            "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
+            raised).
+        ranks: global ranks to blame; none where votes are equal, so that nobody is blamed by a guess.
+        field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "lineage", "source", "route",
+            "splits"; of
+            meshes "shape", "axis names", "rank order" or "device type"; "" where nothing does.
+        seen: what each rank did, the blamed ones first.
+        text: all of it, for people; what the error says.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    field: str
+    seen: tuple[Seen, ...]
+    text: str
+
+    def error(self) -> WatchError:
+        """The error that every rank raises."""
+        return ERRORS[self.kind](self.text, self)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Verdict:
+        found = json.loads(text)
+        seen = tuple(Seen(**one) for one in found["seen"])
+        return Verdict(found["kind"], tuple(found["ranks"]), found["field"], seen, found["text"])
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left off."""
+    names = [str(r) for r in ranks]
+    if len(names) > 16:
+        names = [*names[:8], "...", *names[-4:]]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}"

@@ -1,0 +1,111 @@
+"""The watchdog: a thread that shows that the process lives, and where its main thread is when others ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING
+
+from ..source import is_inner
+from . import judge, report
+from .page import H
+from .settings import monotonic_ns, settings
+
+if TYPE_CHECKING:
+    from .seat import Seat
+    from .watch import Watch
+
+TICK_S = 0.05
+_POLITE_S, _DEAF_S = 0.5, 5.0  # how long after a verdict a program has to come to a collective, and to hear a signal
+
+
+class Watchdog:
+    """One thread for one `Watch`."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._alarmed = 0
+        self._over = threading.Event()
+        self._before: dict[Seat, int] = {}  # what seats had called at the last tick
+        self._warned: set[tuple[int, int]] = set()
+        self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread no longer looks at anything."""
+        self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(TICK_S):
+            try:
+                self._tick()
+            except ReferenceError:  # the world has gone
+                return
+
+    def _tick(self) -> None:
+        watch = self._watch
+        words = watch.page.words
+        words[H.HEARTBEAT] = monotonic_ns()
+        if words[H.STACK_WANTED] != words[H.STACK_GIVEN]:
+            watch.page.write_stack(self.stack())
+        if watch.relay is not None:
+            watch.relay.look()
+        if watch.alarm[0]:
+            self._end_if_deaf()
+        elif settings().mode != "off":
+            for seat in watch.seats:
+                called = seat.called
+                if seat.settled < called and self._before.get(seat) == called:  # a program that moves on needs no looking after
+                    self._look(seat, called)
+                self._before[seat] = called
+
+    def _end_if_deaf(self) -> None:
+        """The job has failed: a program that is busy elsewhere is called, and one that does not hear ends here."""
+        from .watch import alarm_signal
+
+        self._alarmed = self._alarmed or monotonic_ns()
+        waited, verdict = (monotonic_ns() - self._alarmed) / 1e9, self._watch.standing()
+        if verdict is None or self._watch.told or waited < _POLITE_S:
+            return
+        if alarm_signal is not None:
+            signal.pthread_kill(threading.main_thread().ident or 0, alarm_signal)
+        if waited > _DEAF_S:
+            print(f"shardmesh: rank {self._watch.board.rank} is ended: {verdict.text}\n{self.stack()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def _look(self, seat: Seat, called: int) -> None:
+        """Looks at a collective for which not all ranks have come yet; main threads that wait for a GPU cannot."""
+        watch, sequence = self._watch, called - 1
+        if watch.is_settled(seat):
+            return
+        found = judge.members(watch, seat, sequence)
+        record = next((m.record for m in found if m.rank == seat.world.rank), None)
+        if record is None or (not watch.sees_all and any(m.page is None for m in found)):
+            return
+        waited = monotonic_ns() - record.start
+        if waited > settings().warn * 1e9 and (seat.key, sequence) not in self._warned and not watch.is_anyone_paused():
+            self._warned.add((seat.key, sequence))
+            self._warn(report.stall(watch, seat, sequence, found, waited).text)
+        verdict = judge.judge(watch, seat, sequence, record.start)
+        if verdict is not None:
+            watch.fail(verdict)
+
+    def _warn(self, text: str) -> None:
+        print(f"shardmesh: rank {self._watch.board.rank}: {text}", file=sys.stderr, flush=True)
+
+    def stack(self) -> str:
+        """The main thread's stack; what is not the user's is left off but for the innermost frame."""
+        frame = sys._current_frames().get(threading.main_thread().ident or -1)
+        if frame is None:
+            return ""
+        summary = traceback.extract_stack(frame)
+        frames = [f for f, _ in traceback.walk_stack(frame)][::-1]
+        kept = [s for s, f in zip(summary, frames, strict=True) if not is_inner(f.f_code) or f is frame]
+        return "".join(traceback.format_list(kept))

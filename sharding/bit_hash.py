@@ -1,0 +1,60 @@
+"""A hash of the bits of a tensor, computed where the tensor lies: 64 bits that depend on every bit and on its place.
+
+The tensor is read as 64-bit words, the last one filled up with zeros; word i goes with its place through a permutation of the
+64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014), and the hash is the sum of what comes out, modulo 2**64:
+
+    sum over i of mix(word[i] ^ i * golden)
+
+So a tensor that differs in one word always has another hash; one that differs in several has the same one with a probability of
+about 2**-64. A sum has no order, so that any device gives the same number. It is no defence against somebody who looks for
+two tensors of the same hash.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_AT_A_TIME = 1 << 22  # bytes: what is mixed stays in a cache
+_GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@torch.no_grad()
+def bit_hash(x: Tensor) -> Tensor:
+    """bit_hash(x) -> 0-d int64 on the device of x, of the bits of a plain tensor; not of its shape and dtype.
+
+    -0.0 and 0.0 differ, and NaNs of different bits.
+
+    Communication: none.
+    """
+    bits = flat_of(x).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _AT_A_TIME):
+        total += _mixed(bits[start : start + _AT_A_TIME], start // 8).sum()
+    return total
+
+
+def flat_of(x: Tensor) -> Tensor:
+    """The elements of a tensor in a row."""
+    dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
+    return dense.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _mixed(part: Tensor, place: int) -> Tensor:
+    """The words of these bytes, mixed with their places, the first of which is given."""
+    count = -(-part.numel() // 8)
+    words = torch.arange(place, place + count, device=part.device).mul_(_GOLDEN)
+    words ^= _words(part, count)
+    words *= _FIRST
+    words ^= (words >> 32).bitwise_and_((1 << 32) - 1)  # a shift that brings in zeros: torch's own brings in the sign
+    words *= _SECOND
+    words ^= (words >> 29).bitwise_and_((1 << 35) - 1)
+    return words
+
+
+def _words(part: Tensor, count: int) -> Tensor:
+    if part.numel() == 8 * count and part.storage_offset() % 8 == 0:
+        return part.view(torch.int64)
+    words = torch.zeros(count, dtype=torch.int64, device=part.device)
+    words.view(torch.uint8)[: part.numel()] = part
+    return words

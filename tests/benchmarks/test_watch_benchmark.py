@@ -1,0 +1,74 @@
+"""The benchmark of the watch: that it runs, that torch's checks are what it times beside ours, and its arithmetic."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+COMMUNICATING = {"off", "on", "strict", "torch", "DETAIL"}
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("watch")
+
+
+def cost(watch, *seconds, cpu=1.0):
+    turns = watch.Turn(lambda: None, lambda: None, 2)
+    turns.cpu, turns.watchdog = [99.0, *[cpu] * len(seconds)], [99.0, *[0.0] * len(seconds)]
+    return turns.cost(watch.Times(tuple(2 * s for s in seconds)))
+
+
+@pytest.mark.slow
+def test_every_section_has_its_rows(tmp_path):
+    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
+    command = [sys.executable, str(BENCHMARKS / "watch.py"), "--quick", "--json", str(figures), "--markdown", str(document)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    cases = json.loads(figures.read_text())["cases"]
+    who = {case["case"]: set(case["costs"]) for case in cases}
+    assert who["all_reduce of 1 KB"] == who["f32[64, 64] rows -> columns -> rows"] == COMMUNICATING
+    assert [set(c["costs"]) for c in cases if "training step" in c["case"]] == [COMMUNICATING - {"torch"}, {"off", "on"}]
+    steps = {case["collectives"] for case in cases if "training step" in case["case"]}
+    assert len(steps) == 1, "a step makes as many collectives in a null world"
+    assert min(steps) > 10
+    assert all(cost["wall"]["min_us"] > 0 for case in cases for cost in case["costs"].values())
+    text = document.read_text()
+    assert "| a collective, 2 processes |" in text
+    assert "on against off" in text
+
+
+def test_a_turn_counts_calls_and_forgets_those_that_warmed_up(watch):
+    one = cost(watch, 3.0, 1.0, cpu=7.0)
+    assert (one.wall.rounds, one.cpu.rounds, one.watchdog.rounds) == ((3.0, 1.0), (7.0, 7.0), (0.0, 0.0))
+
+
+def test_ranks_are_joined_by_the_slowest_in_time_and_the_mean_in_cpu_time(watch):
+    ranks = [watch.Case("step", "a", 4, {"on": cost(watch, *wall, cpu=cpu)}) for wall, cpu in (((1.0, 5.0), 2.0), ((3.0, 2.0), 4.0))]
+    found = watch.of_all_ranks(ranks).costs["on"]
+    assert (found.wall.rounds, found.cpu.rounds) == ((3.0, 5.0), (3.0, 3.0))
+
+
+def test_differences_are_of_minima_and_a_collective(watch):
+    case = watch.Case("host", "a step", 4, {"off": cost(watch, 1e-3, 3e-3), "on": cost(watch, 1.008e-3, 9e-3)})
+    assert watch.host_row(case) == ["a step", "1000.00", "1008.00", "8.00", "4", "1.0080"]
+    assert watch._per_collective_us(case, case.times(), "on", "off") == pytest.approx(2.0)
+
+
+def test_a_group_that_torch_does_not_check_is_refused(watch, monkeypatch):
+    class Plain:
+        def _get_backend(self, device):
+            return self
+
+    monkeypatch.setattr(watch.dist, "new_group", lambda *_, **__: Plain())
+    before = watch.dist.get_debug_level()
+    with pytest.raises(RuntimeError, match="checks nothing"):
+        watch.checked_group([0, 1])
+    assert watch.dist.get_debug_level() == before

@@ -1,0 +1,8 @@
+"""All programs of the table: importing this fills it."""
+
+from __future__ import annotations
+
+from tests.faults import endings, healthy, meshes, stalls, training, wrong_calls, wrong_order
+from tests.faults.fault import FAULTS
+
+__all__ = ["FAULTS", "endings", "healthy", "meshes", "stalls", "training", "wrong_calls", "wrong_order"]

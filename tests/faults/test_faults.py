@@ -1,0 +1,63 @@
+"""Faulty programs on four gloo processes each: every rank that survives names who was wrong, in what, where; nothing hangs.
+
+And healthy ones, in which ranks do different things: nobody complains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.faults.judge import problems
+from tests.faults.programs import FAULTS
+from tests.faults.runner import Outcome, Runner
+
+pytestmark = pytest.mark.xdist_group("faults")  # one worker of `pytest -n` has the processes
+
+AT_ONCE = 3  # jobs; those about stalls mostly wait
+LIMIT_S = 30.0
+
+FAULTY = [name for name, fault in FAULTS.items() if fault.kinds]
+HEALTHY = [name for name, fault in FAULTS.items() if not fault.kinds]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Outcome]]]:
+    """Of each program of this module that is to be tested; they run from now on."""
+    names = dict.fromkeys(_program(item) for item in request.session.items)
+    with Runner() as runner, ThreadPoolExecutor(AT_ONCE) as pool:
+        chosen = sorted((FAULTS[name] for name in names if name in FAULTS), key=lambda fault: not fault.stalls)
+        yield {fault.name: pool.submit(runner.run, fault, limit_s=LIMIT_S) for fault in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+def _program(item: Any) -> str:
+    return item.callspec.params.get("program", "") if hasattr(item, "callspec") else ""
+
+
+# One in four is left off by `make test`.
+SOME = [pytest.param(name, marks=[pytest.mark.slow] if i % 4 == 3 else []) for i, name in enumerate(FAULTY)]
+
+
+@pytest.mark.parametrize("program", SOME)
+def test_the_fault_is_named(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
+    assert not problems(FAULTS[program], outcomes[program].result())
+
+
+@pytest.mark.parametrize("program", HEALTHY)
+def test_no_false_alarm(program: str, outcomes: dict[str, Future[Outcome]]) -> None:
+    assert not problems(FAULTS[program], outcomes[program].result())
+
+
+def test_the_table() -> None:
+    """Every rank is the odd one in several programs, and every faulty program says what is expected of it."""
+    assert len(FAULTY) >= 60
+    for rank in range(4):
+        assert sum(FAULTS[name].odd == (rank,) for name in FAULTY) >= 10
+    for name in FAULTY:
+        fault = FAULTS[name]
+        assert fault.places("rest") or fault.places("odd")
+        assert fault.says

@@ -1,0 +1,51 @@
+"""Random programs on four processes: with a random divergence on one rank, and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from shardmesh.mesh import current_world
+from shardmesh.mesh.watch.page import H
+from tests.faults.random_jobs import job
+from tests.faults.random_outcome import RIGHT
+from tests.faults.random_programs import MESHES, PROCESS_KINDS, healthy_program, mesh_of, run
+from tests.faults.runner import Runner
+from tests.pool import Pool
+
+# benchmarks/watch_random.py has hundreds.
+NAMES = [f"{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS]
+AT_ONCE = 3  # most wait most of the time
+CALLS = 1_000
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[dict[str, Future[tuple[str, str]]]]:
+    with Runner("tests.faults.random_table") as runner, ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {name: pool.submit(job, runner, name) for name in NAMES}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("random_processes")
+@pytest.mark.parametrize("name", NAMES)
+def test_one_odd_rank_is_named_or_changes_nothing(jobs: dict[str, Future[tuple[str, str]]], name: str) -> None:
+    what, said = jobs[name].result()
+    assert what in RIGHT, f"{what}\n{said}"
+
+
+def test_correct_programs_raise_no_alarm(world4: Pool) -> None:
+    seeds, calls = iter(range(100, 1000)), 0
+    while calls < CALLS:
+        calls += sum(world4(run_healthy, [next(seeds) for _ in range(5)], timeout=120))
+
+
+def run_healthy(seeds: list[int]) -> int:
+    """How many collectives this rank has called in these programs."""
+    world = current_world()
+    before = world.page.words[H.RECORDS]
+    for seed in seeds:
+        program = healthy_program(seed, MESHES, turns=(2, 12))
+        run(program, mesh_of(program), world.rank, False)
+    return world.page.words[H.RECORDS] - before

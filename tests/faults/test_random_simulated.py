@@ -1,0 +1,65 @@
+"""Random programs in simulated worlds: with a random divergence on one rank, and without one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.faults.random_outcome import RIGHT, outcome, simulated
+from tests.faults.random_programs import KINDS, MORE_MESHES, faulty_program, healthy_program
+
+# benchmarks/watch_random.py has thousands.
+PROGRAMS, PARTS = 75, 5
+CALLS = 8_000
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_one_odd_rank_is_named_or_changes_nothing(part: int) -> None:
+    """Every program ends; no result is silently wrong, no innocent rank blamed, and a majority always names the odd one."""
+    found = Counter[str]()
+    wrong = []
+    for seed in range(part * PROGRAMS // PARTS, (part + 1) * PROGRAMS // PARTS):
+        program = faulty_program(seed, MORE_MESHES, length=10)
+        what, error = outcome(program)
+        found[what] += 1
+        if what not in RIGHT:
+            wrong.append(f"seed {seed}: {what}: {program.divergence}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert found["named"] > PROGRAMS / PARTS / 3  # most divergences are seen, and few are about what nobody can see
+    assert found["unseen"] + found["local"] < PROGRAMS / PARTS / 6
+
+
+def test_divergences_are_of_all_kinds() -> None:
+    programs = [faulty_program(seed, MORE_MESHES, length=10) for seed in range(PROGRAMS)]
+    counts = Counter(program.divergence.kind for program in programs if program.divergence)
+    assert set(counts) == set(KINDS)
+    assert min(counts.values()) >= PROGRAMS / len(KINDS) / 3
+    assert {tuple(program.mesh.values()) for program in programs} == {tuple(mesh.values()) for mesh in MORE_MESHES}
+
+
+def test_correct_programs_raise_no_alarm() -> None:
+    """Ranks make tensors of their own, on lines of their own, from threads, and look at those that they share."""
+    calls = seed = 0
+    while calls < CALLS:
+        calls += simulated(healthy_program(seed, MORE_MESHES, turns=(2, 12)))[1]
+        seed += 1
+
+
+def test_the_benchmark_counts_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
+    options = "--simulated 8 --processes 0 --calls 500 --process-calls 0 --seed 0".split()
+    importlib.import_module("watch_random").main([*options, "--json", str(figures), "--markdown", str(document)])
+    found = json.loads(figures.read_text())
+    everything = found["Simulated worlds of 3, 4 and 8 ranks, one of them odd"][-1]
+    assert everything["what the odd rank does"] == "all"
+    assert everything["programs"] == "8"
+    assert sum(int(everything[what]) for what in (*RIGHT, "wrong")) == 8
+    (correct,) = found["Correct programs"]
+    assert int(correct["collectives called"].replace(",", "")) >= 500
+    assert correct["false alarms"] == "0"
+    assert "| all | 8 |" in document.read_text()
