@@ -109,8 +109,11 @@ def watch(leaf: ShardedTensor) -> None:
 
 def _arrives_whole(leaf: ShardedTensor) -> bool:
     """Whether autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
-    layout = leaf._layout
-    return layout.dual is layout.grad and layout.mesh.coordinate is not None  # type: ignore[attr-defined]
+    return _without_copies(leaf) and leaf.mesh.coordinate is not None
+
+
+def _without_copies(leaf: ShardedTensor) -> bool:
+    return leaf._layout.dual is leaf._layout.grad
 
 
 def _watch(leaf: ShardedTensor) -> None:
@@ -201,7 +204,8 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
     else:
         old._local += grad
         kept = old
-    kept._lineage = mixed(unpacked(leaf.mesh.world.carried.lineage), [leaf, *before])
+    if not _without_copies(leaf):  # else it is known by its leaf alone, as on the ranks where it arrives whole
+        kept._lineage = mixed(unpacked(leaf.mesh.world.carried.lineage), [leaf, *before])
 
 
 # -- `.grad` -----------------------------------------------------------------------------------------------------------
