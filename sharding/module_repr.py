@@ -160,9 +160,15 @@ def module_tree(module: nn.Module) -> str:
 
 
 def tensor_lines(module: nn.Module) -> list[str]:
-    """`weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor that the module itself has."""
+    """`weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor that the module itself has, and what hooks say that they do."""
     own = [*module._parameters.items(), *module._buffers.items()]
-    return [f"{name}: {_lies(tensor)}" for name, tensor in own if tensor is not None]
+    return [*[f"{name}: {_lies(tensor)}" for name, tensor in own if tensor is not None], *_hook_lines(module)]
+
+
+def _hook_lines(module: nn.Module) -> list[str]:
+    """The lines `shown` of the hooks that have such an attribute: those that lay out what goes in and comes out."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [line for hook in hooks for line in getattr(hook, "shown", ())]
 
 
 def _lies(tensor: Tensor) -> str:
@@ -187,7 +193,7 @@ def _indented(text: str) -> str:
 
 def show_layouts_in_repr(module: nn.Module) -> None:
     """Make `repr(module)` say how the module's own tensors lie; a module whose `extra_repr` was set by hand keeps it."""
-    if "extra_repr" not in module.__dict__ and [*module._parameters, *module._buffers]:
+    if "extra_repr" not in module.__dict__ and [*module._parameters, *module._buffers, *_hook_lines(module)]:
         module.extra_repr = LayoutRepr(module)
 
 

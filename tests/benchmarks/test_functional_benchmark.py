@@ -41,6 +41,7 @@ def contestants(cases):
     return {case["case"]: set(case["times"]) for case in cases}
 
 
+@pytest.mark.slow
 def test_every_section_has_its_rows(raw, tmp_path):
     figures, document = run_script(tmp_path)
     found = {name: contestants(cases) for name, cases in figures["sections"].items()}

@@ -22,6 +22,7 @@ from tests.sharding.functional.programs import make
 from tests.sharding.ranks import on_mesh, place
 
 SLICES, LENGTH = 20, 250
+ALWAYS = 8  # so many slices are no slow test
 LATE = "by its type it is the same"  # in the refusal of a result that types let pass, and a comparison of values did not
 
 
@@ -144,7 +145,7 @@ def is_late(program: Program, end: Outcome) -> bool:
 # -- tests -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", range(SLICES))
+@pytest.mark.parametrize("part", [*range(ALWAYS), *(pytest.param(i, marks=pytest.mark.slow) for i in range(ALWAYS, SLICES))])
 def test_programs_have_the_gradient_of_the_single_process_or_a_type_error(part: int) -> None:
     found = judged(range(part * LENGTH, (part + 1) * LENGTH))
     ends = [(program, end) for program, _, end in found if end.kind in ("wrong", "failed") or is_late(program, end)]
