@@ -77,6 +77,8 @@ from .sharding.layout import Layout
 from .sharding.lengths import check_lengths
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
+from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
+from .sharding.parallel.data.precision import MixedPrecisionPolicy
 from .sharding.plan import plan
 from .sharding.policy import implicit
 from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
@@ -108,6 +110,7 @@ __all__ = [
     "Ledger",
     "Link",
     "MeshMismatchError",
+    "MixedPrecisionPolicy",
     "P",
     "Partial",
     "PartitionSpec",
@@ -144,6 +147,7 @@ __all__ = [
     "checkpoint",
     "comm_budget",
     "comm_report",
+    "data_parallel",
     "debug_nans",
     "device_put",
     "distribute_module",
@@ -156,6 +160,7 @@ __all__ = [
     "fork_rng",
     "from_local",
     "full",
+    "fully_shard",
     "get_mesh",
     "get_rng_state",
     "grad",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import Variable, forward_ad
@@ -20,6 +21,18 @@ def current_backward() -> int:
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call this when the running backward pass has computed every gradient."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The hooks through which autograd saves tensors here, if there are any.
+
+    Raises:
+        NotImplementedError: this torch does not say.
+    """
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if find is None:
+        raise NotImplementedError(f"torch {torch.__version__} does not tell which saved_tensors_hooks are active; use 2.11 or later")
+    return find(True)
 
 
 def _perhaps(x: torch.Tensor) -> bool:

@@ -99,7 +99,9 @@ class Runner:
                 local = run(local)
         return local if local.dtype is self._dtype else local.to(self._dtype)
 
-    def start(self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None) -> Callable[[], Tensor]:
+    def start(
+        self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None, note: Note | None = None
+    ) -> Callable[[], Tensor]:
         """Everything but waiting for the last collective; call what comes back for the result.
 
         Collectives are launched now, in the plan's order, so that ranks that wait in different orders do not meet the
@@ -109,10 +111,11 @@ class Runner:
             tensors: a list of this rank's part, which is emptied.
             own: the part may be overwritten, and the result may share its memory.
             out: where to put the result.
+            note: what it belongs to, where the caller knows that better than by the layouts.
         """
-        self._carried.note = self._note
+        note = self._carried.note = note or self._note
         try:
-            with named(self._note):
+            with named(note):
                 return self._start(tensors, own, out)
         finally:
             self._carried.note = None

@@ -39,6 +39,7 @@ class _Reducer:
     Attributes:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
+        before: what is still to be done with gradients that do not stand in leaves, before those are reduced.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
     """
@@ -46,6 +47,7 @@ class _Reducer:
     def __init__(self) -> None:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
+        self.before: list[Callable[[], None]] = []
         self.task = -1
         self.made = 0
 
@@ -61,6 +63,9 @@ class _Reducer:
         self.task = -1
         if self.accumulating:
             return
+        before, self.before = self.before, []
+        for call in before:
+            call()
         leaves = [self.waiting[number] for number in sorted(self.waiting)]
         self.waiting.clear()
         _reduce(leaves)
@@ -98,6 +103,24 @@ def accumulate_grads() -> Iterator[None]:
     reducer.flush()
 
 
+def is_accumulating(world: World) -> bool:
+    """Whether this is inside `accumulate_grads()`."""
+    return _reducer(world).accumulating > 0
+
+
+def before_reduction(world: World, call: Callable[[], None]) -> None:
+    """Inside `accumulate_grads()`: call this at its end, before the leaves' gradients are reduced."""
+    _reducer(world).before.append(call)
+
+
+def add(leaf: ShardedTensor, part: Tensor) -> None:
+    """Add to the gradient of a leaf what autograd would have added, in the layout dual to the leaf's."""
+    local = leaf._local
+    local.grad = part if local.grad is None else local.grad + part
+    if not _arrives_whole(leaf):
+        _reducer(leaf.mesh.world).waiting[leaf._number] = leaf  # type: ignore[attr-defined]
+
+
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +145,8 @@ def _watch(leaf: ShardedTensor) -> None:
     leaf._watched = leaf._local  # type: ignore[attr-defined]
     reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
     reducer.made += 1
-    number, reference = reducer.made, weakref.ref(leaf)
+    number = leaf._number = reducer.made  # type: ignore[attr-defined]
+    reference = weakref.ref(leaf)
 
     def arrived(_: Tensor) -> None:
         alive = reference()

@@ -1,0 +1,1 @@
+"""Data parallelism: parameters that are split at rest and gathered while they are used."""

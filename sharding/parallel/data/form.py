@@ -1,0 +1,67 @@
+"""Data parallelism as one table: over which axes parameters, gradients and optimizer state are split.
+
+                    parameter       gradient        optimizer        what a step moves, for p bytes of parameters and n ranks
+    DDP             ()              ()              ()               all_reduce p
+    ZeRO-1          ()              ()              dp               reduce_scatter p, all_gather p
+    ZeRO-2          ()              dp              dp               the same, for each micro-batch a reduce_scatter
+    FSDP, ZeRO-3    dp              dp              dp               two all_gathers p, reduce_scatter p
+    HSDP            fsdp            fsdp            fsdp             the same inside fsdp, and all_reduce p / fsdp over dp
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....mesh.device_mesh import DeviceMesh
+
+Axes = str | tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A row of the table.
+
+    Attributes:
+        parameter: the axes over which parameters are split between steps.
+        gradient: the axes over which gradients are split while they accumulate: those of the optimizer, or none.
+        optimizer: the axes over which the optimizer steps, major to minor; the first of them are those of `parameter`.
+    """
+
+    parameter: tuple[str, ...]
+    gradient: tuple[str, ...]
+    optimizer: tuple[str, ...]
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients stay whole until all micro-batches are done."""
+        return self.gradient != self.optimizer
+
+
+def form_of(mesh: DeviceMesh, parameter: Axes, gradient: Axes, optimizer: Axes) -> Form:
+    """The row with these axes.
+
+    Raises:
+        ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is not, or gradients over others than it.
+    """
+    rows = {"parameter": _names(parameter), "gradient": _names(gradient), "optimizer": _names(optimizer)}
+    for what, axes in rows.items():
+        unknown = [axis for axis in axes if axis not in mesh.axis_names]
+        if unknown or len(set(axes)) < len(axes):
+            raise ValueError(f"{what}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}")
+    parameter, gradient, optimizer = rows.values()
+    if not set(parameter) <= set(optimizer):
+        raise ValueError(
+            f"parameter={parameter!r} and optimizer={optimizer!r}: where parameters are split, so is the optimizer's state; "
+            f"write optimizer={(*optimizer, *[axis for axis in parameter if axis not in optimizer])!r}"
+        )
+    if gradient and set(gradient) != set(optimizer):
+        raise ValueError(
+            f"gradient={gradient!r} and optimizer={optimizer!r}: gradients are split as the optimizer is, or whole; write "
+            f"gradient={optimizer!r} or gradient=()"
+        )
+    ordered = (*parameter, *[axis for axis in optimizer if axis not in parameter])
+    return Form(parameter, ordered if gradient else (), ordered)
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)

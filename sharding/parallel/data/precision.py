@@ -1,0 +1,53 @@
+"""In which dtypes parameters, gradients and activations of a unit travel and compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32): torch's, with the same meaning.
+
+    Parameters, their gradients and the optimizer's state keep the dtype that the module has.
+
+    Attributes:
+        param_dtype: in which parameters are gathered and used; None for their own.
+        reduce_dtype: in which gradients are summed over ranks; None for `param_dtype`.
+        output_dtype: to which floating outputs of the module are cast; None to leave them.
+        cast_forward_inputs: whether floating inputs of the module are cast to `param_dtype`.
+
+    Communication: none of its own; gathering moves `param_dtype`, reducing `reduce_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def used_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter is used."""
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def reduced_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which the gradient of a parameter is summed."""
+        return self.reduce_dtype if self.reduce_dtype is not None else self.used_as(dtype)
+
+    def inputs(self, tree: Any) -> Any:
+        """The inputs of a module as it wants them."""
+        return _cast(tree, self.param_dtype if self.cast_forward_inputs else None)
+
+    def outputs(self, tree: Any) -> Any:
+        """The outputs of a module as the others want them."""
+        return _cast(tree, self.output_dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return tree
+    return pytree.tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tree)

@@ -1,0 +1,114 @@
+"""Sums of a unit's gradients over the ranks: now, or when several micro-batches are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ....mesh.watch.seat import Note
+from ... import gradients
+from ...layout import Layout
+from ...redistribute import redistribute_locals
+from ...tensor import ShardedTensor
+from .flat import FlatBucket
+from .levels import Levels
+from .nodes import Grads
+
+_NAMED = 4  # so many parameters are named in a message
+
+
+@dataclass
+class Bucket:
+    """Parameters of one dtype.
+
+    Attributes:
+        numbers: which of the unit's parameters.
+        levels: their values on this rank.
+        sum_dtype: in which their gradients are summed.
+        waiting: gradients that wait for the end of `accumulate_grads`, whole; `used` says of which parameters there is one.
+    """
+
+    numbers: list[int]
+    levels: Levels
+    sum_dtype: torch.dtype
+    waiting: Tensor | None = None
+    used: set[int] = field(default_factory=set)
+
+    @property
+    def flat(self) -> FlatBucket:
+        return self.levels.flat
+
+    def start(self, unit: str, paths: Sequence[str], grads: Grads, scale: float, fill: bool) -> Callable[[], Grads]:
+        """Launch the sum; call what comes back for the gradients of this rank's parts.
+
+        Args:
+            unit, paths: of whom, for messages.
+            grads: of the whole parameters.
+            scale: with which the sums are multiplied.
+            fill: whether a parameter without gradient has one of zeros, as on other ranks it may have one.
+
+        Communication: one reduce_scatter, none if there is no gradient.
+        """
+        if not fill and all(grad is None for grad in grads):
+            return lambda: list(grads)
+        unused = [path for path, grad in zip(paths, grads, strict=True) if grad is None and not fill]
+        note = Note(f"{unit}: sum gradients of {len(grads) - len(unused)} parameters{_without(unused)}")
+        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype), scale
+        if self.sum_dtype is torch.float16:  # whose sums would overflow
+            whole, late = whole.mul_(scale), 1.0
+        wait, given = self.flat.start_reduce(whole, note), [fill or grad is not None for grad in grads]
+        return lambda: self._parts(wait(), late, given)
+
+    def _parts(self, piece: Tensor, scale: float, given: Sequence[bool]) -> Grads:
+        shard = self.levels.shard
+        scaled = piece if scale == 1 else piece.mul_(scale)
+        parts = self.flat.shards_in(scaled.to(shard.device, shard.dtype))
+        return [part if there else None for part, there in zip(parts, given, strict=True)]
+
+    def keep(self, grads: Grads) -> None:
+        """Add gradients to those that wait."""
+        if self.waiting is None:
+            device = self.flat.mesh.device
+            self.waiting = torch.zeros(self.flat.cutting.parts * self.flat.cutting.piece, dtype=self.sum_dtype, device=device)
+        places = self.flat.wholes_in(self.waiting)
+        given = [(place, grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
+        torch._foreach_add_([place for place, _ in given], [grad.to(self.sum_dtype) for _, grad in given])
+        self.used.update(i for i, grad in enumerate(grads) if grad is not None)
+
+    def kept(self) -> Grads:
+        """The gradients that waited."""
+        if self.waiting is None:
+            return [None] * len(self.numbers)
+        found: Grads = [x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.waiting))]
+        self.waiting = None
+        self.used.clear()
+        return found
+
+
+def _without(paths: Sequence[str]) -> str:
+    """Parameters that got no gradient, as a message says it."""
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss" if paths else ""
+
+
+def differentiable(grads: Grads, bases: Sequence[Layout], rests: Sequence[Layout], scale: float) -> Grads:
+    """The sums as part of a graph, for gradients of gradients.
+
+    Communication: as of a redistribution of the gradients.
+    """
+    there = [(i, grad * scale) for i, grad in enumerate(grads) if grad is not None]
+    pairs = [(bases[i].dual.replace(dtype=grad.dtype), rests[i].dual.replace(dtype=grad.dtype)) for i, grad in there]
+    found: Grads = [None] * len(grads)
+    for (i, _), part in zip(there, redistribute_locals([grad for _, grad in there], pairs), strict=True):
+        found[i] = part.to(rests[i].dtype)
+    return found
+
+
+def add_later(parameters: Sequence[ShardedTensor], parts: Grads) -> None:
+    """Add gradients to `.grad`, as autograd would have."""
+    for parameter, part in zip(parameters, parts, strict=True):
+        if part is not None:
+            gradients.add(parameter, part)
