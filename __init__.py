@@ -41,6 +41,10 @@ from .sharding.arrays import (
 from .sharding.bad_values import BadValueError, debug_nans
 from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
 from .sharding.call import call
+from .sharding.checkpoint.folder import latest
+from .sharding.checkpoint.load import load
+from .sharding.checkpoint.save import async_save, save
+from .sharding.checkpoint.state import load_state_dict, state_dict
 from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
@@ -79,6 +83,8 @@ from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from .sharding.parallel.data.precision import MixedPrecisionPolicy
+from .sharding.parallel.plan import parallelize, parallelize_module
+from .sharding.parallel.styles import colwise, inputs, outputs, rowwise, sequence, shard
 from .sharding.plan import plan
 from .sharding.policy import implicit
 from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
@@ -135,6 +141,7 @@ __all__ = [
     "all_to_all",
     "arange",
     "assert_replicated",
+    "async_save",
     "axis_index",
     "axis_size",
     "breakpoint",
@@ -145,6 +152,7 @@ __all__ = [
     "check_rng_state",
     "check_rule",
     "checkpoint",
+    "colwise",
     "comm_budget",
     "comm_report",
     "data_parallel",
@@ -168,11 +176,15 @@ __all__ = [
     "implicit",
     "implicit_replication",
     "init_device_mesh",
+    "inputs",
     "inspect",
     "join",
     "jvp",
+    "latest",
     "launch",
     "ledger",
+    "load",
+    "load_state_dict",
     "local_map",
     "main_process_first",
     "make_array_from_callback",
@@ -182,6 +194,9 @@ __all__ = [
     "mark_step",
     "null_world",
     "ones",
+    "outputs",
+    "parallelize",
+    "parallelize_module",
     "pbroadcast",
     "pcast",
     "plan",
@@ -206,14 +221,19 @@ __all__ = [
     "register_sharding",
     "replay_random",
     "reshard",
+    "rowwise",
+    "save",
     "seeded",
+    "sequence",
     "session",
     "set_mesh",
     "set_rng_state",
+    "shard",
     "shard_map",
     "shard_parameter",
     "simulate",
     "start",
+    "state_dict",
     "stop_gradient",
     "straggler_report",
     "to_local",

@@ -5,10 +5,13 @@
     python examples/train_lm.py --single                     the same model and data in one process, without a mesh
     python examples/train_lm.py --compare                    both, and their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
+    python examples/train_lm.py --parallel dp=2,fsdp=2       by the library's layers: dp, zero1, zero2, fsdp, tp and sp, as they fit together
+    python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         goes on from the newest checkpoint, of any mesh
 
-The model is plain PyTorch. What makes it run on a mesh is a table that says where each weight is stored (`STORED`),
-and calls of `reshard(x, spec)` where a tensor must lie differently than it does. Everything else follows from the
-layouts of the operands: which ranks compute what, what is still to be summed, and what backward communicates.
+The model is plain PyTorch. With `--mesh` all is done by hand: a table says where each weight is stored (`STORED`), and calls of
+`reshard(x, spec)` say where a tensor must lie differently than it does. Everything else follows from the layouts of the
+operands: which ranks compute what, what is still to be summed, and what backward communicates. With `--parallel` layers do it: see
+`by_layers`, which leaves the model as it is.
 
 Tensor names end in one letter per dim: b batch, s position, t token (b and s together), d width of the residual stream,
 h head, e width of a head, f width of the MLP, v byte value.
@@ -23,7 +26,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,12 +85,17 @@ STREAM = P("fsdp")  # activations [b, s, d] between layers: the batch is split o
 TOKENS = P(("fsdp", "tp"))  # activations [t, d] and targets [t] at the loss: the tokens are split over all ranks
 
 
-def reshard(x: Tensor, spec: P) -> Tensor:
-    """Lay a tensor out as `spec` says; the plain tensors of `--single` are whole and stay so.
+Reshard = Callable[[Any, P], Any]
 
-    Backward does the dual by itself: where a weight was gathered, its gradient is summed and scattered.
-    """
-    return sm.reshard(x, spec) if isinstance(x, sm.ShardedTensor) else x
+
+def reshard(x: Tensor, spec: P) -> Tensor:
+    """Lay a tensor out as `spec` says. Backward does the dual: where a weight was gathered, its gradient is summed and scattered."""
+    return sm.reshard(x, spec)  # type: ignore[arg-type]
+
+
+def leave(x: Tensor, spec: P) -> Tensor:
+    """What `--single` and `--parallel` do where the model says how a tensor lies by hand."""
+    return x
 
 
 def place(x: Tensor, mesh: sm.DeviceMesh | None, spec: P) -> Tensor:
@@ -102,6 +110,34 @@ def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
             sm.shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
 
 
+# -- the same by layers ------------------------------------------------------------------------------------------------
+
+SPLIT = {"*.w_qkv": P("tp"), "*.w_out": P(None, "tp"), "*.w_gate_up": P("tp"), "*.w_down": P(None, "tp")}
+SUMMED = {"*.attention": sm.outputs(P()), "*.mlp": sm.outputs(P())}  # over tp each rank has a share of what they return
+# With "sp" in place of "tp" the residual stream is split by positions outside of attention and MLP.
+IN_SEQUENCE = {
+    **{path: P(*["sp" if axes else None for axes in spec.dims]) for path, spec in SPLIT.items()},
+    **{f"blocks.*.norm_{part}": [sm.sequence(1, axis="sp"), sm.outputs(P(), axis="sp")] for part in ("attention", "mlp")},
+    **{f"blocks.*.{part}": sm.outputs(P(None, "sp"), axis="sp") for part in ("attention", "mlp")},
+}
+DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # over which the batch is split
+LAYERS = (*DATA_AXES, "tp", "sp")
+
+
+def by_layers(model: nn.Module, mesh: sm.DeviceMesh) -> None:
+    """Spread the model over the mesh as the names of its axes say."""
+    here = [axis for axis in DATA_AXES if axis in mesh.axis_names]
+    if "tp" in mesh.axis_names:
+        sm.parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
+    if "sp" in mesh.axis_names:
+        sm.parallelize(model, mesh, IN_SEQUENCE, src_data_rank=None)
+    if "fsdp" in here:
+        sm.fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
+    else:
+        optimizer = tuple(axis for axis in here if axis != "dp")
+        sm.data_parallel(model, mesh, gradient="zero2" if "zero2" in here else (), optimizer=optimizer, units=Block, src_data_rank=None)
+
+
 def whole(x: Tensor) -> Tensor:
     """The plain tensor of all values, on every rank."""
     return x.full_tensor() if isinstance(x, sm.ShardedTensor) else x
@@ -111,39 +147,40 @@ def whole(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, reshard: Reshard) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.reshard = size.heads, reshard
         self.w_qkv = weight(3 * size.d, size.d)
         self.w_out = weight(size.d, size.d, scale=1 / math.sqrt(2 * size.layers))
 
     def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        qkv_bsn = F.linear(x_bsd, reshard(self.w_qkv, SPLIT_OUTPUTS))  # n is (h 3 e), so each tp rank has whole heads
+        qkv_bsn = F.linear(x_bsd, self.reshard(self.w_qkv, SPLIT_OUTPUTS))  # n is (h 3 e), so each tp rank has whole heads
         q_bhse, k_bhse, v_bhse = qkv_bsn.unflatten(-1, (self.heads, 3, -1)).transpose(1, 2).unbind(-2)
         q_bhse, k_bhse = rotate(q_bhse, rotary), rotate(k_bhse, rotary)
         y_bhse = F.scaled_dot_product_attention(q_bhse, k_bhse, v_bhse, is_causal=True)
         y_bsd = y_bhse.transpose(1, 2).flatten(-2)
         # Each tp rank has summed over its own heads: the product is pending over tp, and the stream wants it summed.
-        return reshard(F.linear(y_bsd, reshard(self.w_out, SPLIT_INPUTS)), STREAM)
+        return self.reshard(F.linear(y_bsd, self.reshard(self.w_out, SPLIT_INPUTS)), STREAM)
 
 
 class MLP(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, reshard: Reshard) -> None:
         super().__init__()
+        self.reshard = reshard
         self.w_gate_up = weight(2 * size.f, size.d)
         self.w_down = weight(size.d, size.f, scale=1 / math.sqrt(2 * size.layers))
 
     def forward(self, x_bsd: Tensor) -> Tensor:
-        gate_up_bsn = F.linear(x_bsd, reshard(self.w_gate_up, SPLIT_OUTPUTS))  # n is (f 2)
+        gate_up_bsn = F.linear(x_bsd, self.reshard(self.w_gate_up, SPLIT_OUTPUTS))  # n is (f 2)
         gate_bsf, up_bsf = gate_up_bsn.unflatten(-1, (-1, 2)).unbind(-1)
-        return reshard(F.linear(F.silu(gate_bsf) * up_bsf, reshard(self.w_down, SPLIT_INPUTS)), STREAM)
+        return self.reshard(F.linear(F.silu(gate_bsf) * up_bsf, self.reshard(self.w_down, SPLIT_INPUTS)), STREAM)
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, reshard: Reshard) -> None:
         super().__init__()
-        self.norm_attention, self.attention = nn.RMSNorm(size.d), Attention(size)
-        self.norm_mlp, self.mlp = nn.RMSNorm(size.d), MLP(size)
+        self.norm_attention, self.attention = nn.RMSNorm(size.d), Attention(size, reshard)
+        self.norm_mlp, self.mlp = nn.RMSNorm(size.d), MLP(size, reshard)
 
     def forward(self, x_bsd: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         x_bsd = x_bsd + self.attention(self.norm_attention(x_bsd), rotary)
@@ -151,10 +188,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, reshard: Reshard = leave) -> None:
         super().__init__()
+        self.reshard = reshard
         self.embedding = weight(VOCABULARY, size.d)  # read by the first layer and, tied, by the head
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, reshard) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.d)
         angle_se = torch.outer(torch.arange(size.s), 1e4 ** -torch.linspace(0, 1, size.d // size.heads // 2))
         self.register_buffer("cos_se", angle_se.cos())
@@ -162,13 +200,13 @@ class GPT(nn.Module):
 
     def forward(self, ids_bs: Tensor, last_only: bool = False) -> Tensor:
         """Logits [t, v] for the byte after each position, or only for the byte after the last one."""
-        embedding_vd = reshard(self.embedding, WHOLE)
+        embedding_vd = self.reshard(self.embedding, WHOLE)
         x_bsd = F.embedding(ids_bs, embedding_vd)
         for block in self.blocks:
             x_bsd = block(x_bsd, (self.cos_se, self.sin_se))
         x_bsd = x_bsd[:, -1:] if last_only else x_bsd
         # With 256 byte values the head is small: rather than the vocabulary, its tokens are divided over tp as well.
-        return F.linear(reshard(self.norm(x_bsd).flatten(0, 1), TOKENS), embedding_vd)
+        return F.linear(self.reshard(self.norm(x_bsd).flatten(0, 1), TOKENS), embedding_vd)
 
 
 def weight(rows: int, columns: int, scale: float = 1.0) -> nn.Parameter:
@@ -204,30 +242,48 @@ class Trainer:
     def __init__(self, options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> None:
         self.size, self.steps, self.mesh = SIZES[options.size], options.steps, mesh
         self.device = torch.device(options.device) if mesh is None else mesh.device
+        self.stream, self.tokens = STREAM, TOKENS
         torch.manual_seed(options.seed)
-        self.model = GPT(self.size).to(self.device)
-        if mesh is not None:
+        by_hand = mesh is not None and options.parallel is None
+        self.model = GPT(self.size, reshard if by_hand else leave).to(self.device)
+        if mesh is not None and by_hand:
             sm.distribute_module(self.model, mesh, place_weights, src_data_rank=None)
+        elif mesh is not None:
+            by_layers(self.model, mesh)
+            self.stream = self.tokens = P(tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None)
         # The optimizer knows nothing of the mesh: its fused kernel steps each rank's part of the weights.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), self.size.lr, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.lr_share)
         self.train_text, self.valid_text = read_corpus()
-        self.batches = self.draw(self.train_text, options.seed)
+        self.random, self.done = torch.Generator().manual_seed(options.seed), 0
+        self.batches = self.draw(self.train_text, self.random)
 
     def lr_share(self, step: int) -> float:
         """Warm-up, and cosine decay to a tenth of the highest rate."""
         return min((step + 1) / WARM_UP_STEPS, 0.55 + 0.45 * math.cos(math.pi * step / self.steps))
 
-    def draw(self, text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def state(self) -> dict[str, Any]:
+        """All that a later run needs to go on, on any mesh."""
+        trained = sm.state_dict(self.model, self.optimizer)
+        return {**trained, "schedule": self.schedule, "random": self.random.get_state(), "done": self.done}
+
+    def resume(self, folder: Path) -> None:
+        """Go on from the newest checkpoint of a folder."""
+        state = sm.load(folder, like=self.state())
+        sm.load_state_dict(self.model, state, self.optimizer)
+        self.random.set_state(state["random"])
+        self.done = state["done"]
+
+    def draw(self, text: Tensor, random: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
         """Random windows of the text: bytes [b, s], and the byte after each of them [t].
 
         Every rank draws the same windows and keeps its part, so handing out data needs no communication.
         """
-        random, window_s = torch.Generator().manual_seed(seed), torch.arange(self.size.s + 1)
+        window_s = torch.arange(self.size.s + 1)
         while True:
             starts_b = torch.randint(len(text) - self.size.s, (self.size.b,), generator=random)
             window = text[starts_b[:, None] + window_s].long().to(self.device)
-            yield place(window[:, :-1], self.mesh, STREAM), place(window[:, 1:].flatten(), self.mesh, TOKENS)
+            yield place(window[:, :-1], self.mesh, self.stream), place(window[:, 1:].flatten(), self.mesh, self.tokens)
 
     def step(self) -> Tensor:
         ids_bs, targets_t = next(self.batches)
@@ -236,12 +292,13 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
+        self.done += 1
         return loss.detach()
 
     @torch.no_grad()
     def validate(self, count: int = 2) -> float:
         """Mean loss over the same few validation batches every time."""
-        batches = itertools.islice(self.draw(self.valid_text, seed=0), count)
+        batches = itertools.islice(self.draw(self.valid_text, torch.Generator().manual_seed(0)), count)
         return sum(F.cross_entropy(self.model(ids_bs), targets_t).item() for ids_bs, targets_t in batches) / count
 
     def gathered(self) -> GPT:
@@ -267,12 +324,14 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
     quiet = mesh is not None and mesh.get_rank() != 0
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     trainer = Trainer(options, mesh)
+    if options.resume and mesh is not None and sm.latest(options.save):
+        trainer.resume(options.save)
     name = "one process" if mesh is None else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
     run = report.Run(name, sum(p.numel() for p in trainer.model.parameters()))
     say(introduction(run, trainer))
     start = since = time.perf_counter()
     with report.progress_bar(name, options.steps, quiet) as advance:
-        for step in range(1, options.steps + 1):
+        for step in range(trainer.done + 1, options.steps + 1):
             with sm.comm_budget() as used:
                 loss = trainer.step()
             run.collectives = used.by_op
@@ -284,6 +343,8 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
                 run.rows.append(report.Row(step, loss, trainer.validate(), speed))
                 say(report.line(run.rows[-1]))
                 since = time.perf_counter()
+            if options.save and mesh is not None and (step % options.save_every == 0 or step == options.steps):
+                sm.save(trainer.state(), options.save, step=step, keep=2)
     run.seconds = time.perf_counter() - start
     model = trainer.gathered()  # every rank takes part, rank 0 writes
     if not quiet:
@@ -301,7 +362,8 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
         block: Any = trainer.model.blocks[0]
         pictures = [sm.visualize(block.attention.w_qkv), sm.visualize(block.mlp.w_down)]
         lines += ["\nwhich rank stores what of w_qkv and w_down:", *pictures]
-        lines += ["\nto use w_down:", str(sm.explain(block.mlp.w_down, SPLIT_INPUTS))]
+        if trainer.model.reshard is reshard:
+            lines += ["\nto use w_down:", str(sm.explain(block.mlp.w_down, SPLIT_INPUTS))]
     return "\n".join([*lines, "", report.header()])
 
 
@@ -317,19 +379,33 @@ def mesh_axes(text: str) -> dict[str, int]:
     return axes | {name: 1 for name in ("fsdp", "tp") if name not in axes}
 
 
+def layer_axes(text: str) -> dict[str, int]:
+    """`dp=2,fsdp=2` as a dictionary, in that order."""
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    axes = {name: int(size) for name, _, size in pairs if name in LAYERS and size.isdecimal() and int(size) > 0}
+    if len(axes) < len(pairs) or {"tp", "sp"} <= set(axes):
+        raise argparse.ArgumentTypeError(f"{text!r}: write sizes of axes among {', '.join(LAYERS)}, of tp and sp only one: such as fsdp=2,tp=2")
+    return axes
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="sizes of both axes, major first")
+    parser.add_argument("--mesh", type=mesh_axes, default="fsdp=2,tp=2", help="by hand: sizes of both axes, major first")
+    parser.add_argument("--parallel", type=layer_axes, help=f"by layers: sizes of axes among {', '.join(LAYERS)}, such as dp=2,fsdp=2")
     parser.add_argument("--size", choices=SIZES, default="demo", help="shapes of the model and of a batch")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--every", type=int, default=10, help="steps between two printed losses")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", choices=devices(), default="cpu")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints; the last step always has one")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if there is one")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--single", action="store_true", help="one process with plain tensors")
     which.add_argument("--compare", action="store_true", help=f"both; fails if losses differ by more than {TOLERANCE}")
     options = parser.parse_args(arguments)
+    options.mesh = options.parallel or options.mesh
     problem = find_problem(options)
     return parser.error(problem) if problem else options
 
@@ -342,19 +418,22 @@ def devices() -> list[str]:
 
 def find_problem(options: argparse.Namespace) -> str | None:
     """What is wrong with the options together, and what to write instead."""
-    size, (fsdp, tp) = SIZES[options.size], (options.mesh["fsdp"], options.mesh["tp"])
-    ranks, started = fsdp * tp, int(os.environ.get("WORLD_SIZE", "0"))
-    if options.steps < 1 or options.every < 1:
-        return f"--steps {options.steps} --every {options.every}: both must be at least 1"
+    size, ranks, started = SIZES[options.size], math.prod(options.mesh.values()), int(os.environ.get("WORLD_SIZE", "0"))
+    tp, data = (math.prod(n for axis, n in options.mesh.items() if (axis in DATA_AXES) == which) for which in (False, True))
+    named = " x ".join(f"{axis}={n}" for axis, n in options.mesh.items())
+    if min(options.steps, options.every, options.save_every) < 1:
+        return f"--steps {options.steps} --every {options.every} --save-every {options.save_every}: all must be at least 1"
+    if options.resume and options.save is None:
+        return "--resume goes on from a checkpoint in the folder that --save names: name one"
     if options.single:
         return "--single is one process: start it with python, not with torchrun" if started > 1 else None
     if size.heads % tp:
         return f"tp={tp} does not divide the {size.heads} heads of --size {options.size}: choose a tp that does"
-    if size.b % fsdp:
-        return f"fsdp={fsdp} does not divide the batch of {size.b} of --size {options.size}: choose an fsdp that does"
+    if size.b % data:
+        return f"{named} does not divide the batch of {size.b} of --size {options.size} into {data}: choose sizes that do"
     if started and started != ranks:
         wanted = f"torchrun --nproc-per-node {ranks}, or a --mesh whose sizes multiply to {started}"
-        return f"a mesh of fsdp={fsdp} x tp={tp} needs {ranks} processes, and {started} were started: write {wanted}"
+        return f"a mesh of {named} needs {ranks} processes, and {started} were started: write {wanted}"
     return None
 
 

@@ -44,6 +44,7 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
+    _touched: int = 0  # how often `.data` was asked for, through which values may have been written unseen
     _reduced_grad: ShardedTensor | None
     _arrived_grad: ShardedTensor | None
     from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
@@ -355,6 +356,7 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
+        self._touched += 1
         out = ShardedTensor._make(self._local.data, self._layout)
         out._lineage = self._lineage
         return out

@@ -75,6 +75,8 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
             _check_writable(lists[0])
         result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})
         if result is None or in_place:
+            if func.__name__ in _FUSED:  # torch's kernels do not say that they have written
+                torch.autograd.graph.increment_version([_part(x) for x in lists[0] if type(x) is ShardedTensor])
             return result if result is None else lists[0]
         return type(result)(map(_wrapped, result, zip(*lists, strict=True)))
 

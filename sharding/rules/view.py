@@ -33,7 +33,7 @@ def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
     right: list[Dim] = [() for _ in after]
     sizes: dict[str, int] = {}
     whole: set[str] = set()
-    for dims, others in _groups(before, after):
+    for dims, others in groups(before, after):
         cuts = sorted(set(_cuts(before, dims)) | set(_cuts(after, others)))
         if all(b % a == 0 for a, b in pairwise(cuts)):
             total, names = cuts[-1], {}
@@ -61,17 +61,17 @@ def _factor_empty(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
     return [*dims, *[()] * (len(before) - same)], [*dims, *[()] * (len(after) - same)], sizes, set()
 
 
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """The smallest runs of dims on both sides that hold the same number of elements; dims of size 1 are left out."""
-    groups: list[tuple[list[int], list[int]]] = []
+    found: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
     while dims:
         mine, theirs = [dims.pop(0)], [others.pop(0)]
         while (a := math.prod(before[d] for d in mine)) != (b := math.prod(after[d] for d in theirs)):
             mine.append(dims.pop(0)) if a < b else theirs.append(others.pop(0))
-        groups.append((mine, theirs))
-    return groups
+        found.append((mine, theirs))
+    return found
 
 
 def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:

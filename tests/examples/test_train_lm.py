@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,25 @@ def test_any_mesh_trains_as_one_process(mesh, single):
     assert {op: calls for op, (calls, _) in run.collectives.items()} == CALLS[mesh]
 
 
+@pytest.mark.parametrize("axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"])
+def test_layers_train_as_one_process(axes, single):
+    run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
+    check_same_losses(run, single)
+    assert run.sample == single.sample
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp=2,tp=2", "zero1=4"), ("dp=2", "fsdp=2,sp=2")])
+def test_resumed_on_another_mesh_it_goes_on_as_before(before, after, single, tmp_path):
+    saving = ["--save", str(tmp_path), "--save-every", "6"]
+    first = train_lm.parse([*ARGUMENTS, "--parallel", before, *saving])
+    sm.simulate(math.prod(first.mesh.values()))(train_lm.train_on_mesh)(first)
+    shutil.rmtree(tmp_path / "step-00000012")
+    run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", after, *saving, "--resume"]))[0]
+    assert [row.step for row in run.rows] == [8, 12]
+    for ours, theirs in zip(run.rows, single.rows[2:], strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
+
+
 def test_processes_train_as_one_process(world4, single):
     run = world4(train_lm.train_on_mesh, train_lm.parse(ARGUMENTS))[0]
     check_same_losses(run, single)
@@ -90,10 +110,13 @@ def test_comparison_finds_the_largest_difference(loss, expected):
     ("arguments", "message"),
     [
         (["--mesh", "fsdp=1,tp=3"], "tp=3 does not divide the 4 heads"),
-        (["--mesh", "fsdp=3"], "fsdp=3 does not divide the batch of 8"),
+        (["--mesh", "fsdp=3"], "fsdp=3 x tp=1 does not divide the batch of 8"),
         (["--mesh", "dp=2,tp=2"], "write the sizes of fsdp and tp"),
         (["--mesh", "fsdp=0,tp=2"], "write the sizes of fsdp and tp"),
-        (["--steps", "0"], "both must be at least 1"),
+        (["--steps", "0"], "all must be at least 1"),
+        (["--parallel", "ddp=4"], "write sizes of axes among dp, zero1"),
+        (["--parallel", "tp=2,sp=2"], "of tp and sp only one"),
+        (["--resume"], "--resume goes on from a checkpoint"),
         (["--device", "abacus"], "invalid choice"),
         (["--single", "--compare"], "not allowed with"),
     ],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ....mesh.watch.seat import Note
+from ...tensor import ShardedTensor
 from .flat import FlatBucket
 from .form import Form
 
@@ -58,13 +59,14 @@ class Levels:
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
-    def start(self, parts: Sequence[Tensor]) -> None:
+    def start(self, parameters: Sequence[ShardedTensor]) -> None:
         """Launch what is needed to have the whole.
 
         Communication: one all_gather, or none if the whole is there or under way; with parameters split over fewer axes than the
             optimizer, one more after each step of the optimizer.
         """
-        versions = [(x.data_ptr(), _version(x)) for x in parts]
+        parts = [x._local.detach() for x in parameters]
+        versions = [(part.data_ptr(), _version(part), x._touched) for x, part in zip(parameters, parts, strict=True)]
         if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
             return
         self.drop()

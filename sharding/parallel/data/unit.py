@@ -106,7 +106,8 @@ class Unit:
         self._buckets: list[Bucket] = []
         self._calls = 0  # of its modules, that are running
         self._rest: list[ShardedTensor] = []  # the parameters, while whole ones stand in their places
-        self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with
+        self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with, at most until the model's forward ends
+        self._with_graph = False
         self._prepared: tuple[Passage, list[Tensor], tuple[Tensor, ...]] | None = None
         self._buffers, self._saving = ReplicatedBuffers(), None
 
@@ -186,8 +187,8 @@ class Unit:
         schedule = running_schedule(self)
         self.computes_on = self._mesh_of(args, kwargs)
         schedule.enter(self)
-        if self._use is None:
-            self._use = self._gathered()
+        if self._use is None or self._with_graph != torch.is_grad_enabled():
+            self._use, self._with_graph = self._gathered(), torch.is_grad_enabled()
         self._use[0].scale = self._scale()
         self._rest = [slot.value for slot in self.slots]
         for slot, kept, value in zip(self.slots, self._rest, self._use[1], strict=True):
@@ -237,7 +238,7 @@ class Unit:
         parameters = self._parameters()
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:
-                bucket.levels.start([parameters[i]._local.detach() for i in bucket.numbers])
+                bucket.levels.start([parameters[i] for i in bucket.numbers])
 
     def prepare(self) -> None:
         """Launch them for the next forward. Communication: as `gather`."""
@@ -248,7 +249,7 @@ class Unit:
 
     def forget_prepared(self) -> None:
         """A forward has ended."""
-        self._prepared = None
+        self._use = self._prepared = None
         if engine_hooks.current_backward() == -1:
             for bucket in self._buckets:
                 bucket.levels.drop()

@@ -103,6 +103,8 @@ def laid_out(mesh, shape, spec, dtype=torch.float64):
         (lambda x: x[:, 1:3], [(8, 4)], [ROWS], ROWS),
         (lambda x: x[:, None], [(8, 4)], [ROWS], EMBEDDED),
         (lambda x: x.view(8, 2, 2), [(8, 4)], [ROWS], EMBEDDED),
+        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (2, 0, 6)})], P("a", sizes={"a": (1, 0, 3)})),
+        (lambda x: x.flatten(), [(8, 4)], [ROWS], P("a", sizes={"a": (12, 0, 20)})),
         (lambda x: F.softmax(x, -1), [(8, 4)], [ROWS], ROWS),
         (lambda x: x.to(torch.float32), [(8, 4)], [ROWS], ROWS),
         (lambda x: torch.cat([x, x], 1), [(8, 4)], [ROWS], ROWS),
@@ -129,8 +131,7 @@ def test_sizes_are_kept_without_communication(call, shapes, specs, result):
         (torch.add, [(8, 1), (8, 4)], [ROWS, P("a", sizes={"a": (0, 8, 0)})], P("a", sizes={"a": (0, 8, 0)})),
         (torch.add, [(8, 4), (8, 1)], [P("a"), ROWS], P("a")),
         (torch.add, [(8, 4), (8, 1)], [ROWS, P("a")], ROWS),
-        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (0, 8)})], P("a")),
-        (lambda x: x.flatten(), [(8, 4)], [P("a", sizes={"a": (0, 8)})], P("a")),
+        (lambda x: x.unflatten(0, (4, 2)), [(8, 4)], [P("a", sizes={"a": (3, 5)})], P("a")),  # a cut inside a row
     ],
 )
 def test_one_is_moved(call, shapes, specs, result):

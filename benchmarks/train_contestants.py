@@ -1,0 +1,266 @@
+"""Who takes part in `train.py`: one model, one optimizer and one batch, by our layers and by torch's.
+
+All of a pair do the same work on the same batch: ranks of data parallelism take rows of it, those of tensor parallelism all of its rows
+and a part of the weights. Models are made in each process from one seed, so that nobody needs to send them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as dt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import parallel as theirs
+from torch.nn.parallel import DistributedDataParallel
+from train_model import Block, Size, batch, cross_entropy, make_model
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel import styles
+from shardmesh.sharding.parallel.plan import parallelize
+
+OPTIMIZER, RATE = torch.optim.AdamW, 1e-3
+
+
+class Setup:
+    """The process group, and the meshes of ours and of torch over it."""
+
+    def __init__(self, size: Size, ranks: int) -> None:
+        self.size, shape = size, (ranks // 2, 2)
+        self.line = sm.init_device_mesh("cpu", (ranks,), axis_names=("dp",))
+        self.tensor_line = sm.init_device_mesh("cpu", (ranks,), axis_names=("tp",))
+        self.grid = sm.init_device_mesh("cpu", shape, axis_names=("fsdp", "tp"))
+        self._shape = shape
+
+    @cached_property
+    def their_line(self) -> TorchMesh:
+        return init_torch_mesh("cpu", (self.line.size(),), mesh_dim_names=("tp",))
+
+    @cached_property
+    def their_grid(self) -> TorchMesh:
+        return init_torch_mesh("cpu", self._shape, mesh_dim_names=("fsdp", "tp"))
+
+    def rows(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
+        """This part of the batch."""
+        x, y = batch(self.size, step)
+        return x.chunk(parts)[part], y.chunk(parts)[part]
+
+    def own_rows(self, step: int) -> tuple[Tensor, Tensor]:
+        """Those of a rank, where each has its own."""
+        return self.rows(step, self.line.get_rank(), self.line.size())
+
+
+@dataclass
+class Training:
+    """A model in training.
+
+    Attributes:
+        data: from the number of a step to inputs and targets.
+        around: what a step is made in.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Callable[[int], tuple[Any, Any]]
+    around: Callable[[], Any] = nullcontext
+    steps: int = 0
+
+    def step(self) -> Tensor:
+        """Forward, backward and optimizer; the loss."""
+        inputs, targets = self.data(self.steps)
+        with self.around():
+            loss = cross_entropy(self.model(inputs), targets)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+        return loss.detach()
+
+
+def loss_of_batch(loss: Any) -> float:
+    """The loss of the whole batch. Communication: at least an all_reduce."""
+    whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss.clone()
+    dist.all_reduce(whole)
+    return whole.item() / dist.get_world_size()
+
+
+def trained(model: nn.Module, data: Callable[[int], tuple[Any, Any]], around: Callable[[], Any] = nullcontext) -> Training:
+    return Training(model, OPTIMIZER(model.parameters(), lr=RATE), data, around)
+
+
+def alone(setup: Setup) -> Training:
+    """One process with the whole batch."""
+    return trained(make_model(setup.size), lambda step: batch(setup.size, step))
+
+
+# -- data parallelism --------------------------------------------------------------------------------------------------
+
+
+def our_fsdp(setup: Setup, reshard: bool) -> Training:
+    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+    return trained(model, setup.own_rows)
+
+
+def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
+    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    return trained(model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
+
+
+def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Size) -> tuple[Any, Any]:
+    x, y = (sm.from_local(part, mesh, spec, shape=(size.b, size.s)) for part in rows)
+    return x, y
+
+
+def their_fsdp(setup: Setup, reshard: bool) -> Training:
+    return trained(_their_fsdp(make_model(setup.size), setup.their_line, reshard), setup.own_rows)
+
+
+def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+
+
+def our_ddp(setup: Setup) -> Training:
+    return trained(sm.data_parallel(make_model(setup.size), setup.line, src_data_rank=None), setup.own_rows)
+
+
+def their_ddp(setup: Setup) -> Training:
+    return trained(_their_ddp(setup), setup.own_rows)
+
+
+def _their_ddp(setup: Setup) -> nn.Module:
+    return DistributedDataParallel(make_model(setup.size), gradient_as_bucket_view=True)
+
+
+def our_zero(setup: Setup) -> Training:
+    return trained(sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", src_data_rank=None), setup.own_rows)
+
+
+def their_zero(setup: Setup) -> Training:
+    model = _their_ddp(setup)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), OPTIMIZER, parameters_as_bucket_view=True, lr=RATE)
+    return Training(model, optimizer, setup.own_rows)
+
+
+# -- tensor and sequence parallelism -----------------------------------------------------------------------------------
+
+_BY_POSITION = P(None, "tp")
+
+
+def our_plan() -> dict[str, Any]:
+    """Activations between layers lie split by position, logits by byte value."""
+    return {
+        "embedding": styles.rowwise(out=_BY_POSITION),
+        "blocks.*_norm": styles.sequence(1, out=P()),
+        "*.q": styles.colwise(), "*.k": styles.colwise(), "*.v": styles.colwise(), "*.o": styles.rowwise(out=_BY_POSITION),
+        "*.gate": styles.colwise(), "*.up": styles.colwise(), "*.down": styles.rowwise(out=_BY_POSITION),
+        "norm": styles.sequence(1, out=P()),
+        "head": styles.colwise(),
+    }  # fmt: skip
+
+
+def their_block_plan() -> dict[str, Any]:
+    """The same by torch's styles, as torch's tutorial of tensor parallelism has it."""
+    position, whole, colwise = dt.Shard(1), dt.Replicate(), theirs.ColwiseParallel()
+    return {
+        "attention_norm": theirs.SequenceParallel(), "mlp_norm": theirs.SequenceParallel(),
+        "attention": theirs.PrepareModuleInput(input_layouts=(position, None), desired_input_layouts=(whole, None)),
+        "attention.q": colwise, "attention.k": colwise, "attention.v": colwise,
+        "attention.o": theirs.RowwiseParallel(output_layouts=position),
+        "mlp": theirs.PrepareModuleInput(input_layouts=(position,), desired_input_layouts=(whole,)),
+        "mlp.gate": colwise, "mlp.up": colwise, "mlp.down": theirs.RowwiseParallel(output_layouts=position),
+    }  # fmt: skip
+
+
+def their_outer_plan() -> dict[str, Any]:
+    position = dt.Shard(1)
+    return {
+        "embedding": theirs.RowwiseParallel(input_layouts=dt.Replicate(), output_layouts=position),
+        "norm": theirs.SequenceParallel(),
+        "head": theirs.ColwiseParallel(input_layouts=position, output_layouts=dt.Shard(-1), use_local_output=False),
+    }
+
+
+def our_tensor_parallel(setup: Setup) -> Training:
+    model = parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
+    return trained(model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
+
+
+def their_tensor_parallel(setup: Setup) -> Training:
+    model = _their_tensor_parallel(make_model(setup.size), setup.their_line)
+    return trained(model, lambda step: batch(setup.size, step), theirs.loss_parallel)
+
+
+def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
+    theirs.parallelize_module(model, mesh, their_outer_plan(), src_data_rank=None)
+    for block in model.blocks:
+        theirs.parallelize_module(block, mesh, their_block_plan(), src_data_rank=None)
+    return model
+
+
+def our_two_axes(setup: Setup) -> Training:
+    model = parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
+    sm.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
+    part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
+    return trained(model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
+
+
+def their_two_axes(setup: Setup) -> Training:
+    mesh = setup.their_grid
+    model = _their_fsdp(_their_tensor_parallel(make_model(setup.size), mesh["tp"]), mesh["fsdp"], True)
+    part, parts = mesh.get_local_rank("fsdp"), mesh.size(0)
+    return trained(model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+Make = Callable[[Setup], Training]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A form of parallelism: who does it, ours first; `goal` is the issue's for ours / theirs in time."""
+
+    name: str
+    ours: str
+    theirs: str
+    goal: float | None = None
+
+
+FSDP, KEPT, INPUTS = "ours FSDP", "ours FSDP, kept", "ours FSDP, sharded inputs"
+FSDP2, FSDP2_KEPT = "torch FSDP2", "torch FSDP2, kept"
+MAKERS: dict[str, Make] = {
+    FSDP: lambda setup: our_fsdp(setup, True),
+    INPUTS: our_fsdp_of_sharded_inputs,
+    FSDP2: lambda setup: their_fsdp(setup, True),
+    KEPT: lambda setup: our_fsdp(setup, False),
+    FSDP2_KEPT: lambda setup: their_fsdp(setup, False),
+    "ours DDP": our_ddp,
+    "torch DDP": their_ddp,
+    "ours ZeRO-1": our_zero,
+    "torch DDP + ZeRO": their_zero,
+    "ours TP + SP": our_tensor_parallel,
+    "DTensor TP + SP": their_tensor_parallel,
+    "ours FSDP x TP": our_two_axes,
+    "FSDP2 x DTensor TP": their_two_axes,
+}
+PAIRS = (
+    Pair("FSDP", FSDP, FSDP2, 0.80),
+    Pair("FSDP, inputs sharded", INPUTS, FSDP2, 0.80),
+    Pair("FSDP, parameters kept for backward", KEPT, FSDP2_KEPT, 0.80),
+    Pair("DDP", "ours DDP", "torch DDP"),
+    Pair("ZeRO-1", "ours ZeRO-1", "torch DDP + ZeRO"),
+    Pair("TP + SP", "ours TP + SP", "DTensor TP + SP", 0.52),
+    Pair("FSDP x TP + SP", "ours FSDP x TP", "FSDP2 x DTensor TP"),
+)

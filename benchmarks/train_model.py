@@ -1,0 +1,114 @@
+"""The model and the data of `train.py`: a byte-level language model in plain PyTorch that knows nothing of meshes.
+
+Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, v byte value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shapes of the model and of the batch of all ranks together."""
+
+    layers: int
+    d: int
+    heads: int
+    f: int
+    s: int
+    b: int
+    vocabulary: int = 256
+
+
+class Attention(nn.Module):
+    """Causal self-attention of the heads that this rank has, with rotary positions."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.e = size.d // size.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(size.d, size.d, bias=False) for _ in range(4))
+
+    def forward(self, x_bsd: Tensor, turns_se: Tensor) -> Tensor:
+        b, s, _ = x_bsd.shape
+        q, k, v = (linear(x_bsd).view(b, s, -1, self.e).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        mixed_bhse = F.scaled_dot_product_attention(rotated(q, turns_se), rotated(k, turns_se), v, is_causal=True)
+        return self.o(mixed_bhse.transpose(1, 2).flatten(2))
+
+
+def rotated(x_bhse: Tensor, turns_se: Tensor) -> Tensor:
+    """Each pair of features turned by the angle of its position (Su et al. 2021, arXiv:2104.09864)."""
+    first, second = x_bhse.chunk(2, dim=-1)
+    cos, sin = turns_se.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(size.d, size.f, bias=False) for _ in range(2))
+        self.down = nn.Linear(size.f, size.d, bias=False)
+
+    def forward(self, x_bsd: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_bsd)) * self.up(x_bsd))
+
+
+class Block(nn.Module):
+    """A layer."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(size.d, eps=1e-6) for _ in range(2))
+        self.attention, self.mlp = Attention(size), MLP(size)
+
+    def forward(self, x_bsd: Tensor, turns_se: Tensor) -> Tensor:
+        x_bsd = x_bsd + self.attention(self.attention_norm(x_bsd), turns_se)
+        return x_bsd + self.mlp(self.mlp_norm(x_bsd))
+
+
+class Model(nn.Module):
+    """Bytes [b, s] to logits [b, s, v]."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.d)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(size.layers)])
+        self.norm = nn.RMSNorm(size.d, eps=1e-6)
+        self.head = nn.Linear(size.d, size.vocabulary, bias=False)
+        self.register_buffer("turns_se", turns(size), persistent=False)
+
+    def forward(self, bytes_bs: Tensor) -> Tensor:
+        x_bsd = self.embedding(bytes_bs)
+        for block in self.blocks:
+            x_bsd = block(x_bsd, self.turns_se)
+        return self.head(self.norm(x_bsd))
+
+
+def turns(size: Size) -> Tensor:
+    """Cosines and sines of the angles by position."""
+    e = size.d // size.heads
+    angles = torch.outer(torch.arange(size.s).float(), 10_000.0 ** (-torch.arange(0, e, 2) / e))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+def make_model(size: Size) -> Model:
+    """With the same values in every process."""
+    torch.manual_seed(0)
+    return Model(size)
+
+
+def batch(size: Size, step: int) -> tuple[Tensor, Tensor]:
+    """Bytes and the bytes that follow them, each [b, s], of all ranks together."""
+    drawn = torch.randint(0, size.vocabulary, (size.b, size.s), generator=torch.Generator().manual_seed(step))
+    return drawn, (drawn * 7 + 3) % size.vocabulary
+
+
+def cross_entropy(logits_bsv: Tensor, targets_bs: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return F.cross_entropy(logits_bsv.flatten(0, 1), targets_bs.flatten())

@@ -1,0 +1,100 @@
+"""Who writes what: every box of every leaf by one of the ranks that hold it, evenly. Worked out by all ranks alike, from layouts alone.
+
+    x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8,
+                                          rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 what comes next
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.box import Box, box_shape, box_size, full_box
+from ...mesh.group import World
+from ..layout import Layout
+from ..tensor import ShardedTensor
+from .tree import PerRank
+
+PIECE_BYTES = 64 << 20  # pieces of tensors are not longer: a rank that reads some rows reads no more than it needs
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A piece and who writes it.
+
+    Attributes:
+        box: of the global tensor; None for a value that is no tensor.
+        rank: the writer.
+        shape, dtype: of the whole tensor; None for a value.
+    """
+
+    name: str
+    box: Box | None
+    rank: int
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+
+
+def placed(leaves: Mapping[str, Any], world: World) -> list[Placed]:
+    """Every piece, in the order of the leaves; the same list on every rank."""
+    found: list[Placed] = []
+    load, boxes = [0] * world.size, {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, PerRank):
+            found += [Placed(own_name(name, rank), None, rank) for rank in range(world.size)]
+        elif isinstance(leaf, Tensor):
+            found += _pieces(name, leaf, _held(leaf, world, boxes), load)
+        else:
+            found.append(Placed(name, None, 0))
+    return found
+
+
+def own_name(name: str, rank: int) -> str:
+    """Under which name a rank's own value is stored."""
+    return f"{name}.rank{rank}"
+
+
+def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
+    """Each box that has elements, with the ranks that hold it. Plain tensors are the same everywhere."""
+    if not isinstance(leaf, ShardedTensor):
+        return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
+    if leaf.layout not in known:
+        known[leaf.layout] = holders_of(leaf.layout)
+    return known[leaf.layout]
+
+
+def holders_of(layout: Layout) -> dict[Box, list[int]]:
+    """Each box of a layout that has elements, with the ranks that hold it, in mesh order."""
+    holders: dict[Box, list[int]] = {}
+    for coordinate, box in layout.boxes():
+        if box_size(box):
+            holders.setdefault(box, []).append(int(layout.mesh.ranks[coordinate]))
+    return holders
+
+
+def _pieces(name: str, leaf: Tensor, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[Placed]:
+    """Of each box its pieces, each by the holder that has least to write so far."""
+    if not held:
+        yield Placed(name, (), -1, leaf.shape, leaf.dtype)  # nothing to write, but the tensor is in the index
+    for box, ranks in held.items():
+        for piece in cut(box, leaf.dtype.itemsize):
+            rank = min(ranks, key=load.__getitem__)
+            load[rank] += box_size(piece) * leaf.dtype.itemsize
+            yield Placed(name, piece, rank, leaf.shape, leaf.dtype)
+
+
+def cut(box: Box, itemsize: int) -> Iterator[Box]:
+    """A box in pieces of about `PIECE_BYTES` along its first dim."""
+    nbytes = box_size(box) * itemsize
+    if not box or nbytes <= PIECE_BYTES:
+        yield box
+        return
+    (start, stop), *rest = box
+    rows = max(1, PIECE_BYTES // (math.prod(box_shape(tuple(rest))) * itemsize))
+    for low in range(start, stop, rows):
+        yield ((low, min(low + rows, stop)), *rest)

@@ -1,0 +1,175 @@
+"""Before a save: the tree's leaves, what may be saved of them, and that all ranks have the same."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...mesh.group import Group, World, current_world
+from ..reshard import redistribute
+from ..tensor import ShardedTensor
+from . import folder as folders
+from .agree import agree, everyone, everywhere
+from .placing import own_name, placed
+from .saving import Saving, on_host, serialised
+from .stored import import_format
+from .tree import Path as TreePath
+from .tree import PerRank, Structure, leaves, name_of, opened, structure_of, torch_paths
+
+
+class State(NamedTuple):
+    """A tree that is to be saved.
+
+    Attributes:
+        leaves: by name; no tensor has pending values.
+        lines: of each leaf what must be the same on every rank.
+    """
+
+    leaves: dict[str, Any]
+    structure: Structure
+    lines: dict[str, str]
+
+
+def prepared(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool) -> Saving:
+    """A save that may begin, with a folder to write to. With `copies` it does not see what becomes of the tensors.
+
+    Raises:
+        CheckpointError, TypeError, ValueError: see `save`.
+
+    Communication: see `save`.
+    """
+    world = current_world()
+    group = everyone(world)
+    _check_numbers(step, keep)
+    import_format()  # the thread of an asynchronous save may outlive the program, which then can import no more
+    state = state_of(tree, world)
+    agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **state.lines})
+    state = _settled(state)
+    unfinished, number, nonce = _begun(group, Path(dir), step)
+    plan = placed(state.leaves, world)
+    own = {own_name(name, world.rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
+    mine = {piece.name for piece in plan if piece.rank == world.rank}
+    held = {name: _copy(leaf) if copies else leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
+    paths = dict(torch_paths(state.structure))
+    paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
+    return Saving(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event())
+
+
+def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
+    """Of a value of one rank: beside the leaf."""
+    leaf, _, own = name.rpartition(".")
+    *above, last = paths[leaf]
+    return (*above, f"{last}.{own}")
+
+
+def _check_numbers(step: int | None, keep: int | None) -> None:
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"save: step={step!r} is no step; give an integer of at least 0, or None for the one after the newest")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ValueError(f"save: keep={keep!r}: give how many complete checkpoints to keep, at least 1, or None for all")
+
+
+def _begun(group: Group, dir: Path, step: int | None) -> tuple[Path, int, str]:
+    """(folder to write to, step, nonce), as rank 0 has made them."""
+
+    def begin() -> tuple[str, int] | None:
+        if group.rank != 0:
+            return None
+        dir.mkdir(parents=True, exist_ok=True)
+        folders.tidy(dir)
+        newest = folders.latest(dir)
+        number = step if step is not None else 0 if newest is None else newest.step + 1
+        nonce = os.urandom(4).hex()
+        (dir / folders.name(number, f"tmp-{nonce}")).mkdir()
+        return nonce, number
+
+    (told, *_) = everywhere(group, begin)
+    assert told is not None  # noqa: S101
+    nonce, number = told
+    return dir / folders.name(number, f"tmp-{nonce}"), number, nonce
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def state_of(tree: Any, world: World) -> State:
+    """The leaves of a tree.
+
+    Raises:
+        TypeError, ValueError: a leaf that cannot be saved, or two of one name.
+    """
+    tree = opened(tree)
+    found: dict[str, Any] = {}
+    paths: dict[str, TreePath] = {}
+    for path, leaf in leaves(tree):
+        name = name_of(path)
+        if name in found:
+            both = f"{list(paths[name])} and {list(path)}"
+            raise ValueError(f"save: two leaves are named {name!r}, {both}: names are paths joined by dots; rename one")
+        found[name], paths[name] = leaf, path
+    lines = {name: _line(name, leaf, world) for name, leaf in found.items()}
+    return State(found, structure_of(tree), lines)
+
+
+def _line(name: str, leaf: Any, world: World) -> str:
+    """A leaf as ranks compare it: sharded tensors by layout, what is the same everywhere by value.
+
+    Raises:
+        TypeError, ValueError: it cannot be saved.
+    """
+    if isinstance(leaf, ShardedTensor):
+        if leaf.mesh.world is not world:
+            raise ValueError(f"save: {name!r} is {leaf.layout} on a mesh of another world than the one that saves")
+        return f"{leaf.layout} of ranks {leaf.mesh.ranks.tolist()}"
+    if isinstance(leaf, PerRank):
+        _check_value(name, leaf.value)
+        return "PerRank"
+    if isinstance(leaf, Tensor):
+        _check_plain(name, leaf)
+        values = on_host(leaf.detach()).reshape(-1)
+        return f"{leaf.dtype}{list(leaf.shape)}, CRC-32 {zlib.crc32(values.view(torch.uint8).numpy().data) if values.numel() else 0:08x}"
+    _check_value(name, leaf)
+    return repr(leaf)
+
+
+def _check_plain(name: str, leaf: Tensor) -> None:
+    if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized:
+        kind = f"{type(leaf).__name__} ({leaf.layout}, on {leaf.device})"
+        raise TypeError(f"save: {name!r} is a {kind}; save ShardedTensors and dense tensors that have values")
+
+
+def _check_value(name: str, value: Any) -> None:
+    """That it can be read back without running code that the file names."""
+    if isinstance(value, np.ndarray | np.generic):
+        raise TypeError(f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or it.item()")
+    try:
+        torch.load(io.BytesIO(serialised(value)), weights_only=True)
+    except Exception as error:
+        raise TypeError(
+            f"save: {name!r} is a {type(value).__name__}, which cannot be read back safely; save tensors, numbers, strings, None, lists, "
+            "tuples and dicts of these, or an object with state_dict() and load_state_dict()"
+        ) from error
+
+
+def _settled(state: State) -> State:
+    """With what is pending reduced."""
+    return state._replace(leaves={name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf for name, leaf in state.leaves.items()})
+
+
+def _reduced(leaf: ShardedTensor) -> ShardedTensor:
+    return redistribute(leaf.detach(), leaf.spec.with_unreduced({})) if leaf.spec.unreduced else leaf
+
+
+def _copy(leaf: Any) -> Any:
+    """A copy on the host."""
+    if isinstance(leaf, ShardedTensor):
+        return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf.layout, leaf._lineage)
+    return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,147 @@
+"""What is to be loaded: the leaves of `like`, and of the objects of which the file says what they have."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...mesh.group import World
+from ..layout import Layout
+from ..tensor import ShardedTensor
+from .placing import own_name
+from .state import optimizer_layouts, parameters_of
+from .stored import Stored
+from .tree import (
+    Followed,
+    Leaf,
+    Path,
+    PerRank,
+    Structure,
+    child_of,
+    children,
+    from_structure,
+    is_module,
+    is_stateful,
+    leaves,
+    name_of,
+    rebuilt,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Leaf):
+    """A whole tensor on every rank.
+
+    Attributes:
+        like: shape and dtype it must have; None for whatever is stored.
+        device: where it goes.
+    """
+
+    like: Tensor | None
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class Value(Leaf):
+    """What is no tensor, by the name that it is stored under; `fallback` where it is not, if it need not be."""
+
+    name: str
+    fallback: Any = None
+    optional: bool = False
+
+
+Want = Layout | Plain | Value
+
+
+def wanted(like: Any, stored: Stored, world: World) -> Any:
+    """The tree of `like` with a `Want` for each leaf.
+
+    Raises:
+        ValueError, TypeError: a leaf is not stored, with another shape or dtype, or not as a tensor.
+    """
+    tree = _opened(like, stored.structure, (), stored, world)
+    for path, want in leaves(tree):
+        _check(name_of(path), want, stored)
+    return tree
+
+
+def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
+    if is_stateful(like):
+        own = like.state_dict()
+        return _opened(own if is_module(like) else Followed(own, _layouts_of(like)), structure, path, stored, world)
+    if isinstance(like, Followed):
+        return _as_stored(like, structure, path, stored, world)
+    inner = children(like)
+    if inner is None:
+        return _want(like, path, world)
+    return rebuilt(like, [_opened(item, child_of(structure, key), (*path, key), stored, world) for key, item in inner])
+
+
+def _want(like: Any, path: Path, world: World) -> Want:
+    if isinstance(like, Layout | ShardedTensor):
+        layout = like if isinstance(like, Layout) else like.layout
+        if layout.spec.unreduced:
+            raise ValueError(f"load: {name_of(path)!r} is to be {layout}, with values pending, and what is stored is not; leave that off")
+        return layout
+    if isinstance(like, Tensor):
+        return Plain(like, like.device)
+    if isinstance(like, PerRank):
+        return Value(own_name(name_of(path), world.rank), like.value, optional=True)
+    return Value(name_of(path))
+
+
+def _as_stored(like: Followed, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
+    """What the file has below this path; tensors that `like` knows lie as it says."""
+    known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
+
+    def leaf(name: str, inner: Path) -> Want:
+        own, shape = known.get(name), stored.entries[name].shape if name in stored.entries else None
+        if own is not None and not (isinstance(own, Tensor) and shape is None):
+            return _want(own, (*path, *inner), world)
+        layout = None if shape is None else like.layout_of(inner, shape)
+        if layout is not None:
+            return layout.replace(dtype=stored.entries[name].dtype)
+        return Value(name) if shape is None else Plain(None, torch.device("cpu"))
+
+    return dict(like) if structure is None else from_structure(structure, leaf)
+
+
+def _layouts_of(owner: Any) -> Any:
+    return optimizer_layouts(dict(enumerate(parameters_of(owner)))) if isinstance(owner, Optimizer) else lambda path, shape: None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check(name: str, want: Any, stored: Stored) -> None:
+    if isinstance(want, Value):
+        entry = stored.entries.get(want.name)
+        if entry is None and not want.optional:
+            raise ValueError(_missing(name, stored))
+        if entry is not None and entry.shape is not None:
+            is_one = f"{entry.dtype}{list(entry.shape)}"
+            raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; give a Layout or a tensor in like=")
+        return
+    if not isinstance(want, Layout | Plain):
+        raise ValueError(_missing(name, stored))  # an empty place that the file knows nothing of
+    entry = stored.entries.get(name)
+    if entry is None:
+        raise ValueError(_missing(name, stored))
+    like = want if isinstance(want, Layout) else want.like
+    if like is not None and (entry.shape, entry.dtype) != (like.shape, like.dtype):
+        has = "a value that is no tensor" if entry.shape is None else f"{entry.dtype}{list(entry.shape)}"
+        raise ValueError(
+            f"load: {name!r} is to be {like.dtype}{list(like.shape)}, but {stored.folder} has {has}; "
+            "give like= the stored shape and dtype, and convert the result"
+        )
+
+
+def _missing(name: str, stored: Stored) -> str:
+    near = difflib.get_close_matches(name, list(stored.entries), 3, 0.5)
+    has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(stored.entries)[:3]}"
+    return f"load: {stored.folder} has no {name!r}; {has}; write names as they were saved"

@@ -1,0 +1,1 @@
+"""Layers: where parameters, gradients and activations of a module lie."""

@@ -1,0 +1,172 @@
+"""Batches of a loader as sharded tensors: each rank loads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from ...mesh.device_mesh import DeviceMesh
+from ..arrays import make_array_from_process_local_data
+from ..join import join
+from ..spec import P
+from ..where import mesh_and_spec
+from .sampler import DistributedSampler, place_along
+
+
+def batches(loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None) -> Batches:
+    """batches(loader, mesh, P("dp")) -> the loader's batches, each rank's rows being its part of the rows of one sharded batch.
+
+        rank 0 loads rows [a b]                              x  [a b c d]  P("dp")
+        rank 1 loads rows [c d]                        ->    x  [e f g]    P("dp"), in parts of 2 and 1 rows
+        last step: rank 0 loads [e f], rank 1 [g]
+
+    A last batch is as short as it is, and a rank may have no rows of it: no sample is repeated, and all ranks take as many steps.
+
+    Args:
+        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or anything else that gives this rank's batches,
+            the same to ranks that differ only along other axes.
+        mesh: the mesh; with one set it may be left out: `batches(loader, P("dp"))`.
+        spec: how a batch lies: dim 0, the batch dim, is split over the axes along which ranks load different rows. Other dims may be split
+            as well, P("dp", "cp"): of those each rank loads all, and keeps its part. For tensors with fewer dims, what they have of it.
+
+    Returns:
+        An iterable with a length, to be gone through once an epoch. In a batch (any pytree), tensors and arrays with dims become
+        `ShardedTensor`s on the mesh's device; all else stays.
+
+    Raises:
+        ValueError, TypeError: on every rank, a spec that is no `P`, is pending or has sizes; a sampler for another number of ranks
+            or other axes. On the rank where it happens: a tensor that has not as many rows as the batch has samples.
+
+    Communication: with a `DistributedSampler`, none. With other loaders that of `sm.join`, and one small all_gather a batch over the axes
+        of the batch dim.
+
+    Example:
+        >>> loader = DataLoader(dataset, batch_size=8, sampler=sm.DistributedSampler(dataset, mesh=mesh, axes="dp"))
+        >>> for x, y in sm.batches(loader, mesh, P("dp")):
+        ...     loss = F.cross_entropy(model(x), y)
+    """
+    return Batches(loader, *mesh_and_spec(mesh, spec))
+
+
+class Batches:
+    """What `batches` returns.
+
+    Attributes:
+        loader, mesh, spec: as given.
+    """
+
+    def __init__(self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any) -> None:
+        if not isinstance(spec, P):
+            raise TypeError(f'batches(spec={spec!r}): write a P, whose first entry is the axes that split the batch, such as P("dp")')
+        if spec.unreduced or spec.sizes:
+            raise ValueError(f"batches(spec={spec}): data that is loaded is not pending, and its sizes are as it comes; name axes only")
+        self.loader, self.mesh, self.spec = loader, mesh, spec
+        self._axes = spec.dims[0] if spec.dims else ()
+        mesh.size(self._axes) if self._axes else None
+        self._sampler = _sampler_of(loader)
+        if self._sampler is not None:
+            _check_sampler(self._sampler, mesh, self._axes)
+
+    def __len__(self) -> int:
+        """How many batches the next iteration gives, on every rank; of loaders without a `DistributedSampler`, how many this rank has."""
+        return len(self.loader) if self._sampler is None else len(self._rows())  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._told() if self._sampler is None else self._known(self._sampler)
+
+    def _known(self, sampler: DistributedSampler) -> Iterator[Any]:
+        """Where every rank knows how many rows all have."""
+        rows, batch = self._rows(), None
+        sampler.begin() if rows else sampler.finish()
+        coming = iter(self.loader)
+        for step, sizes in enumerate(rows):
+            mine = sizes[sampler.rank]
+            batch = next(coming) if mine else _without_rows(self.loader, batch)
+            placed = self._placed(batch, sizes, mine)
+            sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))  # before the loop's body, which may save it
+            yield placed
+
+    def _rows(self) -> list[tuple[int, ...]]:
+        """By step, how many rows each rank along the axes of the batch dim has."""
+        loader: Any = self.loader
+        size, lengths = loader.batch_size, loader.sampler.lengths()
+        if loader.drop_last:
+            lengths = [length // size * size for length in lengths]
+        starts = range(0, max(lengths, default=0), size)
+        return [tuple(min(max(length - start, 0), size) for length in lengths) for start in starts]
+
+    def _told(self) -> Iterator[Any]:
+        """Where ranks tell each other."""
+        if not self._axes:
+            for batch in self.loader:
+                yield self._placed(batch, (), _row_count(batch))
+            return
+        group = self.mesh.group(self._axes)
+        order = sorted(range(group.size), key=lambda i: place_along(self.mesh, self._axes, group.ranks[i]))
+        for batch in join(self.loader, self.mesh, self._axes, mode="empty"):
+            mine = _row_count(batch)
+            told = group.all_gather_object(mine)
+            yield self._placed(batch, tuple(told[i] for i in order), mine)
+
+    def _placed(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
+        """The batch, its arrays as sharded tensors; `sizes` by place along the axes of the batch dim."""
+        total = sum(sizes) if sizes else mine
+
+        def place(path: Any, x: Any) -> Any:
+            if not _is_array(x):
+                return x
+            if len(x) != mine:
+                raise ValueError(
+                    f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} rows, and this rank's batch {mine} "
+                    "samples; have the loader's collate_fn give one row a sample along dim 0"
+                )
+            dims = self.spec.dims[: x.ndim]
+            where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)
+            return make_array_from_process_local_data(self.mesh, where, x, (total, *x.shape[1:]))
+
+        return pytree.tree_map_with_path(place, batch)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _sampler_of(loader: Any) -> DistributedSampler | None:
+    """The loader's own sampler of single samples, if it is one of ours."""
+    found = isinstance(loader, DataLoader) and loader.batch_size is not None and isinstance(loader.sampler, DistributedSampler)
+    return loader.sampler if found else None  # type: ignore[return-value]
+
+
+def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+    """Raises: ValueError where the sampler deals samples to others than the ranks along the axes."""
+    ranks = mesh.size(axes) if axes else 1
+    place = place_along(mesh, axes)
+    alike = sampler.axes is None or sampler.num_replicas == 1 or sampler.axes == axes
+    if sampler.num_replicas != ranks or sampler.rank != place or not alike:
+        dealt = f"{sampler.num_replicas} ranks" + (f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}")
+        raise ValueError(
+            f"batches: the sampler deals samples to {dealt}, and the batch dim is split over {ranks} along {axes} of {mesh!r}; make "
+            f"it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (Tensor, np.ndarray)) and x.ndim > 0
+
+
+def _row_count(batch: Any) -> int:
+    """Rows of the first array. Raises: TypeError where there is none."""
+    for x in pytree.tree_leaves(batch):
+        if _is_array(x):
+            return len(x)
+    raise TypeError(f"batches: a batch of type {type(batch).__name__} has no tensor with rows; let the loader give tuples, lists or dicts")
+
+
+def _without_rows(loader: Any, like: Any) -> Any:
+    """A batch without samples, like another one, or like the one that the first sample would make."""
+    batch = loader.collate_fn([loader.dataset[0]]) if like is None else like
+    return pytree.tree_map(lambda x: x[:0] if _is_array(x) else x, batch)

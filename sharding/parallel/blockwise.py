@@ -1,0 +1,196 @@
+"""Attention to one block of keys after another, on this rank: what is seen so far is kept as a mix of values and a log-sum-exp.
+
+    scores          block 1   block 2                            (mix, lse) of block 1
+    queries         q k1'     q k2'        absorbed one by one   (mix, lse) of block 2  ->  both weighted by exp(lse - their total)
+
+So a softmax over all keys needs no block but the one at hand (Milakov and Gimelshein 2018, "Online normalizer calculation for
+softmax"), and its gradients need nothing but the final mix and lse (Dao et al. 2022, "FlashAttention", section 3.1).
+
+Tensor names: q [... h*g l e], k [... h s e], v [... h s f]; g query heads share a head of keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .order import Block
+
+_SCORES = 1 << 22  # so many scores are in memory at a time: 16 MiB in float32
+
+
+class Seen:
+    """What queries have seen so far.
+
+    Attributes:
+        mix: the values, weighted [... l f]; zero where nothing was seen.
+        lse: the log of the sum of all exp(score) [... l]; -inf where nothing was seen.
+    """
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        wide = _wide(q.dtype)
+        self.mix = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
+
+    def absorb(self, start: int, stop: int, mix: Tensor, lse: Tensor) -> None:
+        """Take in what the queries from `start` to `stop` see in another block."""
+        rows = slice(start, stop)
+        before = self.lse[..., rows]
+        total = torch.logaddexp(before, lse)
+        kept = self.mix[..., rows, :] * (before - total).exp()[..., None]
+        self.mix[..., rows, :] = kept + mix * (lse - total).exp()[..., None]
+        self.lse[..., rows] = total
+
+
+def attend(seen: Seen, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float) -> None:
+    """Show the queries these blocks of the keys that are here."""
+    for block in blocks:
+        parts = _parts(block, q, k, v)
+        mix, lse = (_flash if _is_for_flash(*parts) else _by_matmul)(*parts, scale, block.diagonal)
+        seen.absorb(block.q_start, block.q_stop, mix, lse)
+
+
+class Grads(NamedTuple):
+    """Sums of gradients, in at least float32."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def zeros(cls, *tensors: Tensor) -> Grads:
+        return cls(*[torch.zeros_like(x, dtype=_wide(x.dtype), memory_format=torch.contiguous_format) for x in tensors])
+
+
+def attend_grads(
+    into: Grads, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
+) -> None:
+    """Add what these blocks give to the gradients.
+
+    Args:
+        into: gradients of q, k and v.
+        grad: the gradient of `out`.
+        out, lse: the final mix, and the lse of all keys.
+    """
+    for block in blocks:
+        rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
+        parts = _parts(block, q, k, v)
+        back = _flash_grads if _is_for_flash(*parts) else _grads_by_matmul
+        found = back(grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal)
+        into.q[..., rows, :] += found[0]
+        into.k[..., keys, :] += found[1]
+        into.v[..., keys, :] += found[2]
+
+
+def _parts(block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
+    return q[..., rows, :], k[..., keys, :], v[..., keys, :]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# -- by matrix products -----------------------------------------------------------------------------------------------
+
+
+def _by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """The mix and lse of one block, some queries at a time."""
+    q, k, v = (x.to(_wide(x.dtype)) for x in (q, k, v))
+    mixes, lses = [], []
+    for rows, keys in _tiles(q, k, diagonal):
+        scores = _scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal)
+        lse = scores.logsumexp(-1)
+        mixes.append(_ungrouped((scores - lse[..., None]).exp() @ v[..., keys, :], q, rows))
+        lses.append(_ungrouped(lse[..., None], q, rows)[..., 0])
+    return torch.cat(mixes, -2), torch.cat(lses, -1)
+
+
+def _grads_by_matmul(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With p the weights and d = p (grad v' - sum(grad out)): grad_v = p' grad, grad_q = d k scale, grad_k = d' q scale."""
+    grad, q, k, v, out = (x.to(_wide(x.dtype)) for x in (grad, q, k, v, out))
+    level = (grad * out).sum(-1, keepdim=True)
+    grad_q, grad_k, grad_v = [], torch.zeros_like(k), torch.zeros_like(v)
+    for rows, keys in _tiles(q, k, diagonal):
+        grouped = [_grouped(x[..., rows, :], k) for x in (q, grad, level, lse[..., None])]
+        q_rows, grad_rows, level_rows, lse_rows = grouped
+        weights = (_scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal) - lse_rows).exp()
+        pull = weights * (grad_rows @ v[..., keys, :].mT - level_rows)
+        grad_v[..., keys, :] += weights.mT @ grad_rows
+        grad_k[..., keys, :] += pull.mT @ q_rows * scale
+        grad_q.append(_ungrouped(pull @ k[..., keys, :] * scale, q, rows))
+    return torch.cat(grad_q, -2), grad_k, grad_v
+
+
+def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]]:
+    """Some rows of q at a time, and the keys that they may see."""
+    rows, keys = q.shape[-2], k.shape[-2]
+    step = max(1, _SCORES // max(1, math.prod(q.shape[:-2]) * keys))
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        yield slice(start, stop), slice(0, stop if diagonal else keys)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
+    """Of some rows of queries, grouped as `_grouped` does, with the keys up to the last that they may see."""
+    scores = _grouped(q, k) @ k.mT * scale
+    if not diagonal:
+        return scores
+    place = torch.arange(k.shape[-2], device=q.device)
+    hidden = place > place[rows][:, None]
+    return scores.masked_fill(hidden.repeat(_group(q, k), 1), -math.inf)
+
+
+def _group(q: Tensor, k: Tensor) -> int:
+    return q.shape[-3] // k.shape[-3] if k.shape[-3] else 1
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """The queries of heads that share a head of keys as one: `... (h g) l e -> ... h (g l) e`."""
+    group = _group(x, k)
+    return x if group == 1 else x.reshape(*x.shape[:-3], k.shape[-3], group * x.shape[-2], x.shape[-1])
+
+
+def _ungrouped(x: Tensor, q: Tensor, rows: slice) -> Tensor:
+    return x.reshape(*q.shape[:-2], rows.stop - rows.start, x.shape[-1])
+
+
+# -- by torch's kernel ------------------------------------------------------------------------------------------------
+# The operators under `F.scaled_dot_product_attention` on CUDA; private, since only they give the lse and take one.
+
+_FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
+_FLASH_GRADS: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
+
+
+def _is_for_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel takes them: half precision on CUDA, four dims, features a multiple of 8."""
+    if _FLASH is None or _FLASH_GRADS is None or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    width = q.shape[-1]
+    fits = q.ndim == 4 and v.shape[-1] == width and width % 8 == 0 and width <= 256
+    return fits and q.numel() > 0 and k.numel() > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
+    mix, lse, *_ = _FLASH(*map(_in_rows, (q, k, v)), 0.0, diagonal, False, scale=scale)
+    return mix, lse
+
+
+def _flash_grads(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # of the random numbers that dropout would need
+    rows, keys = q.shape[-2], k.shape[-2]
+    options = (None, None, rows, keys, 0.0, diagonal, unused, unused)
+    return _FLASH_GRADS(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With features side by side in memory, which the kernel asks for."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,252 @@
+"""Context parallelism: attention over a sequence that is split over an axis of the mesh.
+
+    method         forward moves                             backward moves                 a rank holds at a time
+    "ring"         keys and values, n - 1 hops               the same, and gradients        two blocks of keys and values
+    "all_gather"   keys and values, once                     their gradients, once          all keys and values
+    "all_to_all"   q, k, v and the output, a share of each   their gradients                its heads of the whole sequence
+
+"ring" hides its hops behind the computation and needs the least memory; "all_to_all" (Jacobs et al. 2023, "DeepSpeed Ulysses") moves
+the least, 4/n of the parts, and needs as many heads of keys as ranks; "all_gather" (Llama 3) is the simplest, good for few key heads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.current import given_or_current
+from ...mesh.device_mesh import DeviceMesh
+from ...mesh.group import World, current_world
+from ..boundary import from_local, to_local
+from ..cache import keep
+from ..layout import Layout
+from ..lineage import carrying, mixed, seed_of
+from ..policy import implicit
+from ..rules.blocks import from_parts, splitting_axes
+from ..rules.registry import handler
+from ..spec import P
+from ..tensor import ShardedTensor
+from .bring import bring
+from .ways import Options, Way, way_for
+
+METHODS = ("ring", "all_gather", "all_to_all")
+_SEED = seed_of("context_parallel_attention")
+Axis = str | tuple[str, ...]
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    axis: Axis = "cp",
+    is_causal: bool = False,
+    scale: float | None = None,
+    method: str = "ring",
+    balanced: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> Tensor:
+    """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l): `F.scaled_dot_product_attention` of sequences split over an axis.
+
+        rank 0   q0 k0 v0        softmax(q0 [k0 k1]') [v0 v1]
+        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query sees all keys, on whatever rank they are
+
+    Differentiable; "ring" once, the others as often as torch's own attention is ("all_gather" once).
+
+    Args:
+        query: [... h l e]. Other dims may be split over other axes: batch and heads stay where they are.
+        key, value: [... g s e] and [... g s f]; g divides h, and query heads are groups of the key's, as with `enable_gqa`.
+        axis: the axis, or axes, major to minor, that split l and s, evenly or not.
+        is_causal: each query sees the keys up to its own position.
+        scale: of scores; by default 1 / sqrt(e).
+        method: "ring", "all_gather" or "all_to_all": see the table of this module.
+        balanced: the sequences lie as `balance_sequence` leaves them, and a causal mask goes by the positions before that. Then all
+            ranks have the same work; else the last one has twice the mean of it.
+        mesh: for plain tensors, which are then this rank's parts of the sequence (of any lengths): the mesh that has the axis; by
+            default the one that is set. The result is plain, and gradients are those of the sum of all ranks' losses.
+
+    Returns:
+        [... h l f], laid out as the query.
+
+    Raises:
+        TypeError: plain tensors mixed with sharded ones.
+        ValueError: on every rank, before any communication: shapes that do not fit, sequences not split over the axis alone, sizes that
+            are not those of a balanced sequence, fewer key heads than ranks for "all_to_all".
+
+    Communication: by this rank, of n: "ring": n - 1 permutes with the keys and values of all others; backward again, and n - 1 with
+        gradients of all blocks but one. "all_gather": one all_gather of keys and values; backward one reduce_scatter. "all_to_all": one
+        all_to_all of q, k and v, and one of the output; the same backward. Before that, what brings batch and heads of keys and values
+        to where the query's are. For plain tensors two small all_gathers of shapes.
+
+    Example:
+        >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh, placements=P("dp", "tp", "cp")) for _ in range(3))
+        >>> out = sm.context_parallel_attention(q, k, v, is_causal=True)
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    if method not in METHODS:
+        raise ValueError(f"context_parallel_attention: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+    options = Options(axes, is_causal, scale, method, balanced)
+    sharded = [isinstance(x, ShardedTensor) for x in (query, key, value)]
+    if all(sharded):
+        return _attention(query, key, value, options)
+    if any(sharded):
+        raise TypeError(
+            "context_parallel_attention: query, key and value are ShardedTensors, or this rank's plain parts, all three; got "
+            f"{[type(x).__name__ for x in (query, key, value)]}"
+        )
+    return _of_plain(query, key, value, options, given_or_current(mesh))
+
+
+def _of_plain(query: Tensor, key: Tensor, value: Tensor, options: Options, mesh: DeviceMesh) -> Tensor:
+    """On the mesh of these axes alone, so that other axes, of which nothing is known, take no part."""
+    line = mesh[options.axes]
+    spec = P(*[None] * (query.ndim - 2), line.axis_names)
+    q, k = (_whole_of(x, line, spec) for x in (query, key))
+    v = from_local(value, line, k.spec, shape=(*k.shape[:-1], value.shape[-1]))
+    return to_local(_attention(q, k, v, options))
+
+
+def _whole_of(part: Tensor, line: DeviceMesh, spec: P) -> ShardedTensor:
+    """The sequence of which this is one part, as long as it likes to be. Communication: one small all_gather."""
+    lengths = [n for (n,) in line.group().all_gather_object((part.shape[-2],))]
+    by_place = [lengths[line.group().ranks.index(int(rank))] for rank in line.ranks.flatten()]
+    cut = P(*spec.dims, sizes={line.axis_names: by_place})
+    return from_local(part, line, cut, shape=(*part.shape[:-2], sum(by_place), part.shape[-1]))
+
+
+def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTensor:
+    query, key, value = _autocast(query, key, value)
+    way = _way(query.layout, key.layout, value.layout, options)
+    mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
+    with carrying(mesh.world, lineage):
+        out = from_parts(way.made, way.run, *bring([query, key, value], way.targets))
+        out._lineage = lineage
+        return out.redistribute(way.result.spec)
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """In the dtype that autocast gives attention."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
+
+
+def _way(q: Layout, k: Layout, v: Layout, options: Options) -> Way:
+    key = ("attention", k, v, options)
+    found = q.runners.get(key)
+    return found if found is not None else keep(q.runners, key, way_for(q, k, v, options))
+
+
+# -- for models that know nothing of it -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What `context_parallel` was told."""
+
+    axes: tuple[str, ...]
+    method: str
+    balanced: bool
+
+
+# By world and not by thread, since checkpointed activations are computed again in a thread of autograd's.
+_blocks: weakref.WeakKeyDictionary[World, _Block] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool = False) -> Iterator[None]:
+    """with context_parallel("cp"): `F.scaled_dot_product_attention` of sequences split over the axis is `context_parallel_attention`.
+
+    So a model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed
+    as ever; so is everything else. Where activations are checkpointed, backward computes attention again: keep it inside the block.
+
+    Args:
+        axis, method, balanced: see `context_parallel_attention`.
+
+    Raises:
+        ValueError: an unknown method. Later, from attention: what `context_parallel_attention` raises; a mask or dropout with sequences
+            split over the axis; a causal mask on a balanced sequence that is not split over it.
+
+    Communication: none by itself.
+
+    Example:
+        >>> with sm.context_parallel("cp", balanced=True):
+        ...     loss = model(tokens, labels)
+        ...     loss.backward()
+    """
+    if method not in METHODS:
+        raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
+    world = current_world()
+    before = _blocks.get(world)
+    _blocks[world] = _Block((axis,) if isinstance(axis, str) else tuple(axis), method, balanced)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _blocks[world]
+        else:
+            _blocks[world] = before
+
+
+@handler("scaled_dot_product_attention")
+def _in_block(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Ours where the block says so; NotImplemented leaves the call to the rule."""
+    block = _blocks.get(current_world()) if _blocks else None
+    if block is None or not all(isinstance(x, ShardedTensor) for x in (query, key, value)):
+        return NotImplemented
+    _check_axes(block, query)
+    grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
+    if not (_is_split(query, block.axes) and _is_split(key, block.axes)) or (grouped and not enable_gqa):
+        _check_order_known(block, query, key, is_causal)
+        return NotImplemented
+    if attn_mask is not None or dropout_p:
+        raise ValueError(
+            f"scaled_dot_product_attention inside context_parallel({block.axes}): {_given(attn_mask, dropout_p)} for queries "
+            f"{query.layout}, and the other ranks' keys are seen in blocks, with is_causal or no mask, without dropout; leave it away, or "
+            "call this attention outside the block, where keys and values are gathered"
+        )
+    options = Options(block.axes, is_causal, scale, block.method, block.balanced)
+    with implicit("allow"):  # the block has asked for it
+        return _attention(query, key, value, options)
+
+
+def _given(attn_mask: Any, dropout_p: float) -> str:
+    return f"dropout_p={dropout_p}" if attn_mask is None else f"attn_mask of shape {list(attn_mask.shape)}"
+
+
+def _is_split(x: ShardedTensor, axes: tuple[str, ...]) -> bool:
+    return x.ndim > 2 and bool(set(splitting_axes(x.layout, x.ndim - 2)) & set(axes))
+
+
+def _check_axes(block: _Block, x: ShardedTensor) -> None:
+    unknown = [a for a in block.axes if a not in x.mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"context_parallel({block.axes}): attention of {x.layout}, whose mesh has no axis {unknown[0]!r}; name one of "
+            f"{x.mesh.axis_names}"
+        )
+
+
+def _check_order_known(block: _Block, query: ShardedTensor, key: ShardedTensor, is_causal: bool) -> None:
+    if block.balanced and is_causal and query.mesh.size(block.axes) > 1:
+        raise ValueError(
+            f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query.layout} and "
+            f"{key.layout}, which are not both split over {block.axes}, so that their order is not known; balance both, or call it "
+            "outside the block"
+        )

@@ -1,0 +1,144 @@
+"""What optimizers of whole matrices have in common: groups of matrices, and AdamW for all other parameters."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw as adamw_
+
+from .norms import check_reduced
+
+ADAMW = "adamw"
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """An optimizer that treats matrices in a way of its own, and steps all other parameters with AdamW.
+
+    A group of parameters becomes two where it has both, told apart by their "algorithm": the schedulers of torch see them like any
+    others. A group that comes with "algorithm" is left as it is.
+
+    Attributes:
+        algorithm: what the groups of matrices are called.
+    """
+
+    algorithm: str
+
+    def __init__(self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None) -> None:
+        """`adamw`: patterns of names of matrices that AdamW shall step; `adamw_lr`: its learning rate, by default that of the group."""
+        self._patterns, self._adamw_lr = tuple([adamw] if isinstance(adamw, str) else adamw), adamw_lr
+        self._matched: set[str] = set()
+        super().__init__(params, defaults)
+        unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]
+        if unmatched:
+            names = [name for group in self.param_groups for name in group.get("param_names", ())]
+            known = f"the names are {names}" if names else "the parameters came without names: pass model.named_parameters()"
+            raise ValueError(f"{type(self).__name__}(adamw={list(self._patterns)}): nothing is named like {unmatched}; {known}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; matrices and other parameters become groups of their own."""
+        for group in [param_group] if param_group.get("algorithm") else self._split(param_group):
+            self._check_group(group)
+            super().add_param_group(group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Groups that an optimizer of torch has saved have all that these have."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in {**self.defaults, "algorithm": self.algorithm}.items():
+                if group.get(name) is None:
+                    group[name] = value
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; what the closure returned.
+
+        Raises: ValueError on every rank, gradients that are still pending, as inside `accumulate_grads()`; nothing is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        check_reduced(f"{type(self).__name__}.step", self._named_grads())
+        self._step_matrices([group for group in self.param_groups if group["algorithm"] != ADAMW])
+        for group in self.param_groups:
+            if group["algorithm"] == ADAMW:
+                self._step_adamw(group)
+        return loss
+
+    @abstractmethod
+    def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
+        """One step of the matrices of these groups."""
+
+    def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group as one of matrices and one of others, as far as there are such."""
+        params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
+        rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
+        matrices, others = ([p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False))
+        rate = {} if self._adamw_lr is None else {"lr": self._adamw_lr}
+        groups = [{**rest, "params": matrices, "algorithm": self.algorithm}, {**rest, **rate, "params": others, "algorithm": ADAMW}]
+        return [group for group in groups if group["params"]] or groups[:1]
+
+    def _is_matrix(self, given: Tensor | tuple[str, Tensor]) -> bool:
+        name, x = given if isinstance(given, tuple) else ("", given)
+        hits = [pattern for pattern in self._patterns if name and fnmatchcase(name, pattern)]
+        self._matched.update(hits)
+        return x.ndim == 2 and not hits
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises: ValueError for what is no matrix in a group of matrices, and for complex numbers."""
+        if group["algorithm"] not in (self.algorithm, ADAMW):
+            known = f"{self.algorithm!r} or {ADAMW!r}"
+            raise ValueError(f'{type(self).__name__}: "algorithm" of a group is {known}, not {group["algorithm"]!r}')
+        group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for given in group["params"]:
+            name, x = given if isinstance(given, tuple) else ("a parameter", given)
+            if x.is_complex() or (group["algorithm"] != ADAMW and x.ndim != 2):
+                raise ValueError(
+                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is no real matrix; leave such parameters to "
+                    f'another optimizer, or those of other than two dims to AdamW in a group with "algorithm": {ADAMW!r}'
+                )
+
+    def _named_grads(self) -> dict[str, Tensor]:
+        found = {}
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [f"param_groups[{g}]['params'][{i}]" for i in range(len(group["params"]))]
+            found.update({f"{name}.grad": p.grad for name, p in zip(names, group["params"], strict=True) if p.grad is not None})
+        return found
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
+        for p in params:
+            if not self.state[p]:
+                zeros = {name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[p].update({"step": torch.tensor(0.0), **zeros})
+        states = [self.state[p] for p in params]
+        beta1, beta2 = group["betas"]
+        adamw_(
+            params, [p.grad for p in params], [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states], [],
+            [s["step"] for s in states], foreach=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+            weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
+        )  # fmt: skip
+
+
+def with_grads(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    """The parameters that have a gradient, each with its group."""
+    return [(p, group) for group in groups for p in group["params"] if p.grad is not None and p.numel()]
+
+
+def number(lr: float | Tensor) -> float:
+    """A learning rate, which may be a tensor of one element."""
+    return lr.item() if isinstance(lr, Tensor) else lr
+
+
+def checked_numbers(what: str, **numbers: float) -> None:
+    """Raises: ValueError for one that is negative."""
+    for name, value in numbers.items():
+        if not value >= 0:
+            raise ValueError(f"{what}({name}={value}): a number of at least 0 is expected")

@@ -1,0 +1,129 @@
+"""Norms of many tensors, by path, in one collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor import ShardedTensor
+from .tally import tally_of
+
+Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, float]:
+    """norms(model) -> {path: norm}, the same on every rank, whatever the layouts.
+
+        "embed.weight"  P("fsdp", "tp")   [0.5 1.1]  \\
+        "norm.weight"   P()               [1.7  . ]   > one all_reduce of a number for each tensor
+        "head.weight"   on another mesh   [ .  0.9]  /
+
+    Args:
+        tensors: a module, whose parameters are meant (a tied one once); a dict of tensors by path; or pairs (path, tensor).
+            Sharded tensors on any meshes, and plain ones, which are taken to be the same on every rank.
+        of: "parameter" for the tensors themselves, "grad" for their gradients; those that have none are left out.
+        ord: 2, any other positive number, or math.inf.
+
+    Returns:
+        A norm for each path, in float32 or float64. On a rank outside all meshes: NaN.
+
+    Raises:
+        ValueError: on every rank, a tensor that is still pending, as gradients are inside `accumulate_grads()`; another `of`;
+            an `ord` that is not positive.
+
+    Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the ranks of all meshes, where there
+        are several; 16 bytes for infinity norms); none where nothing is split.
+
+    Example:
+        >>> for path, norm in sm.norms(model, of="grad").items():
+        ...     log(path, norm)
+    """
+    if of not in ("parameter", "grad"):
+        raise ValueError(f'norms(of={of!r}): write "parameter" or "grad"')
+    ord, named = checked_ord("norms", ord), dict(_named(tensors))
+    found = {path: x.grad if of == "grad" else x for path, x in named.items()}
+    there = {path: x.detach() for path, x in found.items() if x is not None}
+    check_reduced("norms", {f"{path}.grad" if of == "grad" else path: x for path, x in there.items()})
+    return dict(zip(there, norms_of(list(there.values()), ord).tolist(), strict=True))
+
+
+def _named(tensors: Any) -> Iterable[tuple[str, Tensor]]:
+    if isinstance(tensors, nn.Module):
+        return tensors.named_parameters()
+    return tensors.items() if isinstance(tensors, Mapping) else tensors
+
+
+def check_reduced(what: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors with a pending reduction, by path. Raises: ValueError."""
+    for path, x in tensors.items():
+        if isinstance(x, ShardedTensor) and x._layout.pending:
+            raise ValueError(
+                f"{what}: {path} is {x._layout}, still to be reduced over {tuple(x._layout.pending)}, so its size is not known yet; "
+                f"call {what} after the accumulate_grads() block, which reduces gradients at its end, or reduce it with "
+                "redistribute before"
+            )
+
+
+# -- their parts -------------------------------------------------------------------------------------------------------
+
+
+def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
+    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as `norms`."""
+    tally = tally_of(tensors)
+    mine = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
+    if tally.counted:
+        mine[list(tally.counted)] = _powers([tensors[i] for i in tally.counted], ord, mine.device)
+    return _agreed(mine, ord, tensors)
+
+
+def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
+    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as `norms`, of one number."""
+    tally = tally_of(tensors)
+    powers = _powers([tensors[i] for i in tally.counted], ord, tally.device)
+    one = powers.sum(0, keepdim=True) if ord < math.inf else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)
+    return _agreed(one, ord, tensors)[0]
+
+
+def _agreed(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
+    """Norms, from what each rank has of their powers."""
+    tally = tally_of(tensors)
+    if ord < math.inf:
+        return tally.agree(powers, "sum", tensors) ** (1 / ord)
+    nan = powers.isnan()  # which a backend's maximum may lose
+    largest, has_nan = tally.agree(torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)]), "max", tensors)
+    return largest.masked_fill(has_nan > 0, torch.nan)
+
+
+def checked_ord(what: str, ord: Any) -> float:
+    """Raises: ValueError for what is no positive number."""
+    if not float(ord) > 0:
+        raise ValueError(f"{what}: the order of a norm is a positive number, 2.0 by default, or math.inf; got {ord!r}")
+    return float(ord)
+
+
+def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tensor:
+    """Of each tensor's part here its norm to the power `ord`, or its largest element; float64."""
+    parts = [_real_part(x) for x in tensors]
+    groups: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        groups.setdefault((part.device, part.dtype) if part.numel() else None, []).append(i)
+    groups.pop(None, None)  # no elements, which torch has no largest of
+    found = torch.zeros(len(parts), dtype=torch.float64, device=device)
+    for (_, dtype), places in groups.items():
+        some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
+        found[places] = torch.stack(list(some)).to(device, torch.float64).real
+    return found if ord == math.inf else found**ord
+
+
+def _real_part(x: Tensor) -> Tensor:
+    """This rank's part, in a dtype that has norms."""
+    part = x._local if isinstance(x, ShardedTensor) else x
+    return part.detach() if part.is_floating_point() or part.is_complex() else part.double()
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

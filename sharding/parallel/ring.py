@@ -1,0 +1,148 @@
+"""Attention around a ring: queries stay, and keys and values travel to the next rank, until every rank has seen every block.
+
+               at first       after 1 hop     after 2 hops    after 3 hops
+    rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        the next block is on its way
+    rank 1   q1: k1 v1        q1: k0 v0       q1: k3 v3       q1: k2 v2        while a rank works on this one
+    rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3
+    rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
+
+Backward goes round once more: nobody keeps the blocks of others, only the output and its log-sum-exp. What ranks find as gradients of a
+block follows it one hop behind, is added to on each rank, and is home after the last hop (Liu, Zaharia and Abbeel 2023, "Ring
+attention with blockwise transformers").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..engine_hooks import with_memory
+from ..lineage import carrying_on
+from .blockwise import Grads, Seen, attend, attend_grads
+from .order import Block
+
+Arrival = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Who sends to whom, and what each rank sees.
+
+    Attributes:
+        world: whose ranks these are.
+        group: the ranks.
+        order: by place in the ring, the rank's index in the group; this rank alone where it has all keys.
+        place: of this rank.
+        keys: by place, the length of the block of keys that starts there.
+        blocks: by hop, what this rank's queries see of the block that is here then.
+        scale: of scores.
+    """
+
+    world: Any
+    group: Any
+    order: tuple[int, ...]
+    place: int
+    keys: tuple[int, ...]
+    blocks: tuple[Sequence[Block], ...]
+    scale: float
+
+    @property
+    def size(self) -> int:
+        return len(self.order)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's part of the attention; differentiable once.
+
+        Communication: `size - 1` permutes, in each a block of keys and values; backward as many, and again as many with gradients, in
+        at least float32.
+        """
+        return _RingAttention.apply(q, k, v, self)  # type: ignore[return-value]
+
+    def passing(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The keys and values that are here, hop by hop; while they are in use the next ones come."""
+        here, like = (k, v), (k, v)
+        block = _pack(k, v) if self.size > 1 else k
+        for hop in range(1, self.size):
+            coming = self.send(block, like, hop)
+            yield here
+            block = coming()
+            here = self.unpack(block, like, hop)
+        yield here
+
+    def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Arrival:
+        """Give a block to the next rank; what waits for the one from the rank before, which is here after `hop` hops.
+
+        Args:
+            block: flat.
+            like: tensors whose shapes, but for the number of keys, the parts of a block have.
+        """
+        coming = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
+        after, before = (self.order[(self.place + step) % self.size] for step in (1, -1))
+        work = self.group.permute(coming, block, dst=after, src=before, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return coming
+
+        return wait
+
+    def unpack(self, block: Tensor, like: Sequence[Tensor], hop: int) -> tuple[Tensor, Tensor]:
+        """The two tensors that were packed into the block that is here after `hop` hops."""
+        keys = self._keys(hop)
+        parts = block.split([_count(x, keys) for x in like])
+        first, second = (part.view(*x.shape[:-2], keys, x.shape[-1]) for part, x in zip(parts, like, strict=True))
+        return first, second
+
+    def _keys(self, hop: int) -> int:
+        return self.keys[(self.place - hop) % self.size]
+
+
+def _pack(*tensors: Tensor) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors])
+
+
+def _count(x: Tensor, keys: int) -> int:
+    """Elements of a tensor with so many keys."""
+    return math.prod(x.shape[:-2]) * keys * x.shape[-1]
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
+        seen = Seen(q, v)
+        for here, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
+            attend(seen, q, *here, blocks, ring.scale)
+        out = seen.mix.to(q.dtype)
+        ctx.ring, ctx.lineage = ring, ring.world.carried.lineage
+        ctx.save_for_backward(q, k, v, out, seen.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with carrying_on(ctx.ring.world, ctx.lineage):
+            found = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
+        return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
+
+
+def _ring_grads(ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
+    """Blocks pass once more; behind each comes the sum of what the ranks before found as its gradient."""
+    own = Grads.zeros(q, k, v)
+    following: Arrival = partial(grad.new_zeros, (), dtype=own.k.dtype)
+    for hop, here in enumerate(ring.passing(k, v)):
+        found = Grads.zeros(q, *here)._replace(q=own.q) if hop else own
+        attend_grads(found, grad, q, *here, out, lse, ring.blocks[hop], ring.scale)
+        if hop:
+            following = ring.send(_pack(found.k, found.v) + following(), own[1:], hop + 1)
+    if ring.size == 1:
+        return own
+    home = ring.unpack(following(), own[1:], ring.size)
+    return Grads(own.q, own.k + home[0], own.v + home[1])

@@ -1,0 +1,123 @@
+"""Numbers of many tensors, such as norms, added up over all ranks in one collective, whatever their layouts and meshes.
+
+    on (dp=2, tp=2)        who counts
+    w  P("dp", "tp")       every rank its own part
+    b  P("dp")             of the two ranks with the same part one
+    g  P()                 of the four ranks one, another one than for the next such tensor
+
+Each element counts once, so the sum over the ranks is that over the tensors. Axes along which no tensor is split take no part: along
+those, every rank has it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.device_mesh import DeviceMesh
+from ...mesh.group import Group
+from ...mesh.watch.seat import Note
+from ..cache import keep
+from ..layout import Layout
+from ..lineage import carrying, mixed, seed_of
+from ..tensor import ShardedTensor
+
+_TALLY = seed_of("tally")
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Who adds up what, seen from this rank.
+
+    Attributes:
+        group: the ranks that have it all together; None where this rank has it all, or nothing.
+        counted: the numbers of the tensors whose parts count here.
+        device: where the sums are kept.
+        known: whether this rank learns the result: not on a rank outside all meshes.
+    """
+
+    group: Group | None
+    counted: tuple[int, ...]
+    device: torch.device
+    known: bool = True
+
+    def agree(self, values: Tensor, op: str, tensors: Sequence[Tensor]) -> Tensor:
+        """The ranks' values combined, in place; NaN on a rank outside all meshes. Communication: at most one all_reduce."""
+        if self.group is None:
+            return values if self.known else values.fill_(torch.nan)
+        world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_part(x.mesh)]
+        world.carried.note = Note(f"{op} over {len(tensors)} tensors")
+        try:
+            with carrying(world, mixed(_TALLY, sharded)):
+                self.group.all_reduce(values, op)
+        finally:
+            world.carried.note = None
+        return values
+
+
+def tally_of(tensors: Sequence[Tensor]) -> Tally:
+    """Who adds up what of these tensors; plain ones are taken to be the same on every rank. Communication: none."""
+    layouts = tuple([x._layout if isinstance(x, ShardedTensor) else None for x in tensors])
+    first = next((layout for layout in layouts if layout is not None), None)
+    if first is None:
+        return Tally(None, tuple(range(len(tensors))), tensors[0].device if tensors else torch.device("cpu"))
+    key = "tally", layouts
+    return first.runners.get(key) or keep(first.runners, key, _tally(layouts, first))
+
+
+def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
+    splits = [None if layout is None else _split(layout) for layout in layouts]
+    roots = list(dict.fromkeys(root for root, _ in filter(None, splits)))
+    if len(roots) == 1:
+        return _on_one(roots[0], splits)
+    ranks: Any = sorted({rank for root in roots for rank in root.ranks.flat})
+    world, device = roots[0].world, roots[0].device
+    if world.rank not in ranks:
+        return Tally(None, (), device, known=False)
+    home = next(root for root in roots if ranks[0] in root.ranks)  # of whose ranks the first counts plain tensors
+    found = [(home, ()) if split is None else split for split in splits]
+    counted = [i for i, (root, split) in enumerate(found) if _counts(root, split, root.axis_names, i * (splits[i] is not None))]
+    return Tally(world.group(ranks), tuple(counted), device)
+
+
+def _on_one(mesh: DeviceMesh, splits: Sequence[tuple[DeviceMesh, tuple[str, ...]] | None]) -> Tally:
+    """All on one mesh or parts of it."""
+    if mesh.coordinate is None:
+        return Tally(None, (), mesh.device, known=False)
+    axes = [() if split is None else split[1] for split in splits]
+    along = tuple(axis for axis in mesh.axis_names if any(axis in split for split in axes))
+    if not along:
+        return Tally(None, tuple(range(len(axes))), mesh.device)
+    counted = [i for i, split in enumerate(axes) if _counts(mesh, split, along, i)]
+    return Tally(mesh.group(along), tuple(counted), mesh.device)
+
+
+def _counts(mesh: DeviceMesh, split: Sequence[str], along: Sequence[str], turn: int) -> bool:
+    """Whether this rank is the one of its replicas along these axes whose turn it is."""
+    if mesh.coordinate is None:
+        return False
+    place, copies = 0, 1
+    for axis in along:
+        if axis not in split:
+            place = place * mesh.size(axis) + mesh.coordinate[mesh.axis_index(axis)]
+            copies *= mesh.size(axis)
+    return place == turn % copies
+
+
+def _is_part(mesh: DeviceMesh) -> bool:
+    """Whether this is a part of a mesh: then ranks know what they hold there by another history than others."""
+    return mesh._origin is not None
+
+
+def _split(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """The mesh that the tensor's mesh is a part of, and its axes of more than one rank that split the tensor."""
+    mesh: Any = layout.mesh
+    axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
+    while mesh._origin is not None:
+        mesh, kept, flat = mesh._origin
+        axes = kept if flat in axes else axes
+    return mesh, axes

@@ -1,0 +1,300 @@
+"""The styles of `torch.distributed.tensor.parallel`, by the same names and arguments; torch's own objects are understood too.
+
+They take plain tensors in and give plain tensors out, where `use_local_output` says so, and so they are for a mesh of one axis:
+
+    x plain --input_layouts--> x on the mesh --desired--> module --output_layouts--> y on the mesh --use_local_output--> y plain
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..spec import P, Placement, Replicate, Shard
+from .activations import InputHook, Lay, OutputHook, Site, Where, as_where, input_hook
+from .styles import Style, colwise, every_output, first_input, rowwise, sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColwiseParallel(Style):
+    """ColwiseParallel() -> Style: `colwise` by torch's name and arguments.
+
+    Args:
+        input_layouts: how the input lies before, and what a plain one is taken for; `Replicate()` by default.
+        output_layouts: how the output shall lie; `Shard(-1)` by default.
+        use_local_output: give this rank's part as a plain tensor.
+
+    Communication: as `colwise`; for a plain output that is replicated, 40 bytes in backward (see `to_local`).
+
+    Example:
+        >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
+    """
+
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
+
+    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+        return colwise().parameters(site, module)
+
+    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+        return colwise(in_=self.input_layouts).inputs(site, module)
+
+    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+        return every_output(site, Lay(as_where(self.output_layouts, "output_layouts") or Shard(-1), local=self.use_local_output))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseParallel(Style):
+    """RowwiseParallel() -> Style: `rowwise` by torch's name and arguments.
+
+    Args:
+        input_layouts: how the input lies before, and what a plain one is taken for; `Shard(-1)` by default, of an embedding
+            `Replicate()`.
+        output_layouts: how the sum shall lie; `Replicate()` by default.
+        use_local_output: give this rank's part as a plain tensor.
+
+    Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in backward (see `to_local`).
+
+    Example:
+        >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
+    """
+
+    input_layouts: Any = None
+    output_layouts: Any = None
+    use_local_output: bool = True
+
+    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+        return rowwise().parameters(site, module)
+
+    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+        return rowwise(in_=self.input_layouts).inputs(site, module)
+
+    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+        return every_output(site, Lay(as_where(self.output_layouts, "output_layouts") or Replicate(), local=self.use_local_output))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallel(Style):
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence` by torch's name and arguments.
+
+    Args:
+        sequence_dim: the dim of positions; a plain input is taken to be split along it.
+        use_local_output: give this rank's part as a plain tensor.
+
+    Communication: a small all_gather of shapes for a plain input, whose parts may be uneven.
+
+    Example:
+        >>> sm.parallelize_module(model, mesh["tp"], {"norm": sm.SequenceParallel()})
+    """
+
+    sequence_dim: int = 1
+    use_local_output: bool = False
+
+    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+        return sequence().parameters(site, module)
+
+    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+        return first_input(site, module, Lay(Shard(self.sequence_dim)))
+
+    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+        return every_output(site, Lay(local=True)) if self.use_local_output else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleInput(Style):
+    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: how arguments of forward lie, and shall lie.
+
+    Args:
+        input_layouts: one placement, or one for each argument by position: what a plain one is taken for; None leaves it as it is.
+        desired_input_layouts: as many, how they shall lie.
+        input_kwarg_layouts, desired_input_kwarg_layouts: the same by name.
+        use_local_output: give forward this rank's parts as plain tensors.
+
+    Raises:
+        ValueError: other numbers or names of desired layouts than of layouts, or an argument that forward does not have.
+
+    Communication: what the layouts ask for, all arguments together.
+
+    Example:
+        >>> style = sm.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        >>> sm.parallelize_module(model, mesh["tp"], {"attn": style})
+    """
+
+    input_layouts: Any = None
+    desired_input_layouts: Any = None
+    input_kwarg_layouts: Mapping[str, Any] | None = None
+    desired_input_kwarg_layouts: Mapping[str, Any] | None = None
+    use_local_output: bool = False
+
+    def __post_init__(self) -> None:
+        given, desired = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
+        if set(given) != set(desired):
+            raise ValueError(f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts {sorted(desired)}; give both for each")
+        _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
+
+    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+        local, desired = self.use_local_output, self.desired_input_kwarg_layouts or {}
+        pairs = _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
+        named = {name: (as_where(x, name), as_where(desired[name], name)) for name, x in (self.input_kwarg_layouts or {}).items()}
+        lays = {name: Lay(to, plain, local) for name, (plain, to) in named.items() if plain is not None}
+        return input_hook(site, module, [None if plain is None else Lay(to, plain, local) for plain, to in pairs], lays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleOutput(Style):
+    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: how results of forward lie, and shall lie.
+
+    Args:
+        output_layouts: one placement, or one for each of a tuple of results: what a plain one is taken for; None leaves it as it is.
+        desired_output_layouts: as many, how they shall lie.
+        use_local_output: give this rank's parts as plain tensors.
+
+    Raises:
+        ValueError: other numbers of desired layouts than of layouts, or of results.
+
+    Communication: what the layouts ask for, all results together.
+
+    Example:
+        >>> style = sm.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        >>> sm.parallelize_module(model, mesh["tp"], {"layers": style})
+    """
+
+    output_layouts: Any
+    desired_output_layouts: Any
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        _pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
+
+    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+        pairs = _pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
+        return OutputHook(site, tuple(Lay() if plain is None else Lay(to, plain, self.use_local_output) for plain, to in pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareModuleInputOutput(Style):
+    """PrepareModuleInputOutput(...) -> Style: `PrepareModuleInput` and `PrepareModuleOutput` of one module.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as `PrepareModuleInput`.
+        use_local_input: give forward this rank's parts as plain tensors.
+        output_layouts, desired_output_layouts, use_local_output: as `PrepareModuleOutput`.
+
+    Communication: what the layouts ask for.
+
+    Example:
+        >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        >>> sm.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(), desired_output_layouts=Shard(1))
+    """
+
+    input_layouts: Any = None
+    desired_input_layouts: Any = None
+    input_kwarg_layouts: Mapping[str, Any] | None = None
+    desired_input_kwarg_layouts: Mapping[str, Any] | None = None
+    use_local_input: bool = False
+    output_layouts: Any
+    desired_output_layouts: Any
+    use_local_output: bool = True
+
+    def __post_init__(self) -> None:
+        for part in (self._input, self._output):
+            part()  # which checks what it is given
+
+    def _input(self) -> PrepareModuleInput:
+        return PrepareModuleInput(
+            input_layouts=self.input_layouts,
+            desired_input_layouts=self.desired_input_layouts,
+            input_kwarg_layouts=self.input_kwarg_layouts,
+            desired_input_kwarg_layouts=self.desired_input_kwarg_layouts,
+            use_local_output=self.use_local_input,
+        )
+
+    def _output(self) -> PrepareModuleOutput:
+        return PrepareModuleOutput(
+            output_layouts=self.output_layouts,
+            desired_output_layouts=self.desired_output_layouts,
+            use_local_output=self.use_local_output,
+        )
+
+    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+        return self._input().inputs(site, module)
+
+    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+        return self._output().outputs(site, module)
+
+
+def _pairs(what: str, given: Any, desired: Any) -> list[tuple[Where, Where]]:
+    """Each layout with the desired one.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    layouts, wanted = _listed(given), _listed(desired)
+    if len(layouts) != len(wanted):
+        raise ValueError(
+            f"{what} has {len(layouts)} placements and desired_{what} {len(wanted)}; give one of each per tensor, None for one to leave"
+        )
+    return [(as_where(one, what), as_where(other, f"desired_{what}")) for one, other in zip(layouts, wanted, strict=True)]
+
+
+def _listed(layouts: Any) -> Sequence[Any]:
+    return () if layouts is None else layouts if isinstance(layouts, (tuple, list)) else (layouts,)
+
+
+# -- torch's own objects -----------------------------------------------------------------------------------------------
+
+
+def own_style(given: Any) -> Style | None:
+    """Our style for one of torch's, read from its public attributes; None for what is no style of torch.
+
+    Raises:
+        TypeError: a style of torch that has no counterpart here.
+    """
+    kinds = [kind for kind in type(given).__mro__ if kind.__module__.startswith("torch.distributed.tensor.parallel")]
+    if not kinds:
+        return None
+    read = _READ.get(type(given).__name__) if kinds[0] is type(given) else None
+    if read is None:
+        raise TypeError(f"torch's style {given!r} is not understood; those that are: {', '.join(_READ)}")
+    return read(given)
+
+
+def _read_input(given: Any, use_local_output: str = "use_local_output") -> dict[str, Any]:
+    return {
+        "input_layouts": given.input_layouts,
+        "desired_input_layouts": given.desired_input_layouts,
+        "input_kwarg_layouts": given.input_kwarg_layouts,
+        "desired_input_kwarg_layouts": given.desired_input_kwarg_layouts,
+        use_local_output: given.use_local_output,
+    }
+
+
+def _read_output(given: Any) -> dict[str, Any]:
+    return {
+        "output_layouts": given.output_layouts,
+        "desired_output_layouts": given.desired_output_layouts,
+        "use_local_output": given.use_local_output,
+    }
+
+
+def _read_linear(kind: Any, given: Any) -> Style:
+    (taken,), (out,) = given.input_layouts, given.output_layouts
+    return kind(input_layouts=taken, output_layouts=out, use_local_output=given.use_local_output)
+
+
+_READ: dict[str, Any] = {
+    "ColwiseParallel": lambda given: _read_linear(ColwiseParallel, given),
+    "RowwiseParallel": lambda given: _read_linear(RowwiseParallel, given),
+    "SequenceParallel": lambda given: SequenceParallel(
+        sequence_dim=given.sequence_sharding[0].dim, use_local_output=given.use_local_output
+    ),
+    "PrepareModuleInput": lambda given: PrepareModuleInput(**_read_input(given)),
+    "PrepareModuleOutput": lambda given: PrepareModuleOutput(**_read_output(given)),
+    "PrepareModuleInputOutput": lambda given: PrepareModuleInputOutput(
+        **_read_input(given.prepare_module_input, "use_local_input"), **_read_output(given.prepare_module_output)
+    ),
+}

@@ -1,0 +1,136 @@
+"""Saves in which ranks are killed, by names such as "save one 0 17 before": who, at which call that writes, before it or half way.
+
+    save|replace        a new step, or the one that is there is made anew
+    one|all             the rank alone, or all four
+    0                   the rank that counts its calls
+    17 before|half      at its 17th call that changes the disk; half: of what it writes, half is written
+    0.013 after         13 ms after the save has begun, wherever it is
+
+Each works in the folder CHECKPOINT_KILLS of the environment, under its own name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.checkpoint.load import load
+from shardmesh.sharding.checkpoint.save import save
+from tests.faults.at import At
+from tests.faults.fault import RANKS, Fault
+
+VARIABLE = "CHECKPOINT_KILLS"
+CALLS = ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")
+LARGE = 1 << 18  # elements, of saves that are killed by the clock: some time passes in them
+
+
+def tree(mesh: sm.DeviceMesh, step: int, size: int) -> dict[str, Any]:
+    x = torch.arange(float(size)).reshape(-1, 8) + step
+    return {
+        "x": sm.distribute_tensor(x, mesh, P("x"), src_data_rank=None),
+        "y": sm.distribute_tensor(-x, mesh, P(None, "x"), src_data_rank=None),
+        "step": step,
+    }
+
+
+def fault_of(name: str) -> Fault:
+    kind, who, rank, when, how = name.split()
+
+    def program(at: At) -> Any:
+        folder, size = Path(os.environ[VARIABLE], name.replace(" ", "-")), LARGE if how == "after" else 64
+        save(tree(at.mesh, 1, size), folder, step=1)
+        pids = at.mesh.group("x").all_gather_object(os.getpid())
+        doomed = pids if who == "all" else [os.getpid()]
+        second = tree(at.mesh, 2, size)
+        with killed(doomed, when, how) if at.rank == int(rank) else nothing() as count:
+            save(second, folder, step=1 if kind == "replace" else 2)
+        return count[0]
+
+    program.__name__ = name
+    return Fault(program, (), (), (), (), (), (), {"x": RANKS}, twin=False)
+
+
+@contextmanager
+def nothing() -> Iterator[list[int]]:
+    yield [0]
+
+
+@contextmanager
+def killed(pids: list[int], when: str, how: str) -> Iterator[list[int]]:
+    """Inside, these processes are killed at the call or time. Tells how many calls there were."""
+    count, originals = [0], {name: getattr(os, name) for name in CALLS}
+
+    def die() -> None:
+        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if name != "open" or args[1] & os.O_CREAT:
+                if how != "after" and count[0] == int(when):
+                    if how == "half" and name == "write":
+                        originals["write"](args[0], bytes(args[1])[: len(args[1]) // 2])
+                    die()
+                count[0] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    if how == "after":
+        timer = threading.Timer(float(when), die)
+        timer.daemon = True
+        timer.start()
+    try:
+        for name in CALLS:
+            setattr(os, name, counted(name))
+        yield count
+    finally:
+        for name, original in originals.items():
+            setattr(os, name, original)
+
+
+class Programs(Mapping[str, Fault]):
+    """Every name has a program."""
+
+    def __getitem__(self, name: str) -> Fault:
+        return fault_of(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+FAULTS = Programs()
+
+
+def what_is_there(base: Path, name: str) -> int:
+    """The step that is loaded after a kill; it is exactly that of one save, and another can be made after it.
+
+    Raises:
+        AssertionError: a mix, or a folder that cannot be used any more.
+    """
+    folder = base / name.replace(" ", "-")
+
+    def program() -> int:
+        mesh = sm.init_device_mesh("cpu", (3,), axis_names=("x",))
+        size = LARGE if name.endswith("after") else 64
+        found = load(folder, tree(mesh, 0, size))
+        expected = tree(mesh, found["step"], size)
+        assert found["step"] in (1, 2)
+        assert all(torch.equal(found[key]._local, expected[key]._local) for key in ("x", "y"))
+        save(expected, folder, step=3, keep=1)
+        assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+        return found["step"]
+
+    return sm.simulate(3)(program)()[0]

@@ -1,0 +1,247 @@
+"""What the folder holds, whatever happens to a save: complete checkpoints, each of one step, or an error that names the file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint.folder import latest
+from shardmesh.sharding.checkpoint.load import load
+from shardmesh.sharding.checkpoint.save import save
+from tests.sharding.ranks import on_mesh, same_error
+
+X = torch.arange(600.0).reshape(60, 10)
+
+
+def tree(mesh, step):
+    return {"x": sm.distribute_tensor(X + step, mesh, P("a"), src_data_rank=None), "whole": X * step, "step": step}
+
+
+def saved(folder, *steps, keep=None):
+    on_mesh((2,), lambda mesh: [save(tree(mesh, step), folder, step=step, keep=keep) for step in steps])
+
+
+def loaded(folder, step=None):
+    """The step that is loaded, by all that is in it."""
+
+    def program(mesh):
+        found = load(folder, tree(mesh, 0), step=step)
+        assert torch.equal(found["x"].full_tensor(), X + found["step"])
+        assert torch.equal(found["whole"], X * found["step"])
+        return found["step"]
+
+    return on_mesh((2,), program)[0]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_steps_and_the_newest(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    saved(tmp_path, 3, 12)
+    assert latest(tmp_path) == (12, tmp_path / "step-00000012")
+    assert loaded(tmp_path) == 12
+    assert loaded(tmp_path, 3) == 3
+    assert loaded(tmp_path / "step-00000003") == 3
+    text = same_error((2,), lambda mesh: load(tmp_path, {}, step=4), FileNotFoundError, silent=False)
+    assert "step 4" in text
+    assert "[3, 12]" in text
+
+
+def test_a_step_of_its_own(tmp_path):
+    assert on_mesh((2,), lambda mesh: [save({"n": 1}, tmp_path).step for _ in range(3)])[1] == [0, 1, 2]
+
+
+def test_nothing_there(tmp_path):
+    assert "no complete checkpoint" in same_error((2,), lambda mesh: load(tmp_path, {}), FileNotFoundError, silent=False)
+
+
+def test_retention(tmp_path):
+    saved(tmp_path, 1, 2, 3, 4, keep=2)
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    saved(tmp_path, 2, keep=2)  # back in time: the newest and the one that was just made
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_a_step_is_replaced(tmp_path):
+    saved(tmp_path, 1)
+    on_mesh((2,), lambda mesh: save({**tree(mesh, 5)}, tmp_path, step=1))
+    assert names(tmp_path) == ["step-00000001"]
+    assert loaded(tmp_path) == 5
+
+
+def test_what_crashes_leave_behind(tmp_path):
+    saved(tmp_path, 1, 2)
+    os.rename(tmp_path / "step-00000002", tmp_path / "step-00000002.old-aa")  # killed between two renames
+    (tmp_path / "step-00000003.tmp-bb").mkdir()
+    (tmp_path / "step-00000000.gone-cc").mkdir()
+    assert loaded(tmp_path) == 2
+    saved(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000004"]
+    assert loaded(tmp_path, 2) == 2
+
+
+# -- a disk that does not take it --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", [0, 300, 3000, 5000, 7000, 9000])
+def test_a_full_disk(room, tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    whole, left = os.write, [room]
+
+    def write(fd, data):
+        if len(data) > left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= len(data)
+        return whole(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    text = same_error((2,), lambda mesh: save(tree(mesh, 2), tmp_path, step=2), CheckpointError, silent=False)
+    monkeypatch.undo()
+    assert "No space left on device" in text
+    assert "could not write" in text
+    assert "step-00000002.tmp-" in text
+    assert names(tmp_path) == ["step-00000001"]
+    assert loaded(tmp_path) == 1
+
+
+def test_a_full_disk_while_a_step_is_replaced(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    text = same_error((2,), lambda mesh: save(tree(mesh, 9), tmp_path, step=1), CheckpointError, silent=False)
+    monkeypatch.undo()
+    assert "Input/output error" in text
+    assert loaded(tmp_path) == 1
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path / "file"), CheckpointError, silent=False)
+    assert str(tmp_path / "file") in text
+
+
+def test_a_cancelled_save(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def interrupted(fd, data):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 2)
+    monkeypatch.undo()
+    assert loaded(tmp_path) == 1
+    saved(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+# -- files that are not what was written -------------------------------------------------------------------------------
+
+
+def error_of(folder):
+    with pytest.raises(CheckpointError) as caught:
+        loaded(folder)
+    return str(caught.value)
+
+
+FILES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit(name, tmp_path):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / name
+    good, rng = path.read_bytes(), random.Random(name)
+    for _ in range(12):
+        bad = bytearray(good)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        path.write_bytes(bad)
+        text = error_of(tmp_path)
+        assert str(path) in text
+        assert "damaged" in text
+        if name.endswith("distcp"):
+            assert "'x'" in text or "'whole'" in text or "'step'" in text
+    assert loaded(tmp_path, 1) == 1
+    path.write_bytes(good)
+    assert loaded(tmp_path) == 2
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_short(name, tmp_path):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-00000001" / name
+    good = path.read_bytes()
+    for length in (0, 1, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:length])
+        text = error_of(tmp_path)
+        assert str(path) in text
+        assert not name.endswith("distcp") or f"{length} bytes of {len(good)}" in text
+
+
+def test_files_that_changed_places(tmp_path):
+    saved(tmp_path, 1, 2)
+    one, other = (tmp_path / "step-00000002" / name for name in FILES[:2])
+    one.rename(tmp_path / "aside")
+    other.rename(one)
+    (tmp_path / "aside").rename(other)
+    assert "_0.distcp" in error_of(tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_another_step(name, tmp_path):
+    """Never a mix: a file of step 1 in the place of that of step 2 is an error."""
+    saved(tmp_path, 1, 2)
+    (tmp_path / "step-00000002" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
+    text = error_of(tmp_path)
+    assert str(tmp_path / "step-00000002") in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(name, tmp_path):
+    saved(tmp_path, 1, 2)
+    path = tmp_path / "step-00000002" / name
+    path.unlink()
+    if name == "manifest.json":  # the sign that a checkpoint is complete
+        assert loaded(tmp_path) == 1
+    else:
+        assert str(path) in error_of(tmp_path)
+
+
+def test_a_renamed_folder(tmp_path):
+    saved(tmp_path, 1)
+    (tmp_path / "step-00000001").rename(tmp_path / "step-00000007")
+    with pytest.raises(CheckpointError, match=r"is of step 1 by its manifest, not 7"):
+        loaded(tmp_path, 7)
+    assert "not 7" in error_of(tmp_path)
+
+
+def test_the_index_names_code(tmp_path):
+    """An index is a pickle; one that refers to anything but torch's own classes of an index is not read."""
+    import pickle
+
+    saved(tmp_path, 1)
+    folder = tmp_path / "step-00000001"
+    (folder / "manifest.json").unlink()
+    (folder / ".metadata").write_bytes(pickle.dumps(os.system))
+    with pytest.raises(CheckpointError, match=r"refers to \w+.system"):
+        loaded(folder)
+
+
+def test_the_manifest(tmp_path):
+    saved(tmp_path, 3)
+    told = json.loads((tmp_path / "step-00000003" / "manifest.json").read_text())
+    assert told["step"] == 3
+    assert told["world"] == 2
+    assert told["checksum"] == "crc32"
+    assert told["versions"]["torch"] == torch.__version__
+    for name, file in told["files"].items():
+        assert (tmp_path / "step-00000003" / name).stat().st_size == file["size"] == sum(length for _, length, _ in file["pieces"])

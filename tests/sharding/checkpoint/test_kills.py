@@ -1,0 +1,48 @@
+"""Ranks killed in the middle of a save: the folder has one checkpoint or the other, and the ranks that live raise an error.
+
+Every call and 500 random moments are run by benchmarks/checkpoint_faults.py.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.faults.runner import Runner
+from tests.sharding.checkpoint.kills import FAULTS, VARIABLE, what_is_there
+
+pytestmark = pytest.mark.xdist_group("faults")
+
+NAMES = [
+    "save one 0 3 half", "save one 0 9 before", "save all 0 16 half", "save one 2 1 half", "save all 1 4 before",
+    "replace one 0 19 before", "replace all 0 20 before", "save one 3 0.01 after",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    base = tmp_path_factory.mktemp("kills")
+    os.environ[VARIABLE] = str(base)
+    try:
+        with Runner("tests.sharding.checkpoint.kills") as runner, ThreadPoolExecutor(2) as pool:
+            yield base, {name: pool.submit(runner.run, FAULTS[name]) for name in NAMES}
+    finally:
+        del os.environ[VARIABLE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_checkpoint_or_the_other(name, outcomes):
+    base, jobs = outcomes
+    outcome = jobs[name].result()
+    assert outcome.killed == [], "nothing hangs"
+    statuses = [rank.status for rank in outcome.ranks]
+    if name.endswith("after"):
+        assert set(statuses) <= {-9, 0, 1}
+    elif " all " in name:
+        assert statuses == [-9] * 4
+    else:
+        assert statuses.count(-9) == 1
+        assert {rank.error for rank in outcome.ranks if rank.status != -9} == {"RankLostError"}
+    assert what_is_there(base, name) in (1, 2)

@@ -1,0 +1,146 @@
+"""Files in the safetensors format: read by slices, written from one rank, equal to what the library reads and writes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import Layout, P
+from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_safetensors
+from tests.sharding.checkpoint.trees import DTYPES, bits, values_of
+from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
+
+WHOLE = {f"t{i}": values_of(i, shape, dtype) for i, dtype in enumerate(DTYPES) for shape in [[(5, 3), (7,), (), (0, 2)][i % 4]]}
+
+
+def write(path, tensors, shift=0):
+    """A file as the format's page describes it, by hand, at will with data that begin nowhere in particular."""
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    names = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL", torch.float64: "F64"}
+    for name, x in tensors.items():
+        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.nbytes]}
+        data += bits(x).numpy().tobytes()
+    text = json.dumps(header).encode() + b" " * shift
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")])
+def test_there_and_back(spec, tmp_path):
+    path = tmp_path / "x.safetensors"
+
+    def program(mesh):
+        layouts = {name: Layout.of(mesh, spec if x.ndim == 2 else P(), x.shape, x.dtype) for name, x in WHOLE.items()}
+        save_safetensors({"m": {name: place(mesh, x).redistribute(layouts[name].spec) for name, x in WHOLE.items()}}, path, rank=1)
+        with collectives() as records:
+            found = load_safetensors(path, {"m": layouts})["m"]
+        assert launched(records) == ["all_gather_object"] * 2
+        for name, x in found.items():
+            assert x.layout is layouts[name]
+            assert torch.equal(bits(x.full_tensor()), bits(WHOLE[name]))
+
+    on_mesh((3,), program)
+
+
+def test_the_library_reads_and_writes_the_same(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    ours, theirs = tmp_path / "ours.safetensors", tmp_path / "theirs.safetensors"
+    library.save_file(WHOLE, theirs)
+
+    def program(mesh):
+        save_safetensors({name: place(mesh, x) for name, x in WHOLE.items()}, ours)
+        return load_safetensors(theirs, {name: torch.empty_like(x) for name, x in WHOLE.items()})
+
+    results = [library.load_file(ours), *on_mesh((2,), program)]
+    assert all(torch.equal(bits(found[name]), bits(x)) for found in results for name, x in WHOLE.items())
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_data_that_begin_anywhere(shift, tmp_path):
+    tensors = {"flags": torch.tensor([True, False, True]), "x": torch.arange(12.0).reshape(4, 3), "n": torch.arange(4)}
+    write(tmp_path / "x.safetensors", tensors, shift)
+
+    def program(mesh):
+        found = load_safetensors(tmp_path / "x.safetensors", {**{n: Layout.of(mesh, P("a"), t.shape, t.dtype) for n, t in tensors.items()}})
+        assert all(torch.equal(found[name].full_tensor(), x) for name, x in tensors.items())
+
+    on_mesh((2,), program)
+
+
+def test_a_folder_into_a_module(tmp_path):
+    """As HuggingFace writes a model: several files, names of the module."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    state = dict(plain.state_dict())
+    write(tmp_path / "model-00001-of-00002.safetensors", {"0.weight": state.pop("0.weight")})
+    write(tmp_path / "model-00002-of-00002.safetensors", state)
+
+    def program(mesh):
+        model = sm.distribute_module(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh)
+        model[0].weight = nn.Parameter(sm.zeros(6, 4, device_mesh=mesh, placements=P("a")))
+        assert load_safetensors(tmp_path, model) is model
+        return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+
+    for found in on_mesh((2,), program):
+        for name, value in plain.named_parameters():
+            assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("like", "words"),
+    [
+        ({"y": torch.empty(4, 3)}, ["no 'y'", "'x'"]),
+        ({"x": torch.empty(3, 4)}, ["[3, 4]", "[4, 3]"]),
+        ({"x": torch.empty(4, 3).double()}, ["torch.float64", "torch.float32"]),
+        ({"x": 3}, ["'x'", "is a tensor"]),
+    ],
+)
+def test_what_is_not_in_the_file(like, words, tmp_path):
+    write(tmp_path / "x.safetensors", {"x": torch.zeros(4, 3)})
+    text = same_error((2,), lambda mesh: load_safetensors(tmp_path / "x.safetensors", like), ValueError, silent=False)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("damage", [lambda good: good[:5], lambda good: good[:-1], lambda good: b"\xff" * 8 + good[8:], lambda good: b""])
+def test_a_damaged_file(damage, tmp_path):
+    path = tmp_path / "x.safetensors"
+    write(path, {"x": torch.zeros(4, 3)})
+    path.write_bytes(damage(path.read_bytes()))
+    assert str(path) in same_error((2,), lambda mesh: load_safetensors(path, {"x": torch.empty(4, 3)}), CheckpointError, silent=False)
+
+
+def test_no_file(tmp_path):
+    for path in (tmp_path, tmp_path / "x.safetensors"):
+        assert str(path) in same_error((2,), lambda mesh, path=path: load_safetensors(path, {}), CheckpointError, silent=False)
+
+
+@pytest.mark.parametrize("leaf", [3, torch.zeros(2, dtype=torch.complex128)])
+def test_what_the_format_does_not_have(leaf, tmp_path):
+    assert "'a.b'" in same_error((2,), lambda mesh: save_safetensors({"a": {"b": leaf}}, tmp_path / "x"), ValueError)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    """The file that was there stays, and the ranks that only send do not hang."""
+    path = tmp_path / "x.safetensors"
+    write(path, {"x": torch.zeros(4, 3)})
+    before = path.read_bytes()
+
+    def no_room(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", no_room)
+
+    def program(mesh):
+        save_safetensors({str(i): place(mesh, torch.zeros(600_000)).redistribute(P("a")) for i in range(3)}, path)
+
+    text = same_error((2,), program, CheckpointError, silent=False)
+    assert "No space left on device" in text
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]

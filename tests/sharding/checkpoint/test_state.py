@@ -1,0 +1,263 @@
+"""State of modules and optimizers: by name, as it lies, on one rank whole, and back on another mesh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P, ShardedTensor
+from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint.full import full_state_dict, load_full_state_dict
+from shardmesh.sharding.checkpoint.load import load
+from shardmesh.sharding.checkpoint.save import save
+from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
+from tests.sharding.ranks import collectives, launched, on_mesh, same_error
+
+ROWS = P(("b", "a"))
+
+
+def model_of(mesh, spec=None, seed=0):
+    """Two layers and a plain buffer; parameters lie by `spec(parameter)`."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5, dtype=torch.float64), nn.ReLU(), nn.Linear(5, 3, dtype=torch.float64))
+    model.register_buffer("count", torch.tensor(4))
+    for name, parameter in list(model.named_parameters()) if spec else []:
+        owner, _, own = name.rpartition(".")
+        sharded = sm.distribute_tensor(parameter.detach(), mesh, spec(parameter), src_data_rank=None)
+        setattr(model.get_submodule(owner), own, nn.Parameter(sharded))
+    return model
+
+
+def ragged(parameter):
+    """All rows on the middle one of three ranks."""
+    return P("a", sizes={"a": (0, parameter.shape[0], 0)})
+
+
+def steps(model, optimizer, count):
+    for _ in range(count):
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * 0.5
+        optimizer.step()
+
+
+def adam(model, lr=0.1):
+    return torch.optim.AdamW(model.parameters(), lr=lr)
+
+
+def whole_of(model):
+    return {name: p.detach().full_tensor() if isinstance(p, ShardedTensor) else p.detach() for name, p in model.named_parameters()}
+
+
+def expected(count):
+    """On one rank, without meshes."""
+    model = model_of(None)
+    steps(model, adam(model), count)
+    return whole_of(model)
+
+
+def close(found, wanted):
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-13, atol=0)
+
+
+def test_names_and_no_communication():
+    def program(mesh):
+        model = model_of(mesh, lambda p: P("a"))
+        optimizer = adam(model)
+        steps(model, optimizer, 1)
+        with collectives() as records:
+            state = state_dict(model, optimizer)
+            load_state_dict(model, state, optimizer)
+        assert records == []
+        assert list(state["model"]) == ["count", "0.weight", "0.bias", "2.weight", "2.bias"]
+        assert list(state["optimizer"]["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        assert state["optimizer"]["param_groups"][0]["params"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+        average = state["optimizer"]["state"]["0.weight"]["exp_avg"]
+        assert average.layout is model[0].weight.layout
+        assert not state["model"]["0.weight"].requires_grad
+        assert state["model"]["0.weight"]._local.data_ptr() == model[0].weight._local.data_ptr()
+
+    on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("spec", [lambda p: P("a"), lambda p: P(None, "a") if p.ndim == 2 else P(), ragged], ids=["rows", "columns", "ragged"])
+def test_training_goes_on_elsewhere(spec, tmp_path):
+    """Three steps on (2, 2), two more on (3,) with an optimizer that has made none: as five in one piece."""
+
+    def first(mesh):
+        model = model_of(mesh, lambda p: ROWS)
+        optimizer = adam(model)
+        steps(model, optimizer, 3)
+        save(state_dict(model, optimizer), tmp_path)
+
+    def second(mesh):
+        model = model_of(mesh, spec, seed=1)
+        optimizer = adam(model, lr=9.0)
+        state = load(tmp_path, state_dict(model, optimizer))
+        with collectives() as records:
+            load_state_dict(model, state, optimizer)
+        assert records == []
+        assert optimizer.state[model[0].weight]["exp_avg"].layout is model[0].weight.layout
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        steps(model, optimizer, 2)
+        return whole_of(model)
+
+    on_mesh((2, 2), first)
+    for found in on_mesh((3,), second):
+        close(found, expected(5))
+
+
+def test_modules_optimizers_and_schedulers_in_the_tree(tmp_path):
+    def first(mesh):
+        model = model_of(mesh, lambda p: P("a"))
+        optimizer = adam(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        for _ in range(2):
+            steps(model, optimizer, 1)
+            schedule.step()
+        save({"train": [model, {"optimizer": optimizer, "schedule": schedule}]}, tmp_path)
+
+    def second(mesh):
+        model = model_of(mesh, lambda p: P("a"), seed=1)
+        optimizer = adam(model, lr=9.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        found = load(tmp_path, {"train": [model, {"optimizer": optimizer, "schedule": schedule}]})
+        assert found["train"][0] is model
+        assert schedule.last_epoch == 2
+        steps(model, optimizer, 1)
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+        return whole_of(model)
+
+    on_mesh((4,), first)
+    for found in on_mesh((3,), second):
+        close(found, expected(3))
+
+
+def test_nothing_changes_where_a_file_is_damaged(tmp_path):
+    """Not even the objects that were read before the damage was met."""
+
+    def first(mesh):
+        save({"model": model_of(mesh, lambda p: P("a")), "z": torch.arange(9)}, tmp_path)
+
+    def second(mesh):
+        model = model_of(mesh, lambda p: P("a"), seed=1)
+        with pytest.raises(CheckpointError, match="damaged"):
+            load(tmp_path, {"model": model, "z": torch.zeros(9, dtype=torch.int64)})
+        return whole_of(model), whole_of(model_of(mesh, lambda p: P("a"), seed=1))
+
+    on_mesh((2,), first)
+    for path in tmp_path.rglob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    for found, before in on_mesh((2,), second):
+        close(found, before)
+
+
+def test_an_optimizer_of_other_parameters():
+    model = model_of(None)
+    with pytest.raises(ValueError, match="not the model's"):
+        state_dict(model, adam(model_of(None)))
+
+
+def test_a_state_without_the_optimizer():
+    model = model_of(None)
+    with pytest.raises(ValueError, match="no 'optimizer'"):
+        load_state_dict(model, state_dict(model), adam(model))
+
+
+def test_other_groups():
+    """Settings go by the parameters that had them."""
+    model = model_of(None)
+    one = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}], lr=0.1, momentum=0.9)
+    steps(model, one, 1)
+    other = torch.optim.SGD([{"params": model[2].parameters()}, {"params": model[0].parameters()}], lr=7.0, momentum=0.9)
+    load_state_dict(model, state_dict(model, one), other)
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.5]
+    buffers = [[optimizer.state[model[i].weight]["momentum_buffer"] for i in (0, 2)] for optimizer in (one, other)]
+    assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
+
+
+# -- whole on one rank -------------------------------------------------------------------------------------------------
+
+
+def test_whole_tensors_on_one_rank():
+    """One exchange per tensor, in which only what that rank lacks moves, and to it alone."""
+
+    def program(mesh):
+        model = model_of(mesh, lambda p: ROWS)
+        with collectives() as records:
+            state = full_state_dict(model, rank=2)
+        sizes = {name: p._local.nbytes for name, p in model.named_parameters()}
+        return state, records, sizes
+
+    results = on_mesh((2, 2), program)
+    assert [list(state) for state, _, _ in results] == [[], [], list(results[2][0]), []]
+    close(results[2][0], {**whole_of(model_of(None)), "count": torch.tensor(4)})
+    for rank, (_, records, sizes) in enumerate(results):
+        assert launched(records) == ["all_to_all"] * 4
+        assert sum(r.bytes_sent for r in records) == (0 if rank == 2 else sum(sizes.values()))
+        assert rank == 2 or all(r.bytes_received == 0 for r in records)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_from_one_rank_to_any_mesh(rank):
+    def first(mesh):
+        model = model_of(mesh, lambda p: P("a"))
+        optimizer = adam(model)
+        steps(model, optimizer, 3)
+        return full_state_dict(state_dict(model, optimizer))
+
+    def second(mesh):
+        model = model_of(mesh, ragged, seed=1)
+        optimizer = adam(model, lr=9.0)
+        load_full_state_dict(model, state if mesh.get_rank() == rank else None, rank, optimizer=optimizer)
+        steps(model, optimizer, 2)
+        return whole_of(model), model.count
+
+    state = on_mesh((2,), first)[0]
+    for found, count in on_mesh((3,), second):
+        close(found, expected(5))
+        assert count == 4
+
+
+def test_boxes_are_sent_and_no_more():
+    """An exchange in which each rank gets its rows once."""
+
+    def program(mesh):
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(sm.distribute_tensor(model.weight.detach(), mesh, P("a"), src_data_rank=None))
+        state = {"weight": torch.arange(64.0).reshape(8, 8)} if mesh.get_rank() == 0 else None
+        with collectives() as records:
+            load_full_state_dict(model, state)
+        assert torch.equal(model.weight.detach().full_tensor(), torch.arange(64.0).reshape(8, 8))
+        return [(r.op, r.bytes_sent, r.bytes_received) for r in records if r.op != "all_gather_object"]
+
+    assert on_mesh((4,), program) == [[("all_to_all", 3 * 64, 0)], *[[("all_to_all", 0, 64)]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state.pop("0.bias"), ["no 'model.0.bias'"]),
+        (lambda state: state.update({"0.bias": torch.zeros(4, dtype=torch.float64)}), ["'model.0.bias'", "[4]", "[5]"]),
+        (lambda state: state.update({"0.bias": torch.zeros(5)}), ["torch.float32", "torch.float64"]),
+        (lambda state: state.update({"more": torch.zeros(5)}), ["'model.more'", "does not have"]),
+    ],
+)
+def test_a_state_that_does_not_fit(change, words):
+    state = {name: value.clone() for name, value in model_of(None).state_dict().items()}
+    change(state)
+
+    def program(mesh):
+        load_full_state_dict(model_of(mesh, lambda p: P("a")), state if mesh.get_rank() == 0 else None)
+
+    text = same_error((2,), program, ValueError, silent=False)
+    for word in words:
+        assert word in text
+
+
+@pytest.mark.parametrize("function", [full_state_dict, lambda m, rank: load_full_state_dict(m, None, rank)])
+def test_a_rank_that_does_not_exist(function):
+    assert "rank=7" in same_error((2,), lambda mesh: function(model_of(mesh), rank=7), ValueError)

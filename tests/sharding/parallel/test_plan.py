@@ -1,0 +1,535 @@
+"""parallelize: a language model by plan only, against one process; what it communicates; what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel.plan import parallelize
+from shardmesh.sharding.parallel.styles import colwise, inputs, outputs, rowwise, sequence, shard
+from tests.device import DEVICE, made_here
+from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
+from tests.sharding.ranks import collectives, launched, on_mesh, same_error
+
+UNEVEN = {"heads": 10, "head_dim": 4, "d": 40, "f": 250, "vocabulary": 30}  # over 4 ranks: 3 3 3 1 heads, 63 63 63 61 features
+
+
+def megatron(config, stream):
+    """Heads and features split over tp; between layers activations lie as `stream`: `P()`, or split by sequence."""
+    norm = sequence(1, out=P()) if stream.dims else shard({"weight": P()})
+    return {
+        "embed_tokens": rowwise(out=stream),
+        "*norm": norm,
+        "*.q_proj": colwise(units=config.heads),
+        "*.[kv]_proj": colwise(units=config.kv_heads or config.heads),
+        "*.o_proj": rowwise(out=stream, units=config.heads),
+        "*.gate_proj": colwise(),
+        "*.up_proj": colwise(),
+        "*.down_proj": rowwise(out=stream),
+        "lm_head": colwise(),
+    }
+
+
+SPLIT = P(None, "tp", None)
+
+
+def step_on(mesh, model, b=4, s=8):
+    """Loss of a batch that is split over all axes but tp; its backward has run."""
+    vocabulary = model.embed_tokens.weight.shape[0]
+    data = tuple(axis for axis in mesh.axis_names if axis != "tp")
+    placed = [sm.device_put(x, mesh, P(data), src_data_rank=None) for x in tokens(b, s, vocabulary)]
+    loss = loss_of(model(placed[0]), placed[1])
+    loss.backward()
+    return loss
+
+
+def expected(config, b=4, s=8):
+    model = gpt(config).to(DEVICE)
+    inputs_bs, targets_bs = tokens(b, s, config.vocabulary)
+    loss = loss_of(model(inputs_bs), targets_bs)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check_equal(loss, model, reference):
+    torch.testing.assert_close(loss.full_tensor().detach(), reference[0], rtol=1e-12, atol=0)
+    assert set(dict(model.named_parameters())) == set(reference[1])
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.layout is parameter.layout
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference[1][name], rtol=1e-12, atol=1e-12)
+
+
+def on_axes(shape, names, program):
+    def rank():
+        with made_here():
+            return program(sm.init_device_mesh(DEVICE, shape, axis_names=names))
+
+    return sm.simulate(math.prod(shape))(rank)()
+
+
+CONFIGS = {
+    "even": Config(),
+    "uneven": Config(layers=1, **UNEVEN),
+    "uneven, biases": Config(layers=1, bias=True, **UNEVEN),
+    "grouped heads": Config(layers=1, heads=8, kv_heads=2, d=32),
+    "uneven grouped heads": Config(layers=1, heads=6, kv_heads=3, d=24),
+    "fewer heads than ranks": Config(layers=1, heads=3, kv_heads=1, d=12, f=6),
+    "tied": Config(layers=1, tied=True),
+}
+
+
+@pytest.mark.parametrize("stream", [P(), SPLIT], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_equals_one_process(name, stream):
+    config, s = CONFIGS[name], 7 if "uneven" in name else 8
+    reference = expected(config, s=s)
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, stream), src_data_rank=None)
+        check_equal(step_on(mesh, model, s=s), model, reference)
+
+    on_axes((4,), ("tp",), program)
+
+
+@pytest.mark.parametrize(("shape", "names"), [((2, 2), ("fsdp", "tp")), ((2, 1, 2), ("dp", "fsdp", "tp")), ((2, 2), ("tp", "dp"))])
+def test_beside_a_split_batch(shape, names):
+    """Styles say nothing of the other axes: parameters lie whole along them, and activations stay split."""
+    config = Config(layers=1, **UNEVEN)
+    reference = expected(config, b=5, s=7)
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, SPLIT), src_data_rank=None)
+        assert model.layers[0].mlp.up_proj.weight.spec == P("tp", None)
+        assert model.layers[0].mlp.down_proj.weight.spec == P(None, "tp")
+        assert model.norm.weight.spec == P(None)
+        check_equal(step_on(mesh, model, b=5, s=7), model, reference)
+
+    on_axes(shape, names, program)
+
+
+def test_a_parameter_may_be_cut_further_over_the_data_axes():
+    """What FSDP stores: the rows of each tp part, or of the columns, cut by other axes, also unevenly; boxes, nothing strided."""
+    config = Config(layers=1)
+    reference = expected(config)
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, SPLIT), src_data_rank=None)
+        for name, p in list(model.named_parameters()):
+            rows = ("tp", "fsdp") if "tp" in p.spec.dims[0] else "fsdp"
+            cut = P(rows, *p.spec.dims[1:]) if p.ndim > 1 else P("fsdp", sizes={"fsdp": (16, 0)})
+            owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            sm.shard_parameter(owner, leaf, mesh, cut)
+        check_equal(step_on(mesh, model), model, reference)
+
+    on_axes((2, 2), ("fsdp", "tp"), program)
+
+
+def train(mesh_shape, names) -> list[float]:
+    """Losses of five AdamW steps, by plan on a mesh, or in one process where the mesh is None."""
+    config = Config(layers=1, **UNEVEN)
+    model = gpt(config).to(DEVICE)
+    if mesh_shape is not None:
+        mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=names)
+        parallelize(model, mesh, megatron(config, SPLIT))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        if mesh_shape is None:
+            inputs_bs, targets_bs = tokens(4, 7, config.vocabulary)
+            loss = loss_of(model(inputs_bs), targets_bs)
+            loss.backward()
+        else:
+            loss = step_on(mesh, model, s=7)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_training_on_processes_equals_one(world4):
+    alone = train(None, ())
+    for shape, names in [((4,), ("tp",)), ((2, 2), ("fsdp", "tp"))]:
+        for losses in world4(train, shape, names):
+            torch.testing.assert_close(losses, alone, rtol=1e-10, atol=0)
+
+
+# -- what it communicates ----------------------------------------------------------------------------------------------
+
+
+def test_calls_and_bytes_of_sequence_parallelism():
+    """Per layer an all_gather before attention and one before the MLP, a reduce_scatter behind each; backward the mirror image. The
+    embedding ends with a reduce_scatter, the head begins with an all_gather. Nothing else is of the size of activations."""
+    config, b, s, n = Config(layers=3), 4, 8, 4
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, SPLIT), src_data_rank=None)
+        with collectives() as records:
+            step_on(mesh, model, b, s)
+        return records
+
+    moves = 2 * config.layers + 1
+    activation = b * s * config.d * 8 * (n - 1) // n  # bytes that a rank receives
+    for records in on_axes((n,), ("tp",), program):
+        large = [r for r in records if r.op != "all_reduce"]
+        assert Counter(launched(large)) == {"all_gather": 2 * moves, "reduce_scatter": 2 * moves}
+        assert {r.bytes_received for r in large} == {activation}
+
+
+@pytest.mark.parametrize(("head", "count"), [(colwise(out=P()), 1), (colwise(), 6)], ids=["whole logits", "split logits"])
+def test_all_reduces_of_a_step(head, count):
+    """With AdamW and 4 layers: the gradients of all 9 norms are reduced once, together, and that is all. A loss over split classes adds
+    5, of a number for each token. (DTensor takes 57: it leaves each norm's gradient pending, and AdamW reduces it three times.)"""
+    config, b, s, n = Config(layers=4), 4, 8, 4
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, SPLIT) | {"lm_head": head}, src_data_rank=None)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with collectives() as records:
+            step_on(mesh, model, b, s)
+            optimizer.step()
+        return [r for r in records if r.op == "all_reduce"]
+
+    norms = 9 * config.d * 8 * 2 * (n - 1) // n  # bytes that a rank receives
+    for reduced in on_axes((n,), ("tp",), program):
+        assert len(reduced) == count
+        assert reduced[-1].bytes_received == norms
+        assert all(r.bytes_received <= (b * s * 8 + 8) * 2 * (n - 1) // n for r in reduced[:-1])
+
+
+def test_vocabulary_parallel_embedding_and_loss_move_no_logits():
+    """Tables and logits stay split by vocabulary: what moves does not grow with it."""
+
+    def program(mesh, vocabulary):
+        config = Config(layers=0, vocabulary=vocabulary)
+        model = parallelize(gpt(config), mesh, {"embed_tokens": rowwise(), "lm_head": colwise()}, src_data_rank=None)
+        with sm.comm_budget() as used:
+            step_on(mesh, model)
+        assert model.lm_head.weight.grad.spec == P("tp", None)
+        return used.bytes_received
+
+    small, large = (on_axes((4,), ("tp",), lambda mesh, v=v: program(mesh, v)) for v in (32, 1024))
+    assert small == large
+    assert large[0] < 4 * 8 * 1024 * 8 // 4  # less than a rank's part of the logits alone
+
+
+def test_inputs_of_a_module_travel_together():
+    class Sum(nn.Module):
+        def forward(self, x, y, *, scale):
+            return (x + y) * scale
+
+    def program(mesh):
+        plan = {"": [inputs(P(), P(), scale=P()), outputs(P("tp"))]}
+        model = parallelize(Sum(), mesh, plan)
+        x, y = (sm.device_put(torch.arange(8.0) + i, mesh, P("tp"), src_data_rank=None) for i in range(2))
+        with collectives() as records:
+            out = model(x, y=y, scale=sm.device_put(torch.full((8,), 2.0), mesh, P("tp"), src_data_rank=None))
+        assert launched(records) == ["all_gather"]
+        assert out.spec == P("tp")
+        assert torch.equal(out.full_tensor(), (2 * torch.arange(8.0) + 1) * 2)
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_a_forward_that_makes_plain_tensors_itself():
+    """Such as positions and masks, which are the same on every rank: with the context that says so."""
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(4, 6, bias=False).double()
+
+        def forward(self, x):
+            seen = torch.ones(x.shape[0], x.shape[0], dtype=torch.bool).tril()
+            return self.up(x + torch.arange(x.shape[0])[:, None]) * seen.sum(1, keepdim=True)
+
+    def program(mesh):
+        model, x = Positions(), torch.ones(3, 4, dtype=torch.float64)
+        with torch.no_grad():
+            model.up.weight.fill_(2.0)
+        expected = model(x)
+        parallelize(model, mesh, {"up": colwise()}, src_data_rank=None)
+        placed = sm.device_put(x, mesh, src_data_rank=None)
+        with pytest.raises(RuntimeError, match="implicit_replication"):
+            model(placed)
+        with sm.implicit_replication():
+            out = model(placed)
+        assert out.spec == P(None, "tp")
+        assert torch.equal(out.full_tensor(), expected)
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_from_the_source_rank_only():
+    """With src_data_rank=0, the default, what the other ranks hold does not count."""
+
+    def program(mesh):
+        torch_model = nn.Linear(4, 6)
+        with torch.no_grad():
+            torch_model.weight.fill_(mesh.world.rank + 1.0)
+        model = parallelize(torch_model, mesh, {"": colwise()})
+        return model.weight.full_tensor().detach()
+
+    for weight in on_axes((2,), ("tp",), program):
+        assert torch.equal(weight, torch.ones(6, 4))
+
+
+# -- what it leaves ----------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_not_named_is_replicated():
+    def program(mesh):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+        model[2].weight.requires_grad_(False)
+        parallelize(model, mesh, {"0": colwise()})
+        assert all(isinstance(x, sm.ShardedTensor) for x in [*model.parameters(), *model.buffers()])
+        assert model[1].running_mean.is_fully_replicated
+        assert isinstance(model[0].weight, nn.Parameter)
+        assert not model[2].weight.requires_grad
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_parameters_by_pattern():
+    """A spec places one parameter of any module; a placement is one on the axis."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w_qkv, self.w_out, self.scale = (nn.Parameter(torch.ones(6, 6)) for _ in range(3))
+
+        def forward(self, x):
+            return nn.functional.linear(nn.functional.linear(x, self.w_qkv) * self.scale[0], self.w_out)
+
+    def program(mesh):
+        model = nn.Sequential(Packed(), Packed())
+        parallelize(model, mesh, {"*.w_qkv": P("tp", None), "*.w_out": shard(sm.Shard(1)), "": outputs(P())})
+        assert model[1].w_qkv.spec == P("tp", None)
+        assert model[1].w_out.spec == P(None, "tp")
+        assert model[1].scale.spec == P(None, None)
+        out = model(sm.device_put(torch.ones(2, 6), mesh))
+        assert out.is_fully_replicated
+        assert torch.equal(out.full_tensor(), torch.full((2, 6), 36.0**2))
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_meta_parameters_stay_there():
+    def program(mesh):
+        with torch.device("meta"):
+            model = nn.Linear(4, 6)
+        parallelize(model, mesh, {"": colwise()})
+        assert model.weight.is_meta
+        assert model.weight.to_local().shape == (3, 4)
+        assert isinstance(model.weight, nn.Parameter)
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_one_axis_after_another():
+    """A second plan leaves what the first said along its axis, and does not replicate it."""
+
+    def program(mesh):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        parallelize(model, mesh, {"0": colwise(axis="tp"), "1": rowwise(axis="tp")}, src_data_rank=None)
+        parallelize(model, mesh, {"1": colwise(axis="cp", out=P())}, src_data_rank=None)
+        assert model[0].weight.spec == P("tp", None)
+        assert model[1].weight.spec == P("cp", "tp")
+
+    on_axes((2, 2), ("cp", "tp"), program)
+
+
+def test_copies_and_state():
+    """A deep copy has the hooks, and works; a state dict knows nothing of them."""
+    config = Config(layers=1)
+    reference = expected(config)
+
+    def program(mesh):
+        model = parallelize(gpt(config), mesh, megatron(config, SPLIT), src_data_rank=None)
+        twin = copy.deepcopy(model)
+        check_equal(step_on(mesh, twin), twin, reference)
+        assert model.norm.weight.grad is None
+        assert set(twin.state_dict()) == set(gpt(config).state_dict())
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_repr_shows_how_activations_lie():
+    def program(mesh):
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
+        parallelize(model, mesh, {"0": colwise(), "1": inputs(P(None, "tp")), "2": rowwise(out=P("tp"))})
+        return repr(model)
+
+    assert on_axes((2,), ("tp",), program)[0] == (
+        "Sequential(\n"
+        "  (0): Linear(\n"
+        "    in_features=4, out_features=6, bias=True\n"
+        "    weight: f32[6, 4] @ P('tp', None) on (tp=2)\n"
+        "    bias: f32[6] @ P('tp') on (tp=2)\n"
+        "    input input: P() along tp\n"
+        "  )\n"
+        "  (1): ReLU(input input: P(None, 'tp') along tp)\n"
+        "  (2): Linear(\n"
+        "    in_features=6, out_features=4, bias=False\n"
+        "    weight: f32[4, 6] @ P(None, 'tp') on (tp=2)\n"
+        "    input input: Shard(-1) along tp\n"
+        "    output: P('tp') along tp\n"
+        "  )\n"
+        ")"
+    )
+
+
+# -- what it refuses ---------------------------------------------------------------------------------------------------
+
+
+def refused(plan, kind=ValueError, model=None, shape=(2, 2), names=("fsdp", "tp")):
+    """The error of a plan: the same on every rank, before any communication, with the model as it was."""
+
+    def program(mesh):
+        mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=names)
+        given = gpt(Config(layers=2, tied=True)) if model is None else model()
+        before, hooks = list(given.parameters()), hooks_of(given)
+        try:
+            parallelize(given, mesh, plan)
+        finally:
+            assert all(x is y for x, y in zip(given.parameters(), before, strict=True))
+            assert hooks_of(given) == hooks
+
+    return same_error(shape, program, kind)
+
+
+def hooks_of(model):
+    return [[*m._forward_hooks.values(), *m._forward_pre_hooks.values()] for m in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("*.q_prj", "'*.q_proj'"),
+        ("layers.0.self_atn.q_proj", "'layers.0.self_attn.q_proj'"),
+        ("layers.*.mlp.up", "'layers.*.mlp.up_proj'"),
+        ("lm_heads", "'lm_head'"),
+        ("*.weights", "'*.weight'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_names_near_misses(pattern, near):
+    text = refused({pattern: colwise(), "*.o_proj": rowwise()})
+    assert f"{pattern!r} matches no module and no parameter; near it are" in text
+    assert near in text
+
+
+def test_a_pattern_like_nothing_lists_what_there_is():
+    text = refused({"zzz": colwise()}, model=lambda: nn.Sequential(nn.Linear(4, 4)))
+    assert text == "'zzz' matches no module and no parameter; there are '0', '0.weight', '0.bias'"
+
+
+def test_two_patterns_that_place_one_parameter_in_two_ways():
+    text = refused({"*.q_proj": colwise(), "layers.1.*.q_proj.weight": P(None, "tp")})
+    assert "'layers.1.self_attn.q_proj.weight': plan['*.q_proj'] places it as P('tp', None)" in text
+    assert "plan['layers.1.*.q_proj.weight'] as P(None, 'tp')" in text
+
+
+def test_two_patterns_that_place_it_alike_are_fine():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(), "0.weight": P("tp")})
+        assert model[0].weight.spec == P("tp", None)
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_a_tied_parameter_placed_in_two_ways():
+    text = refused({"embed_tokens": rowwise(), "lm_head": rowwise()})
+    assert "'embed_tokens.weight' and 'lm_head.weight' are one tied parameter" in text
+
+
+def test_two_patterns_that_lay_out_the_inputs_of_one_module():
+    text = refused({"*.q_proj": colwise(), "*_proj": inputs(P())})
+    assert "colwise() of plan['*.q_proj'] and inputs(P()) of plan['*_proj'] both lay out its inputs" in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "says"),
+    [
+        ({"*.q_proj": "colwise"}, TypeError, "plan['*.q_proj'] is 'colwise'; write a style"),
+        ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, and the pattern matches only parameters; write P(...)"),
+        ({"*.q_proj": P("tp")}, ValueError, "is for parameters, and the pattern matches only modules; name its parameters"),
+        ({"*.q_proj": colwise(axis="cp")}, ValueError, "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'"),
+        ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) run over those is not known"),
+        ({"*.mlp": shard({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
+        ({"*.q_proj": colwise(units=3)}, ValueError, "the 16 features of weight do not come in 3 units of one size"),
+        ({"*.q_proj": inputs(hidden=P())}, ValueError, "lays out the argument 'hidden', and forward takes 'input'"),
+        ({"*.q_proj": inputs(P(), P())}, ValueError, "lays out 2 arguments, and forward takes 1: input"),
+        ({"*.q_proj": shard({"weight": P(None, None, "tp")})}, ValueError, "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None"),
+        ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "together 7 elements, but dim 0"),
+        ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') names axis 'sp', and DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
+        ([colwise()], TypeError, "parallelize takes a plan such as"),
+    ],
+)
+def test_other_mistakes(plan, kind, says):
+    assert says.replace("cpu", DEVICE) in refused(plan, kind)
+
+
+def test_an_axis_that_is_not_said():
+    text = refused({"*.q_proj": colwise()}, names=("dp", "cp"))
+    assert "colwise() does not say which axis it is for, and none is called 'tp'" in text
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(TypeError, match=r"a plan is for a DeviceMesh, as sm\.init_device_mesh makes it; got 'tp'"):
+        parallelize(nn.Linear(4, 4), "tp", {"": colwise()})
+
+
+def test_a_lazy_module():
+    assert "has no shape before the first call" in refused({"": colwise()}, model=lambda: nn.LazyLinear(4))
+
+
+def test_parameters_that_lie_on_another_mesh():
+    def program(mesh):
+        model = parallelize(nn.Linear(4, 4), mesh["b"], {"": colwise()}, src_data_rank=None)
+        parallelize(model, mesh, {"weight": P("a")})
+
+    assert "on (b=2) already, and the plan is for" in same_error((2, 2), program, ValueError)
+
+
+def test_a_plain_input_on_a_larger_mesh():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(axis="b")}, src_data_rank=None)
+        model(torch.ones(2, 4))
+
+    text = same_error((2, 2), program, TypeError)
+    assert "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'" in text
+    assert "sm.device_put(x, mesh, P('a')) for the whole one, sm.from_local(x, mesh, P('a'))" in text
+
+
+def test_activations_that_do_not_fit():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(out=P(None, None, None, "a"))}, src_data_rank=None)
+        model(sm.device_put(torch.ones(2, 4), mesh, src_data_rank=None))
+
+    text = same_error((2,), program, ValueError)
+    assert "the output is f32[2, 4] @ P(None, 'a') on (a=2) and shall lie as P(None, None, None, 'a')" in text
+
+
+def test_a_plain_input_on_one_axis_is_a_part():
+    """What `in_` says is what a plain tensor is taken for: whole, or this rank's part."""
+
+    def program(mesh):
+        weight, plain = torch.arange(24.0).reshape(4, 6), nn.Linear(6, 4, bias=False)
+        with torch.no_grad():
+            plain.weight.copy_(weight)
+        model = parallelize(copy.deepcopy(plain), mesh, {"": rowwise()}, src_data_rank=None)
+        x = torch.arange(12.0).reshape(2, 6)
+        with collectives() as records:
+            out = model(x.chunk(2, dim=1)[mesh.world.rank])
+        assert launched(records) == ["all_reduce"]
+        assert torch.equal(out.full_tensor(), x @ weight.t())
+        for where, given in [(P(), x), (P("a"), x[mesh.world.rank : mesh.world.rank + 1])]:
+            again = parallelize(copy.deepcopy(plain), mesh, {"": rowwise(in_=where)}, src_data_rank=None)
+            assert torch.equal(again(given).full_tensor(), x @ weight.t())
+
+    on_mesh((2,), program)
