@@ -81,10 +81,20 @@ from .sharding.layout import Layout
 from .sharding.lengths import check_lengths
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
+from .sharding.parallel.clipping import clip_grad_norm_
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from .sharding.parallel.data.precision import MixedPrecisionPolicy
-from .sharding.parallel.plan import parallelize, parallelize_module
-from .sharding.parallel.styles import colwise, inputs, outputs, rowwise, sequence, shard
+from .sharding.parallel.muon import Muon
+from .sharding.parallel.tensor.plan import parallelize, parallelize_module
+from .sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
+from .sharding.parallel.tensor.torch_styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from .sharding.plan import plan
 from .sharding.policy import implicit
 from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
@@ -104,6 +114,7 @@ __all__ = [
     "AddressableShard",
     "BadValueError",
     "CollectiveMismatchError",
+    "ColwiseParallel",
     "CommBudgetError",
     "CommDebugMode",
     "CommReport",
@@ -117,21 +128,28 @@ __all__ = [
     "Link",
     "MeshMismatchError",
     "MixedPrecisionPolicy",
+    "Muon",
     "P",
     "Partial",
     "PartitionSpec",
     "PeerError",
     "Placement",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
     "RankLostError",
     "ReplicaCheck",
     "ReplicaError",
     "Replicate",
     "Resharding",
+    "RowwiseParallel",
+    "SequenceParallel",
     "Shard",
     "ShardedTensor",
     "ShardingTypeError",
     "StallError",
     "StragglerReport",
+    "Style",
     "Topology",
     "UnboundAxisError",
     "WatchError",
@@ -152,6 +170,7 @@ __all__ = [
     "check_rng_state",
     "check_rule",
     "checkpoint",
+    "clip_grad_norm_",
     "colwise",
     "comm_budget",
     "comm_report",

@@ -157,6 +157,23 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
     return items
 
 
+_ON_META = "meta"
+
+
+def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
+    """For a plain tensor on "meta" beside sharded ones with values: an operator with it would do nothing, silently.
+
+    Raises:
+        RuntimeError: always, except where those are on "meta" as well.
+    """
+    if not all(x._local.is_meta for x in operands):
+        raise RuntimeError(
+            f"{name_of(func)}: a plain tensor on 'meta', which has no value, beside ShardedTensors on {operands[0].device}. Code that "
+            "places a number where it finds x.device in C++, as torch's gradient clipping and GradScaler do, finds 'meta': use "
+            "sm.clip_grad_norm_ or sm.GradScaler, or make the number a ShardedTensor"
+        )
+
+
 def _plain_key(tensor: Tensor, func: Any) -> Any:
     """A plain 0-d tensor is a number; any other plain tensor could mean anything, so it is an error.
 
@@ -169,7 +186,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
             "torch.autograd.grad, or apply the transform to this rank's part, x.to_local()"
         )
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor.dtype
+        return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
     what = (
         f"{name_of(func)}: mixes a plain tensor {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
     )
@@ -243,6 +260,8 @@ def _decided(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
 ) -> Decision:
     """A new decision, kept for the next call with this key."""
+    if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
+        refuse_without_value(func, operands)
     if not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
         decision = Decision(func, (), False, None)
         decision.run = _on_wrappers

@@ -39,7 +39,7 @@ class _Reducer:
     Attributes:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
-        before: what is still to be done with gradients that do not stand in leaves, before those are reduced.
+        before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
     """
@@ -47,7 +47,7 @@ class _Reducer:
     def __init__(self) -> None:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
-        self.before: list[Callable[[], None]] = []
+        self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.task = -1
         self.made = 0
 
@@ -64,11 +64,17 @@ class _Reducer:
         if self.accumulating:
             return
         before, self.before = self.before, []
-        for call in before:
+        for call, _ in before:
             call()
         leaves = [self.waiting[number] for number in sorted(self.waiting)]
         self.waiting.clear()
         _reduce(leaves)
+
+    def give_up(self) -> None:
+        """An exception has left `accumulate_grads()`: what nobody could see or clear is not added to later gradients."""
+        before, self.before = self.before, []
+        for _, forget in before:
+            forget()
 
 
 def _reducer(world: World) -> _Reducer:
@@ -98,7 +104,8 @@ def accumulate_grads() -> Iterator[None]:
         yield
     except BaseException:
         reducer.accumulating -= 1
-        raise  # what was accumulated stays; other ranks may not be here to reduce it with
+        reducer.give_up()
+        raise  # what was accumulated in leaves stays; other ranks may not be here to reduce it with
     reducer.accumulating -= 1
     reducer.flush()
 
@@ -108,9 +115,9 @@ def is_accumulating(world: World) -> bool:
     return _reducer(world).accumulating > 0
 
 
-def before_reduction(world: World, call: Callable[[], None]) -> None:
-    """Inside `accumulate_grads()`: call this at its end, before the leaves' gradients are reduced."""
-    _reducer(world).before.append(call)
+def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
+    """Inside `accumulate_grads()`: call this at its end, before the leaves' gradients are reduced; `give_up` if an exception ends it."""
+    _reducer(world).before.append((call, give_up))
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:

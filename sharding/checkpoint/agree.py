@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ...mesh.errors import WatchError
 from ...mesh.group import Group, World
+from ...mesh.null import NullWorld
 
 T = TypeVar("T")
 _SHOWN = 3
@@ -18,7 +19,13 @@ class CheckpointError(RuntimeError):
 
 
 def everyone(world: World) -> Group:
-    """All ranks of a world."""
+    """All ranks of a world.
+
+    Raises:
+        ValueError: one without data.
+    """
+    if isinstance(world, NullWorld):
+        raise ValueError("checkpoints hold data, and null_world has none; save and load in processes or in sm.simulate")
     return world.group(range(world.size))
 
 

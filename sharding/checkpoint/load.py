@@ -88,7 +88,7 @@ def _arrived(world: World, group: Group, stored: Stored, wants: Mapping[str, Any
 
 
 class _Index(NamedTuple):
-    """Where rank 0 found a checkpoint, of which step by the folder's name, and the lengths of its manifest and index; or why it has none."""
+    """Where rank 0 found a checkpoint, of which step by its name, the lengths of its manifest and index; or why there is none."""
 
     path: str = ""
     step: int | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import threading
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from ..reshard import redistribute
 from ..tensor import ShardedTensor
 from . import folder as folders
 from .agree import agree, everyone, everywhere
-from .placing import own_name, placed
+from .placing import Placed, own_name, placed
 from .saving import Saving, on_host, serialised
 from .stored import import_format
 from .tree import Path as TreePath
@@ -55,12 +57,17 @@ def prepared(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int
     state = _settled(state)
     unfinished, number, nonce = _begun(group, Path(dir), step)
     plan = placed(state.leaves, world)
-    own = {own_name(name, world.rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
-    mine = {piece.name for piece in plan if piece.rank == world.rank}
-    held = {name: _copy(leaf) if copies else leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
+    held = _held(state, plan, world.rank, copies)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
     return Saving(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event())
+
+
+def _held(state: State, plan: Sequence[Placed], rank: int, copies: bool) -> dict[str, Any]:
+    """The leaves of which this rank writes something."""
+    own = {own_name(name, rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
+    mine = {piece.name for piece in plan if piece.rank == rank}
+    return {name: _copy(leaf) if copies else leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
 
 
 def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
@@ -172,4 +179,4 @@ def _copy(leaf: Any) -> Any:
     """A copy on the host."""
     if isinstance(leaf, ShardedTensor):
         return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf.layout, leaf._lineage)
-    return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else leaf
+    return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

@@ -71,7 +71,9 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     """
     world = current_world()
     group = everyone(world)
-    stored, places = everywhere(group, partial(_headers, Path(path)))[group.rank]
+    found: list[tuple[Stored, dict[str, _Place]]] = []
+    everywhere(group, lambda: found.append(_headers(Path(path))))
+    ((stored, places),) = found
     tree = wanted(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     agree(group, "load_safetensors", {name: line_of(want) for name, want in wants.items()})

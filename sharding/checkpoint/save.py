@@ -41,6 +41,7 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
         TypeError, ValueError: a leaf that cannot be saved, names that clash, a step or keep that is no number.
         CheckpointError: ranks have different trees; a file could not be written, with the rank, the file and the reason: the same text on
             every rank. The unfinished folder is removed. Or the last `async_save` failed, if nobody has waited for it.
+        RankLostError, PeerError: a rank died or raised in the middle of it.
 
     Communication: four all_gathers of small objects over all ranks; the reduction of what is pending.
 
@@ -144,7 +145,7 @@ def _settle(saving: Saving, write: Any, commit: Any) -> Checkpoint:
     try:
         everywhere(group, write)
         made: Any = everywhere(group, lambda: commit() if saving.rank == 0 else None)[0]
-    except Exception:
+    except BaseException:  # Ctrl-C, too
         saving.stopped.set()
         saving.clear()
         raise

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .flash import Kernel, kernel_for
 from .order import Block
 
 _SCORES = 1 << 22  # so many scores are in memory at a time: 16 MiB in float32
@@ -50,7 +51,7 @@ def attend(seen: Seen, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block],
     """Show the queries these blocks of the keys that are here."""
     for block in blocks:
         parts = _parts(block, q, k, v)
-        mix, lse = (_flash if _is_for_flash(*parts) else _by_matmul)(*parts, scale, block.diagonal)
+        mix, lse = (kernel_for(*parts) or _MATMUL).forward(*parts, scale, block.diagonal)
         seen.absorb(block.q_start, block.q_stop, mix, lse)
 
 
@@ -79,7 +80,7 @@ def attend_grads(
     for block in blocks:
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         parts = _parts(block, q, k, v)
-        back = _flash_grads if _is_for_flash(*parts) else _grads_by_matmul
+        back = (kernel_for(*parts) or _MATMUL).backward
         found = back(grad[..., rows, :], *parts, out[..., rows, :], lse[..., rows], scale, block.diagonal)
         into.q[..., rows, :] += found[0]
         into.k[..., keys, :] += found[1]
@@ -95,7 +96,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# -- by matrix products -----------------------------------------------------------------------------------------------
+# -- by matrix products, where torch has no kernel -----------------------------------------------------------------------
 
 
 def _by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -161,36 +162,4 @@ def _ungrouped(x: Tensor, q: Tensor, rows: slice) -> Tensor:
     return x.reshape(*q.shape[:-2], rows.stop - rows.start, x.shape[-1])
 
 
-# -- by torch's kernel ------------------------------------------------------------------------------------------------
-# The operators under `F.scaled_dot_product_attention` on CUDA; private, since only they give the lse and take one.
-
-_FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention", None)
-_FLASH_GRADS: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", None)
-
-
-def _is_for_flash(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel takes them: half precision on CUDA, four dims, features a multiple of 8."""
-    if _FLASH is None or _FLASH_GRADS is None or not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    width = q.shape[-1]
-    fits = q.ndim == 4 and v.shape[-1] == width and width % 8 == 0 and width <= 256
-    return fits and q.numel() > 0 and k.numel() > 0 and torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    mix, lse, *_ = _FLASH(*map(_in_rows, (q, k, v)), 0.0, diagonal, False, scale=scale)
-    return mix, lse
-
-
-def _flash_grads(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # of the random numbers that dropout would need
-    rows, keys = q.shape[-2], k.shape[-2]
-    options = (None, None, rows, keys, 0.0, diagonal, unused, unused)
-    return _FLASH_GRADS(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale)
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """With features side by side in memory, which the kernel asks for."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+_MATMUL = Kernel(_by_matmul, _grads_by_matmul)

@@ -25,6 +25,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import World, current_world
 from ..boundary import from_local, to_local
 from ..cache import keep
+from ..dispatch import known_local
 from ..layout import Layout
 from ..lineage import carrying, mixed, seed_of
 from ..policy import implicit
@@ -125,7 +126,10 @@ def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTen
     way = _way(query.layout, key.layout, value.layout, options)
     mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
     with carrying(mesh.world, lineage):
-        out = from_parts(way.made, way.run, *bring([query, key, value], way.targets))
+        given = bring([query, key, value], way.targets)
+        for x in given:
+            known_local(x)
+        out = from_parts(way.made, way.run, *given)
         out._lineage = lineage
         return out.redistribute(way.result.spec)
 

@@ -131,12 +131,12 @@ def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any
     units = whole_units([layout.shape for layout in layouts], _work)
     owners = owners_of(layouts, units, dtype)
     with carrying(owners.group.world, mixed(_MUON, matrices)):
-        wholes = owners.gather([x._local for x in matrices])
+        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be kept on the host
         for i in owners.mine:
             wholes[i] = _orthogonal(wholes[i], groups[units[i].tensor])
-        parts = [torch.empty_like(x._local, dtype=dtype) for x in matrices]
+        parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
         owners.scatter(wholes, parts)
-    return [ShardedTensor._make(part, layout.replace(dtype=dtype)) for part, layout in zip(parts, layouts, strict=True)]
+    return [ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype)) for part, x in zip(parts, matrices, strict=True)]
 
 
 def _work(rows: int, columns: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..dispatch import known_local
 from ..fetch import Fetch, Interval
 from ..layout import Layout
 from ..lineage import carrying, mixed, seed_of
@@ -169,6 +170,7 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
 
 
 def _fetched(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
+    known_local(x)
     fetch = Fetch(x.layout, target, dim, lambda start, stop: _between(order, start, stop))
     lineage = mixed(seed_of(name), [x])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...kernels.box import Box, box_shape, slices
 from ...mesh.device_mesh import DeviceMesh
+from ..boundary import distribute_tensor
 from ..layout import Layout
 from ..lineage import carrying, mixed, seed_of
 from ..tensor import ShardedTensor
@@ -91,7 +92,7 @@ class Shampoo(MatrixOptimizer):
         for index, p in zip(saved, mine, strict=True):
             for name, x in state_dict["state"].get(index, {}).items():
                 if name.startswith(_SIDES):
-                    self.state[p][name] = x.to(p.device, copy=True)
+                    self.state[p][name] = x.to(p.mesh.device if isinstance(p, ShardedTensor) else p.device, copy=True)
 
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
         places: dict[Any, list[Any]] = {}
@@ -138,13 +139,13 @@ class Shampoo(MatrixOptimizer):
         owners = owners_of(layouts, units, dtype)
         states = [self._owned_state(some[u.tensor], b, u, owners, i, dtype) for i, (u, b) in enumerate(zip(units, numbers, strict=True))]
         with carrying(owners.group.world, mixed(_SHAMPOO, grads)):
-            wholes = owners.gather([g._local for g in grads])
+            wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be kept on the host
             for i in owners.mine:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
-            parts = [torch.empty_like(g._local, dtype=dtype) for g in grads]
+            parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]
             owners.scatter(wholes, parts)
-        return [ShardedTensor._make(part, layout.replace(dtype=dtype)) for part, layout in zip(parts, layouts, strict=True)]
+        return [ShardedTensor._make(part.to(g.device), g._layout.replace(dtype=dtype)) for part, g in zip(parts, grads, strict=True)]
 
     def _owned_state(
         self, where: tuple[Any, dict[str, Any]], b: int, unit: Unit, owners: Owners, i: int, dtype: torch.dtype
@@ -164,7 +165,9 @@ class Shampoo(MatrixOptimizer):
             key = f"{name}_{b}"
             kept = self.state[p].get(key)
             if kept is None:
-                kept = _identity(n, group["epsilon"], dtype, p.device, layout)
+                kept = _identity(n, group["epsilon"], dtype, p.device if layout is None else p.mesh.device, layout)
+            elif layout is not None and not isinstance(kept, ShardedTensor):  # loaded whole by every rank
+                kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
             elif layout is not None and kept._layout is not layout:
                 kept = kept.redistribute(p.mesh, layout.spec)
             self.state[p][key] = kept

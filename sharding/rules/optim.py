@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache import keep
-from ..dispatch import check_bases, known_local
+from ..dispatch import check_bases, known_local, refuse_without_value
 from ..layout import Layout
 from ..spec import P
 from ..tensor import ShardedTensor
@@ -71,6 +71,8 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
         if not _aligned(lists):
             return _one_by_one(func, args, kwargs)
         in_place = func.__name__.endswith("_")
+        if any(isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta for a in (*args, *kwargs.values())):
+            refuse_without_value(func, [x for x in lists[0] if type(x) is ShardedTensor])
         if in_place:
             _check_writable(lists[0])
         result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})

@@ -1,4 +1,4 @@
-"""Each example of the functional API computes what one process computes, on any number of ranks, in all the ways it runs."""
+"""Each example computes what one process computes, on any number of ranks, in all the ways it runs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ EXAMPLES = {  # and the most ranks that it is tried on
     "adamw": 4,
     "data_parallel": 6,
     "halo_conv": 6,
+    "llama_by_plan": 4,
+    "lora": 6,
     "megatron_block": 6,
     "mixture_of_experts": 4,
     "muon": 4,
@@ -46,6 +48,8 @@ def test_equals_one_process_on_processes(name, world4):
 
 WRONG = {  # a function of the example, and what it is made to do
     "data_parallel": ("train_single", lambda right, params, x, y: right(params, x, 1.01 * y)),
+    "llama_by_plan": ("place", lambda right, x, mesh: right(x.flip(0), mesh) if x.is_contiguous() else right(x, mesh)),
+    "lora": ("mine", lambda right, x, mesh: right(1.01 * x, mesh)),
     "halo_conv": ("network_single", lambda right, image, *kernels: right(image.flip(2), *kernels)),
     "megatron_block": ("sharded_block", lambda right, mesh: lambda params, x: right(mesh)(params, 1.01 * x)),
     "pipeline": ("one_after_the_other", lambda right, params, x: right(params, x)[[1, 0, 2, 3, 4, 5]]),

@@ -412,3 +412,31 @@ def test_a_replicated_part_used_differently_is_noticed(world4):
     texts = world4(_used_differently)
     assert len(set(texts)) == 1
     assert "Partial" in texts[0]
+
+
+def _grown(mesh):
+    parameter = torch.nn.Parameter(sm.ones(4, 3, device_mesh=mesh, placements=[Shard(0)]))
+    (parameter * 3).sum().backward()
+    return parameter
+
+
+def _clips_by_a_plain_norm(mesh):
+    parameter = _grown(mesh)
+    total = get_total_norm([parameter.grad]).full_tensor()
+    clip_grads_with_norm_([parameter], 0.5, total)
+
+
+def _scales_a_fused_step(mesh):
+    parameter = _grown(mesh)
+    optimizer, scaler = torch.optim.AdamW([parameter], fused=True), torch.amp.GradScaler("cpu")
+    scaler.scale((parameter * 3).sum()).backward()
+    scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("use", [_clips_by_a_plain_norm, _scales_a_fused_step])
+def test_numbers_that_torch_places_on_meta_are_refused(use):
+    def program():
+        with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.clip_grad_norm_ or sm.GradScaler"):
+            use(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))
+
+    sm.simulate(2)(program)()

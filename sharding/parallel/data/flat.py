@@ -10,6 +10,7 @@ that the optimizer sees are views of the shard: rows of each, in ragged layouts.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
@@ -85,6 +86,10 @@ class FlatBucket:
     def empty_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A piece, with zeros where there is no parameter."""
         return torch.zeros(self.cutting.piece, dtype=dtype, device=device)
+
+    def at(self, offset: int) -> int:
+        """The number of the parameter that lies at an offset of the whole buffer."""
+        return bisect_right(self.cutting.offsets, offset) - 1
 
     # -- communication -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from .form import Axes, Form, form_of
 from .making import Units, split
 from .precision import MixedPrecisionPolicy
 from .schedule import units_in
-from .unit import Options
+from .slot import Options
 
 
 def fully_shard(
@@ -39,21 +39,21 @@ def fully_shard(
     that no call before has taken. Or name the blocks: `fully_shard(model, mesh, units=Block)`.
 
     Inputs may be plain tensors, other ones on each rank: gradients are averaged over the ranks, and the module computes with plain
-    parameters. Or they may be sharded tensors: the loss is that of the global batch, and so are the gradients. Parameters that `parallelize` has split
-    over other axes of the mesh stay split while they are used.
+    parameters. Or they may be sharded tensors: the loss is that of the global batch, and so are the gradients. Parameters that
+    `parallelize` has split over other axes of the mesh stay split while they are used.
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
         mesh: the mesh with every axis, by default that of `with mesh:`.
-        axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as in torch: over the
-            first, parameters are replicated (HSDP).
+        axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
+            in torch: over the first, parameters are replicated (HSDP).
         units: what becomes a unit of its own: module classes, patterns of paths such as "blocks.*", or a function of path and module.
         reshard_after_forward: True to let whole parameters go after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
         mp_policy: dtypes.
         ignored_params: parameters that stay as they are.
-        find_unused_parameters: parameters may take part in the loss on some ranks and not on others; those that do not on a rank count as having a gradient of
-            zeros there. Without it that is an error, which names them.
+        find_unused_parameters: parameters may take part in the loss on some ranks and not on others; those that do not on a rank count
+            as having a gradient of zeros there. Without it that is an error, which names them. Each unit has to run on all ranks.
         transport: "int8" or "fp8" to gather parameters and sum gradients in 8 bits, see `redistribute`.
         src_data_rank: as in `distribute_tensor`: values are those of this rank; None if all ranks have the same already.
 
@@ -61,11 +61,11 @@ def fully_shard(
         the module itself.
 
     Raises:
-        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of a unit made before; a number that is
-            the size of no axis.
+        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of a unit made before; a number
+            that is the size of no axis.
 
-    Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit and step all_gathers of its parameters (one in
-        forward and one in backward; with reshard_after_forward=False one) and one reduce_scatter of its gradients.
+    Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit and step all_gathers of its parameters
+        (one in forward and one in backward; with reshard_after_forward=False one) and one reduce_scatter of its gradients.
 
     Example:
         >>> for block in model.blocks:
@@ -116,7 +116,8 @@ def data_parallel(
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
     mesh = given_or_current(mesh)
-    options = Options(mesh, form_of(mesh, parameter, gradient, optimizer), mp_policy or MixedPrecisionPolicy(), transport, find_unused_parameters)
+    form = form_of(mesh, parameter, gradient, optimizer)
+    options = Options(mesh, form, mp_policy or MixedPrecisionPolicy(), transport, find_unused_parameters)
     return split(module, options, units, None, ignored_params, src_data_rank)
 
 
@@ -131,7 +132,8 @@ def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
     free = [axis for axis in mesh.axis_names if axis not in used]
     if len(free) not in (1, 2):
         raise ValueError(
-            f"of {mesh} the axes {free} split no parameter yet: say by axes=... over which parameters are to be split; over the others they are replicated"
+            f"of {mesh} the axes {free} split no parameter yet: say by axes=... over which parameters are to be split; over the others "
+            "they are replicated"
         )
     return free[-1]
 
@@ -154,6 +156,7 @@ def _kept(mesh: DeviceMesh, form: Form, wanted: bool | int | None) -> str | None
     fitting = [axis for axis, size in sizes.items() if size == wanted]
     if not fitting:
         raise ValueError(
-            f"reshard_after_forward={wanted} is the size of none of the axes {sizes}; make the mesh with an axis of {wanted} ranks, or say True or False"
+            f"reshard_after_forward={wanted} is the size of none of the axes {sizes}; make the mesh with an axis of {wanted} ranks, or say "
+            "True or False"
         )
     return fitting[-1]

@@ -20,8 +20,10 @@ from ....mesh.watch.seat import Note
 from ...tensor import ShardedTensor
 from .flat import FlatBucket
 from .form import Form
+from .precision import MixedPrecisionPolicy
 
 _WHOLE: tuple[str, ...] = ()
+Version = tuple[int, int, int]
 
 
 class Levels:
@@ -31,31 +33,32 @@ class Levels:
         shard: the piece at rest, in the parameters' own dtype.
     """
 
-    def __init__(self, flat: FlatBucket, form: Form, dtype: torch.dtype, used: torch.dtype, name: str) -> None:
-        self.flat, self._form, self._used = flat, form, used
-        self.shard = flat.empty_shard(dtype, flat.mesh.device)
+    def __init__(self, flat: FlatBucket, form: Form, dtype: torch.dtype, policy: MixedPrecisionPolicy, name: str) -> None:
+        self.flat, self._form, self._policy = flat, form, policy
         self._held: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._coming: tuple[Any, Callable[[], Tensor]] | None = None
         self._note = Note(f"{name}: gather {len(flat.bases)} parameters")
+        self._lay_out(dtype, flat.mesh.device)
 
     # -- at rest -------------------------------------------------------------------------------------------------------
 
-    def places(self) -> list[Tensor]:
-        """Where each parameter's part lies in the piece."""
-        return self.flat.shards_in(self.shard)
+    def _lay_out(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.shard = self.flat.empty_shard(dtype, device)
+        self._places = self.flat.shards_in(self.shard)
 
-    def take(self, parts: Sequence[Tensor]) -> None:
-        """Put the parameters' values into the piece."""
+    @torch.no_grad()
+    def take(self, parameters: Sequence[ShardedTensor]) -> None:
+        """Have the parameters' parts lie in the piece, from which they are gathered without a copy."""
+        parts = [x._local for x in parameters]
         if parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device:  # the module was converted
-            self.shard = self.flat.empty_shard(parts[0].dtype, parts[0].device)
-        moved = [(place, x) for place, x in zip(self.places(), parts, strict=True) if place.data_ptr() != x.data_ptr()]
-        if moved:
-            torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
-
-    def _packed(self, parts: Sequence[Tensor]) -> Tensor:
-        """The piece with the parameters' values, in the dtype in which they are used."""
-        self.take(parts)
-        return self.shard.to(self.flat.mesh.device, self._used, non_blocking=True)
+            self._lay_out(parts[0].dtype, parts[0].device)
+        moved = [(place, x) for place, x in zip(self._places, parts, strict=True) if place.data_ptr() != x.data_ptr()]
+        if not moved:
+            return
+        torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
+        for place, x in moved:
+            if place.is_contiguous():
+                x.data = place
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
@@ -65,29 +68,35 @@ class Levels:
         Communication: one all_gather, or none if the whole is there or under way; with parameters split over fewer axes than the
             optimizer, one more after each step of the optimizer.
         """
-        parts = [x._local.detach() for x in parameters]
-        versions = [(part.data_ptr(), _version(part), x._touched) for x, part in zip(parameters, parts, strict=True)]
+        self.take(parameters)
+        versions = [_version(x) for x in parameters]
         if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
             return
         self.drop()
-        axes, x = self._nearest(versions, parts)
+        axes, x = self._nearest(versions)
         kept = self._form.parameter
         if axes == self._form.optimizer and kept not in (_WHOLE, axes):
             x = self.flat.start_gather(x, axes, kept, self._note)()
             self._held[kept], axes = (versions, x), kept
         self._coming = versions, self.flat.start_gather(x, axes, _WHOLE, self._note)
 
-    def _nearest(self, versions: Any, parts: Sequence[Tensor]) -> tuple[tuple[str, ...], Tensor]:
+    def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
         """From where the whole is gathered with the fewest bytes."""
         held = [axes for axes in self._held if self._find(versions, axes) is not None]
         if not held:
-            return self._form.optimizer, self._packed(parts)
+            return self._form.optimizer, self._packed()
         nearest = min(held, key=self.flat.mesh.size)
         return nearest, self._held[nearest][1]
 
+    def _packed(self) -> Tensor:
+        """The piece in the dtype in which the parameters are used."""
+        return self.shard.to(self.flat.mesh.device, self._policy.used_as(self.shard.dtype), non_blocking=True)
+
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
         held = self._held.get(axes)
-        return held[1] if held is not None and held[0] == versions else None
+        if held is None or held[0] != versions or (held[1].is_inference() and not torch.is_inference_mode_enabled()):
+            return None
+        return held[1]
 
     def whole(self) -> Tensor:
         """The whole buffer, once it has been started."""
@@ -101,6 +110,11 @@ class Levels:
     def is_there(self) -> bool:
         """Whether the whole is there, not only on its way."""
         return _WHOLE in self._held
+
+    @property
+    def made_of(self) -> list[Version]:
+        """The versions of the parameters that the whole was made of."""
+        return self._held[_WHOLE][0]
 
     @property
     def address(self) -> int | None:
@@ -128,9 +142,13 @@ class Levels:
         self._held = {axes: held for axes, held in self._held.items() if axes == self._form.parameter}
 
 
-def _version(x: Tensor) -> int:
-    """How often a tensor was written; tensors of inference mode do not count, and are taken for written each time."""
-    return next(_never) if x.is_inference() else x._version
+def _version(x: ShardedTensor) -> Version:
+    """What changes when a parameter is written: where it lies, how often it was written, how often `.data` was asked for.
+
+    Tensors of inference mode do not count, and are taken for written each time.
+    """
+    local = x._local
+    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched
 
 
 _never = iter(range(-1, -(1 << 62), -1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -19,14 +19,21 @@ from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
 from .schedule import set_unit, unit_of, units_in
-from .unit import Options, Place, Slot, Unit, own_modules
+from .slot import Options, Place, Slot
+from .unit import Unit, own_modules
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
+_NAMED = 8  # so many modules are named in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and where it stands
 
 
 def split(
-    module: nn.Module, options: Options, units: Units | None, keep: str | None, ignored: Collection[nn.Parameter], src: int | None
+    module: nn.Module,
+    options: Options,
+    units: Units | None,
+    keep: str | None,
+    ignored: Collection[nn.Parameter],
+    src: int | None,
 ) -> nn.Module:
     """Make units of a module and of the modules inside that are named."""
     if unit_of(module) is not None and unit_of(module).module is module:  # type: ignore[union-attr]
@@ -38,7 +45,8 @@ def split(
     belongs = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
-        unit.adopt([Slot(path, places, base, base, weakref.ref(_value(places))) for (path, places), base in mine], partial(_at_rest, src=src))
+        slots = [Slot(path, places, base, base, weakref.ref(_value(places))) for (path, places), base in mine]
+        unit.adopt(slots, partial(_at_rest, src=src))
         _hook(unit)
     for inner in module.modules():
         show_layouts_in_repr(inner)
@@ -59,8 +67,9 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
             count += 1
             yield name, inner
     if not count:
-        paths = [name for name, _ in module.named_modules() if name][:8]
-        raise ValueError(f"units={units!r} fits no module of {type(module).__name__}; its modules are {paths}{'...' if len(paths) == 8 else ''}")
+        paths = [name for name, _ in module.named_modules() if name]
+        said = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
+        raise ValueError(f"units={units!r} fits no module of {type(module).__name__}; its modules are {said}")
 
 
 def _test(units: Units) -> Callable[[str, nn.Module], bool]:
@@ -88,7 +97,8 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     for path, owner, name, x in _all_parameters(module):
         if id(x) in taken and (owner, name) not in taken[id(x)].places:
             raise ValueError(
-                f"{path} is tied to {taken[id(x)].path}, which is in a unit of its own; shard both in one call: fully_shard(model, mesh, units=...)"
+                f"{path} is tied to {taken[id(x)].path}, which is in a unit of its own; shard both in one call: "
+                "fully_shard(model, mesh, units=...)"
             )
         if id(x) not in taken and id(x) not in left_out:
             found.setdefault(id(x), (path, []))[1].append((owner, name))
@@ -158,6 +168,7 @@ def _hook(unit: Unit) -> None:
         if module is unit.module or any(x is not None for x in module._parameters.values()):
             module.register_forward_pre_hook(partial(_before, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(_after, unit), always_call=True)
+            module.forward = update_wrapper(partial(_interruptible, unit, module.forward), module.forward)
 
 
 def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -166,3 +177,14 @@ def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def _after(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
     return unit.after(module, args, output)
+
+
+def _interruptible(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A module's forward; torch calls no hooks where it is left by KeyboardInterrupt and the like."""
+    try:
+        return forward(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException:
+        unit.interrupted()
+        raise

@@ -51,7 +51,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, passage: Passage, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.passage = passage
         ctx.set_materialize_grads(False)
-        return tuple(x.view_as(x) for x in parts)
+        return _without_frozen(ctx, [x.view_as(x) for x in parts])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -64,7 +64,7 @@ class _Gathered(torch.autograd.Function):
     def forward(ctx: Any, passage: Passage, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.passage, ctx.parts = passage, [(x.shape, x.dtype, x.device) for x in parts]
         ctx.set_materialize_grads(False)
-        return tuple(passage.values())
+        return _without_frozen(ctx, passage.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -77,6 +77,12 @@ class _Gathered(torch.autograd.Function):
             found, passage.wait = passage.wait(), None
             return None, *found
         return None, *[None if grad is None else _promised(*part) for grad, part in zip(asked, ctx.parts, strict=True)]
+
+
+def _without_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs of a node; those of parameters that are not trained get no gradient."""
+    ctx.mark_non_differentiable(*[x for x, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if not needed])
+    return tuple(values)
 
 
 def _promised(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

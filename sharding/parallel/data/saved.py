@@ -9,12 +9,20 @@ import torch
 from torch import Tensor
 
 from ... import engine_hooks
+from .levels import Version
+
+
+class Buffer(NamedTuple):
+    """A gathered buffer: its number, and what it was made of."""
+
+    number: int
+    made_of: list[Version]
 
 
 class _Place(NamedTuple):
     """A view of a gathered buffer."""
 
-    buffer: int
+    buffer: Buffer
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -32,22 +40,25 @@ class saving_places:
     Hooks that were there before, such as those of `torch.utils.checkpoint`, still see all other tensors.
 
     Args:
-        find: from the address of a storage to the number of the buffer that it is, or None.
-        gathered: from the number of a buffer to the buffer, gathered again if need be.
+        find: from the address of a storage to the buffer that it is, or None.
+        gathered: from a buffer, and an offset in it that is wanted, to the tensor that it is, gathered again if need be.
     """
 
-    def __init__(self, find: Callable[[int], int | None], gathered: Callable[[int], Tensor]) -> None:
+    def __init__(self, find: Callable[[int], Buffer | None], gathered: Callable[[Buffer, int], Tensor]) -> None:
         outer = engine_hooks.saved_tensor_hooks()
+        counted = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
         def pack(x: Tensor) -> Any:
-            i = find(x.untyped_storage().data_ptr())
-            if i is not None:
-                return _Place(i, tuple(x.shape), x.stride(), int(x.storage_offset()))
-            return x if outer is None else _Others(outer[0](x))
+            buffer = find(x.untyped_storage().data_ptr())
+            if buffer is None:
+                return x if outer is None else _Others(outer[0](x))
+            if counted:  # checkpoint compares how many tensors the recomputation saves; some of its own it saves without us
+                outer[0](x)  # type: ignore[index]
+            return _Place(buffer, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
             if type(packed) is _Place:
-                return gathered(packed.buffer).as_strided(packed.size, packed.stride, packed.offset)
+                return gathered(packed.buffer, packed.offset).as_strided(packed.size, packed.stride, packed.offset)
             return packed if outer is None else outer[1](packed.packed)
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)

@@ -16,6 +16,7 @@ from ...tensor import ShardedTensor
 from .flat import FlatBucket
 from .levels import Levels
 from .nodes import Grads
+from .precision import MixedPrecisionPolicy
 
 _NAMED = 4  # so many parameters are named in a message
 
@@ -27,15 +28,20 @@ class Bucket:
     Attributes:
         numbers: which of the unit's parameters.
         levels: their values on this rank.
-        sum_dtype: in which their gradients are summed.
+        policy: in which dtypes.
         waiting: gradients that wait for the end of `accumulate_grads`, whole; `used` says of which parameters there is one.
     """
 
     numbers: list[int]
     levels: Levels
-    sum_dtype: torch.dtype
+    policy: MixedPrecisionPolicy
     waiting: Tensor | None = None
     used: set[int] = field(default_factory=set)
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients are summed."""
+        return self.policy.reduced_as(self.levels.shard.dtype)
 
     @property
     def flat(self) -> FlatBucket:
@@ -83,9 +89,13 @@ class Bucket:
         if self.waiting is None:
             return [None] * len(self.numbers)
         found: Grads = [x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.waiting))]
+        self.forget()
+        return found
+
+    def forget(self) -> None:
+        """Let go the gradients that wait."""
         self.waiting = None
         self.used.clear()
-        return found
 
 
 def _without(paths: Sequence[str]) -> str:

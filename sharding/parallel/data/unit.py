@@ -8,81 +8,29 @@ Nothing depends on when backward comes to the unit, or whether its outputs are u
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
 from ... import engine_hooks, gradients
-from ...layout import Layout, told_apart
+from ...layout import Layout
 from ...lineage import carrying, mixed, seed_of
 from ...tensor import ShardedTensor
 from .buffers import ReplicatedBuffers
 from .flat import FlatBucket
-from .form import Form
+from .inputs import gradient_scale, mesh_of_inputs
 from .levels import Levels
 from .nodes import Grads, Passage
-from .precision import MixedPrecisionPolicy
-from .saved import saving_places
+from .saved import Buffer, saving_places
 from .schedule import Schedule, running_schedule, unit_of
+from .slot import Options, Slot
 from .sums import Bucket, add_later, differentiable
 
-Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 _GATHERING = seed_of("gather a unit")
 _SUMMING = seed_of("sum gradients of a unit")
-
-
-@dataclass
-class Slot:
-    """A parameter of a unit.
-
-    Attributes:
-        path: its name in the module that was sharded.
-        places: where it stands; several if it is tied.
-        base: its layout while it is used.
-        rest: its layout at rest.
-        before: what stood there before, as long as it stands somewhere else.
-    """
-
-    path: str
-    places: list[Place]
-    base: Layout
-    rest: Layout
-    before: Callable[[], Any]
-
-    @property
-    def value(self) -> Any:
-        """What stands there now."""
-        owner, name = self.places[0]
-        return owner._parameters[name]
-
-    def put(self, value: Any) -> None:
-        for owner, name in self.places:
-            owner._parameters[name] = value
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the units of a model have in common.
-
-    Attributes:
-        mesh: every axis there is, those of tensor parallelism too.
-        form: over which axes what is split.
-        policy: dtypes.
-        transport: see `redistribute`.
-        unused_differ: whether a parameter may get a gradient on some ranks only.
-    """
-
-    mesh: DeviceMesh
-    form: Form
-    policy: MixedPrecisionPolicy
-    transport: str | None = None
-    unused_differ: bool = False
 
 
 class Unit:
@@ -124,6 +72,11 @@ class Unit:
 
     # -- making --------------------------------------------------------------------------------------------------------
 
+    @property
+    def tensor_axes(self) -> set[str]:
+        """The axes that split parameters while they are used."""
+        return {axis for slot in self.slots for axis in slot.base.spec.axes}
+
     def adopt(self, slots: list[Slot], at_rest: Callable[[Any, Layout, Layout], ShardedTensor]) -> None:
         """Take over parameters: each becomes one at rest.
 
@@ -132,11 +85,11 @@ class Unit:
             at_rest: from a parameter, its layout at rest and the one while it is used to a sharded tensor at rest.
         """
         self.slots = slots
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        alike: dict[tuple[torch.dtype, bool], list[int]] = {}
         for i, slot in enumerate(slots):
             if self.options.form.optimizer and slot.base.shape:
-                by_dtype.setdefault(slot.base.dtype, []).append(i)
-        self._buckets = [self._bucket(dtype, numbers) for dtype, numbers in by_dtype.items()]
+                alike.setdefault((slot.base.dtype, slot.value.requires_grad), []).append(i)
+        self._buckets = [self._bucket(dtype, numbers) for (dtype, _), numbers in alike.items()]
         for slot in slots:
             old = slot.value
             slot.put(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
@@ -147,8 +100,7 @@ class Unit:
         flat = FlatBucket(options.mesh, options.form.optimizer, [slot.base for slot in slots], options.transport)
         for slot, layout in zip(slots, flat.layouts, strict=True):
             slot.rest = layout
-        levels = Levels(flat, options.form, dtype, options.policy.used_as(dtype), self._said_name)
-        return Bucket(numbers, levels, options.policy.reduced_as(dtype))
+        return Bucket(numbers, Levels(flat, options.form, dtype, options.policy, self._said_name), options.policy)
 
     @property
     def _said_name(self) -> str:
@@ -157,12 +109,9 @@ class Unit:
     def settle(self) -> None:
         """Have the parameters' local parts lie in the buffers from which they are gathered, so that nothing is copied then."""
         for bucket in self._buckets:
-            parts = [self.slots[i].value for i in bucket.numbers]
-            if not any(x._local.is_meta for x in parts):
-                bucket.levels.take([x._local for x in parts])
-                for x, here in zip(parts, bucket.levels.places(), strict=True):
-                    if here.is_contiguous():
-                        x._local.data = here
+            parameters = [self.slots[i].value for i in bucket.numbers]
+            if not any(x._local.is_meta for x in parameters):
+                bucket.levels.take(parameters)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -180,16 +129,18 @@ class Unit:
         self._calls = max(0, self._calls - 1)
         if self._calls == 0:
             self._close()
-        return self.options.policy.outputs(output) if module is self.module and self.options.policy.output_dtype is not None else None
+        if module is self.module and self.options.policy.output_dtype is not None:
+            return self.options.policy.outputs(output)
+        return None
 
     def _open(self, args: Any, kwargs: Any) -> None:
         self._check_parameters()
         schedule = running_schedule(self)
-        self.computes_on = self._mesh_of(args, kwargs)
+        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._said_name) or self._mesh_around(schedule)
         schedule.enter(self)
         if self._use is None or self._with_graph != torch.is_grad_enabled():
             self._use, self._with_graph = self._gathered(), torch.is_grad_enabled()
-        self._use[0].scale = self._scale()
+        self._use[0].scale = gradient_scale(self.options.mesh, self.computes_on)
         self._rest = [slot.value for slot in self.slots]
         for slot, kept, value in zip(self.slots, self._rest, self._use[1], strict=True):
             slot.put(self._as_used(slot.base, kept, value))
@@ -199,6 +150,16 @@ class Unit:
         if torch.is_grad_enabled() and self.keep != "all":
             self._saving = saving_places(self._find, self._gathered_again)
             self._saving.__enter__()
+
+    def _mesh_around(self, schedule: Schedule) -> DeviceMesh | None:
+        """Where inputs are plain: the mesh of the unit around, or the part of the mesh that splits parameters in use."""
+        axes = schedule.tensor_axes
+        return schedule.around(self) or (self.options.mesh[axes] if axes else None)
+
+    def interrupted(self) -> None:
+        """The module was left by an exception for which torch calls no hooks, such as KeyboardInterrupt."""
+        self._calls = 0
+        self._close()
 
     def _close(self) -> None:
         if self._saving is not None:
@@ -216,13 +177,22 @@ class Unit:
         self.schedule.leave(self)
 
     def _check_parameters(self) -> None:
-        """Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise."""
+        """Have the layouts follow a conversion of the module to another dtype.
+
+        Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise.
+        """
         for slot in self.slots:
             x = slot.value
-            if not isinstance(x, ShardedTensor):
-                raise TypeError(f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}")
-            if x._layout is not slot.rest and x._layout is not slot.rest.replace(dtype=x.dtype):
-                raise ValueError(f"parameter {slot.path} was replaced by {x._layout}; redistribute it to {slot.rest.spec}")
+            if type(x) is not ShardedTensor:
+                raise TypeError(
+                    f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}"
+                )
+            if x._layout is not slot.rest:
+                slot.converted(x._layout)
+        for bucket in self._buckets:
+            if len({self.slots[i].rest.dtype for i in bucket.numbers}) > 1:
+                said = {self.slots[i].path: self.slots[i].rest.dtype for i in bucket.numbers}
+                raise ValueError(f"parameters of {self._said_name} travel together and have several dtypes now: {said}; convert all of them")
 
     # -- what it computes with -----------------------------------------------------------------------------------------
 
@@ -284,53 +254,38 @@ class Unit:
         out._lineage = kept._lineage
         return out
 
-    # -- on which mesh -------------------------------------------------------------------------------------------------
-
-    def _mesh_of(self, args: Any, kwargs: Any) -> DeviceMesh | None:
-        """The mesh of the inputs; where they are plain, that of the units around, or the part of the mesh that splits parameters in use."""
-        for x in pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, ShardedTensor):
-                return self._checked_mesh(x.mesh)
-        axes = self.schedule.tensor_axes
-        return self.schedule.around(self) or (self.options.mesh[axes] if axes else None)
-
-    def _checked_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        whole = self.options.mesh
-        if mesh is whole or (set(mesh.axis_names) <= set(whole.axis_names) and whole[mesh.axis_names] == mesh):
-            return mesh
-        here, there = told_apart(mesh, whole)
-        raise ValueError(
-            f"an input of {self._said_name} lies on {here}, and its parameters on {there}; redistribute the input to that mesh, "
-            "or a part of it"
-        )
-
-    def _scale(self) -> float:
-        """Gradients are summed over the axes of the mesh that activations lie on, and averaged over all others."""
-        mesh, on = self.options.mesh, self.computes_on
-        return 1 / math.prod(mesh.size(axis) for axis in mesh.axis_names if on is None or axis not in on.axis_names)
-
-    @property
-    def tensor_axes(self) -> set[str]:
-        """The axes that split parameters while they are used."""
-        return {axis for slot in self.slots for axis in slot.base.spec.axes}
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _find(self, address: int) -> int | None:
-        """The number of the gathered buffer that is there."""
+    def _find(self, address: int) -> Buffer | None:
+        """The gathered buffer that is there."""
         for i, bucket in enumerate(self._buckets):
             if bucket.levels.address == address:
                 self.saved += 1
-                return i
+                return Buffer(i, bucket.levels.made_of)
         return None
 
-    def _gathered_again(self, i: int) -> Tensor:
-        """A gathered buffer; autograd asks for it with the first parameter that it has saved."""
-        levels = self._buckets[i].levels
-        if not levels.is_there:
+    def _gathered_again(self, buffer: Buffer, offset: int) -> Tensor:
+        """A gathered buffer; autograd asks for it with the first parameter that it has saved.
+
+        Raises:
+            RuntimeError: the parameter has been written since.
+        """
+        bucket = self._buckets[buffer.number]
+        if not bucket.levels.is_there:
             self.gather()
             self.schedule.prefetch_backward(self)
-        return levels.whole()
+        whole = bucket.levels.whole()
+        if bucket.levels.made_of != buffer.made_of:
+            self._check_unwritten(bucket, buffer, bucket.flat.at(offset))
+        return whole
+
+    def _check_unwritten(self, bucket: Bucket, buffer: Buffer, i: int) -> None:
+        before, now = buffer.made_of[i][1], bucket.levels.made_of[i][1]
+        if before != now:
+            raise RuntimeError(
+                f"{self.slots[bucket.numbers[i]].path} was written between forward and backward (version {now}, expected {before}), and "
+                "backward needs the values of the forward; step the optimizer after backward, or run the forward again"
+            )
 
     def let_go(self) -> None:
         """Backward is done with the unit."""
@@ -339,9 +294,6 @@ class Unit:
         for bucket in self._buckets:
             bucket.levels.drop()
             bucket.levels.after_backward()
-
-    def _of(self, bucket: Bucket, grads: Grads) -> Grads:
-        return [grads[i] for i in bucket.numbers]
 
     def _sum(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Launch the sums over the ranks; call what comes back for the gradients of the parts.
@@ -363,8 +315,13 @@ class Unit:
     def _uncut(self, grads: Grads, scale: float) -> Grads:
         """The gradients of the parameters that are not cut."""
         cut = {i for bucket in self._buckets for i in bucket.numbers}
-        dtypes = [slot.base.dtype for slot in self.slots]
-        return [None if grad is None or i in cut else (grad * scale).to(dtypes[i]) for i, grad in enumerate(grads)]
+        pairs = enumerate(zip(grads, self._parameters(), strict=True))
+        return [None if i in cut else self._scaled(grad, x, scale) for i, (grad, x) in pairs]
+
+    def _scaled(self, grad: Tensor | None, parameter: ShardedTensor, scale: float) -> Tensor | None:
+        if grad is not None:
+            return (grad * scale).to(parameter.dtype)
+        return torch.zeros_like(parameter._local) if self.options.unused_differ and parameter.requires_grad else None
 
     @staticmethod
     def _put_together(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
@@ -376,7 +333,7 @@ class Unit:
     def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Keep whole gradients until the end of `accumulate_grads()`."""
         if not any(bucket.used for bucket in self._buckets):
-            gradients.before_reduction(self.options.mesh.world, lambda: self._sum_kept(scale))
+            gradients.before_reduction(self.options.mesh.world, lambda: self._sum_kept(scale), self._forget_kept)
         for bucket in self._buckets:
             bucket.keep([grads[i] for i in bucket.numbers])
         found = self._uncut(grads, scale)
@@ -391,6 +348,10 @@ class Unit:
                 for i, grad in zip(bucket.numbers, bucket.kept(), strict=True):
                     kept[i] = grad
                 add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale)())
+
+    def _forget_kept(self) -> None:
+        for bucket in self._buckets:
+            bucket.forget()
 
     def _sum_differentiably(self, grads: Grads, scale: float) -> Grads:
         self.let_go()

@@ -82,7 +82,10 @@ def test_names_and_no_communication():
     on_mesh((2,), program)
 
 
-@pytest.mark.parametrize("spec", [lambda p: P("a"), lambda p: P(None, "a") if p.ndim == 2 else P(), ragged], ids=["rows", "columns", "ragged"])
+SPECS = {"rows": lambda p: P("a"), "columns": lambda p: P(None, "a") if p.ndim == 2 else P(), "ragged": ragged}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_training_goes_on_elsewhere(spec, tmp_path):
     """Three steps on (2, 2), two more on (3,) with an optimizer that has made none: as five in one piece."""
 

@@ -94,8 +94,8 @@ def test_as_one_file_of_torch(tmp_path):
     """`dcp_to_torch_save`, without any process group."""
 
     def program(mesh):
-        tree = {"model": {"w": place(mesh, X).redistribute(P("a")), "deep": [{"x": place(mesh, X).redistribute(P(None, "a"))}, 2]}, 3: {"e": 1.5}}
-        return save(tree, tmp_path).path
+        rows, columns = (place(mesh, X).redistribute(spec) for spec in (P("a"), P(None, "a")))
+        return save({"model": {"w": rows, "deep": [{"x": columns}, 2]}, 3: {"e": 1.5}}, tmp_path).path
 
     path = on_mesh((3,), program)[0]
     dcp_to_torch_save(path, tmp_path / "one.pt")

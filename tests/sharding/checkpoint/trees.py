@@ -88,7 +88,8 @@ def pair(seed: int, folder: Path) -> int:
 
     def saving(state: random.Random) -> None:
         layouts = laid_out(state, saved_shape)
-        tree = {name: ShardedTensor._make_guarded(part_of(whole, layouts[name]).to(DEVICE), layouts[name]) for name, whole in wholes().items()}
+        parts = {name: part_of(whole, layouts[name]).to(DEVICE) for name, whole in wholes().items()}
+        tree = {name: ShardedTensor._make_guarded(part, layouts[name]) for name, part in parts.items()}
         save({"tensors": tree, "whole": wholes()["x0"], "seed": seed}, folder)
 
     def loading(state: random.Random) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.parallel.batch_norm import convert_sync_batchnorm
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
 
@@ -40,7 +41,7 @@ def whole(x):
 
 
 def run_on(mesh, kind, rows, spec):
-    model = sm.distribute_module(model_of(kind), mesh, src_data_rank=None)
+    model = convert_sync_batchnorm(sm.distribute_module(model_of(kind), mesh, src_data_rank=None))
     found = trained(model, lambda x: sm.distribute_tensor(x, mesh, spec, src_data_rank=None), rows)
     return {name: whole(x).cpu() for name, x in found.items()}
 
@@ -60,10 +61,24 @@ def test_statistics_of_the_whole_batch(kind, rows):
         check(found, rows)
 
 
-def _on_processes():
-    return run_on(sm.init_device_mesh(DEVICE, (4,), axis_names=("a",)), nn.BatchNorm2d, 5, P("a"))
+def _on_processes(kind):
+    return run_on(sm.init_device_mesh(DEVICE, (4,), axis_names=("a",)), kind, 5, P("a"))
 
 
-def test_on_processes(world4):
-    for found in world4(_on_processes):
+@pytest.mark.parametrize("kind", MODULES)
+def test_on_processes(world4, kind):
+    """Where torch's own would synchronise by itself."""
+    for found in world4(_on_processes, kind):
         check(found, 5)
+
+
+def test_what_is_converted():
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.Sequential(nn.SyncBatchNorm(3, affine=False)))
+    text, names = repr(model), list(model.state_dict())
+    x = torch.randn(4, 3)
+    expected = model(x)
+    assert convert_sync_batchnorm(model) is model
+    assert (repr(model), list(model.state_dict())) == (text, names)
+    assert isinstance(model[2][0], nn.SyncBatchNorm)
+    assert type(model[0]) is nn.BatchNorm1d
+    torch.testing.assert_close(model(x), expected)

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel import ring
+from shardmesh.sharding.parallel import blockwise, flash, ring
 from shardmesh.sharding.parallel.context import METHODS, context_parallel, context_parallel_attention
 from shardmesh.sharding.parallel.order import balance_sequence, unbalance_sequence
 from tests.device import DEVICE
@@ -76,17 +78,32 @@ def test_it_is_whole_attention(case, method):
     shape, of_q, of_k, axis = CASES[case]
     even = not of_q.sizes and "features" not in case
     for causal, balanced in ORDERS if even else ORDERS[:2]:
-        expected = whole(Q, K, VALUE, PULL, is_causal=causal, scale=0.3)
+        v, pull = (VALUE, PULL) if causal else (K + 1, Q + 1)  # as wide as keys: then torch has a kernel
+        expected = whole(Q, K, v, pull, is_causal=causal, scale=0.3)
         options = {"is_causal": causal, "balanced": balanced, "method": method, "axis": axis, "scale": 0.3}
 
-        def program(mesh, options=options):
-            return ours(mesh, (Q, K, VALUE), (of_q, of_k, of_k), PULL, **options)
+        def program(mesh, v=v, pull=pull, options=options):
+            return ours(mesh, (Q, K, v), (of_q, of_k, of_k), pull, **options)
 
         if method == "all_to_all" and shape == (2, 3):  # 4 heads of keys over 3 ranks leave one for 2
             assert "of the 4 key heads" in same_error(shape, program, ValueError, silent=not balanced)
             continue
         for found in on_mesh(shape, program):
             close(found, expected)
+
+
+@settings(max_examples=20)
+@given(
+    shape=st.sampled_from([(2, 2), (3, 2), (2, 3)]), split=st.tuples(*[st.integers(0, 2)] * 2),
+    heads=st.integers(1, 4), group=st.integers(1, 3), length=st.integers(0, 9), order=st.sampled_from(ORDERS), method=st.sampled_from(METHODS[:2]),
+)  # fmt: skip
+def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
+    """Batch, heads or neither of queries and of keys split over the other axis, whatever the numbers."""
+    q, k, v = randn(3, heads * group, length, E, seed=0), randn(3, heads, length, E, seed=1), randn(3, heads, length, E, seed=2)
+    of_q, of_k = (P(*[axis if place == dim else None for dim, axis in enumerate("bb")], "a") for place in split)
+    options = {"is_causal": order[0], "balanced": order[1], "method": method}
+    for found in on_mesh(shape, lambda mesh: ours(mesh, (q, k, v), (of_q, of_k, of_k), q + 1, **options)):
+        close(found, whole(q, k, v, q + 1, is_causal=order[0]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -221,6 +238,17 @@ def test_key_heads_are_not_repeated():
             assert forward == (["permute"], half)
 
 
+def test_it_is_evaluated_without_data():
+    """On a mesh of 8 ranks that is not here: a rank needs its parts and two blocks, and scores of some queries at a time."""
+    mesh = sm.AbstractMesh((8,), ("a",))
+    x = sm.Layout.of(mesh, SEQUENCE, (1, 8, 1 << 15, 64), torch.bfloat16)
+    found = sm.eval_shape(lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x)
+    part = 8 * 4096 * 64 * 2
+    assert found.result is x
+    assert found.report.by_op == {"permute": (7, 7 * 2 * part)}
+    assert found.peak_bytes < 16 * part + 6 * 4 * blockwise._SCORES
+
+
 def _products(balanced):
     """By rank, the floating-point operations of the matrix products of a causal ring, forward and backward."""
     q = randn(1, 1, 32, E, seed=0)
@@ -236,9 +264,10 @@ def _products(balanced):
     return on_mesh((4,), program)
 
 
-def test_balanced_ranks_multiply_as_much():
+def test_balanced_ranks_multiply_as_much(monkeypatch):
     """Two products of 2 * e flops for each pair forward, five backward. A piece is 4 long: (2n + 1) * 4 * 4 pairs for every rank;
     where the sequence lies in its own order, rank i has i + 1 blocks of 8 * 8."""
+    monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)  # products that torch counts
     assert _products(balanced=True) == [(9 * 16 * 2 * 2 * E, 9 * 16 * 5 * 2 * E)] * 4
     assert _products(balanced=False) == [((i + 1) * 64 * 2 * 2 * E, (i + 1) * 64 * 5 * 2 * E) for i in range(4)]
 
@@ -280,11 +309,17 @@ def test_backward_keeps_no_block_of_others():
         assert kept == expected
 
 
-def test_long_blocks_are_computed_in_pieces(monkeypatch):
-    monkeypatch.setattr("shardmesh.sharding.parallel.blockwise._SCORES", 3 * B * H * 4)
-    for causal in (False, True):
-        expected = whole(Q, K, VALUE, PULL, is_causal=causal)
-        for found in on_mesh((2,), lambda mesh, causal=causal: ours(mesh, (Q, K, VALUE), [SEQUENCE] * 3, PULL, is_causal=causal)):
+@pytest.mark.parametrize("scores", [3 * B * H * 4, 1 << 20], ids=["pieces", "whole"])
+@pytest.mark.parametrize("width", [E, V])
+def test_without_torchs_kernel(monkeypatch, width, scores):
+    """By matrix products, some queries of a block at a time where it is long; features of values may differ from those of keys."""
+    monkeypatch.setattr(blockwise, "kernel_for", lambda *_: None)
+    monkeypatch.setattr(blockwise, "_SCORES", scores)
+    v, pull = K[..., :width] + 1, randn(B, H, S, width, seed=6)
+    for causal, balanced in ORDERS:
+        expected = whole(Q, K, v, pull, is_causal=causal)
+        options = {"is_causal": causal, "balanced": balanced}
+        for found in on_mesh((2,), lambda mesh, options=options: ours(mesh, (Q, K, v), [SEQUENCE] * 3, pull, **options)):
             close(found, expected)
 
 
@@ -471,6 +506,15 @@ def test_a_block_for_another_mesh():
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_torchs_kernel_takes_what_it_is_given():
+    """Its operators are private: their arguments are checked here, on tensors without values."""
+    q, k, out = (torch.empty(2, n, length, 64, dtype=torch.bfloat16, device="meta") for n, length in ((4, 256), (2, 128), (4, 256)))
+    mix, lse = flash.on_cuda(q, k, k, 0.1, False)
+    grads = flash.on_cuda_grads(out, q, k, k, mix, lse, 0.1, False)
+    assert (mix.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:-1], torch.float32)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.choices import Routing, load_balance_loss, top_k_routing
+from shardmesh.sharding.parallel.data.fully_shard import fully_shard
 from shardmesh.sharding.parallel.experts import Experts
 from shardmesh.sharding.parallel.mixture import moe
 from tests.device import DEVICE
@@ -299,6 +300,22 @@ def test_experts_train_as_in_one_process(shape, spec):
     for losses in on_mesh(shape, program):
         assert losses == pytest.approx(wanted, rel=1e-12)
     assert wanted[-1] < wanted[0]
+
+
+def test_experts_split_further_by_data_parallelism():
+    """Each rank keeps a part of its experts' parameters between uses; router and experts train as in one process."""
+    layer, _ = _layer()
+    wanted = _trained(layer, X)
+
+    def program(mesh):
+        sharded, ones = _layer()
+        sharded.experts = fully_shard(Experts(ones, mesh, axis="a"), mesh, axes="b")
+        fully_shard(sharded, mesh, axes="b")
+        assert all(p.spec.dims[0] == ("a", "b") for p in sharded.experts.parameters())
+        return _trained(sharded, sm.distribute_tensor(X, mesh, P("b", "a"), src_data_rank=None))
+
+    for losses in on_mesh((2, 2), program):
+        assert losses == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("sizes", [(3, 12), (15, 0)])

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
-from shardmesh.sharding.parallel import torch_styles as ours
-from shardmesh.sharding.parallel.plan import parallelize, parallelize_module
+from shardmesh.sharding.parallel.tensor import torch_styles as ours
+from shardmesh.sharding.parallel.tensor.plan import parallelize, parallelize_module
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 

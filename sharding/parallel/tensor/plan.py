@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...mesh.current import given_or_current
-from ...mesh.device_mesh import DeviceMesh
-from ..boundary import distribute_tensor
-from ..layout import Layout
-from ..module_repr import show_layouts_in_repr
-from ..spec import P, Placement
-from ..tensor import ShardedTensor
+from ....mesh.current import given_or_current
+from ....mesh.device_mesh import DeviceMesh
+from ...boundary import distribute_tensor
+from ...layout import Layout
+from ...module_repr import show_layouts_in_repr
+from ...spec import P, Placement
+from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
 from .styles import Style, axis_of, shard
 from .torch_styles import own_style

@@ -18,13 +18,13 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ...mesh.device_mesh import DeviceMesh
-from ..boundary import from_local
-from ..cache import keep
-from ..layout import Layout
-from ..reshard import redistribute, redistribute_many
-from ..spec import Cut, P, Placement, _own_placement, placements_to_spec
-from ..tensor import ShardedTensor
+from ....mesh.device_mesh import DeviceMesh
+from ...boundary import from_local
+from ...cache import keep
+from ...layout import Layout
+from ...reshard import redistribute, redistribute_many
+from ...spec import Cut, P, Placement, _own_placement, placements_to_spec
+from ...tensor import ShardedTensor
 
 Where: TypeAlias = "P | Placement | None"
 

@@ -13,9 +13,9 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.sharding.layout import Layout
-from shardmesh.sharding.parallel.activations import along
-from shardmesh.sharding.parallel.plan import parallelize
-from shardmesh.sharding.parallel.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
+from shardmesh.sharding.parallel.tensor.activations import along
+from shardmesh.sharding.parallel.tensor.plan import parallelize
+from shardmesh.sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 from tests.sharding.strategies import specs

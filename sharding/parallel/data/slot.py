@@ -1,0 +1,76 @@
+"""A parameter's place in modules, and what all units of a model have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ....mesh.device_mesh import DeviceMesh
+from ...layout import Layout
+from .form import Form
+from .precision import MixedPrecisionPolicy
+
+Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+
+
+@dataclass
+class Slot:
+    """A parameter of a unit.
+
+    Attributes:
+        path: its name in the module that was sharded.
+        places: where it stands; several if it is tied.
+        base: its layout while it is used.
+        rest: its layout at rest.
+        before: what stood there before, as long as it stands somewhere else.
+    """
+
+    path: str
+    places: list[Place]
+    base: Layout
+    rest: Layout
+    before: Callable[[], Any]
+
+    @property
+    def value(self) -> Any:
+        """What stands there now."""
+        owner, name = self.places[0]
+        return owner._parameters[name]
+
+    def put(self, value: Any) -> None:
+        for owner, name in self.places:
+            owner._parameters[name] = value
+            if isinstance(owner, nn.RNNBase):  # which has a list of its own
+                owner._flat_weights[owner._flat_weights_names.index(name)] = value
+
+    def converted(self, layout: Layout) -> None:
+        """The parameter lies as `layout` now: the same but for the dtype.
+
+        Raises:
+            ValueError: it lies otherwise.
+        """
+        if layout is not self.rest.replace(dtype=layout.dtype):
+            raise ValueError(f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}")
+        self.rest, self.base = layout, self.base.replace(dtype=layout.dtype)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the units of a model have in common.
+
+    Attributes:
+        mesh: every axis there is, those of tensor parallelism too.
+        form: over which axes what is split.
+        policy: dtypes.
+        transport: see `redistribute`.
+        unused_differ: whether a parameter may get a gradient on some ranks only.
+    """
+
+    mesh: DeviceMesh
+    form: Form
+    policy: MixedPrecisionPolicy
+    transport: str | None = None
+    unused_differ: bool = False

@@ -1,0 +1,66 @@
+"""A plan for the language model of `models.py`, and its step on a mesh against that of one process."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel.tensor.styles import colwise, rowwise, sequence, shard
+from tests.device import DEVICE, made_here
+from tests.sharding.parallel.models import gpt, loss_of, tokens
+
+
+def megatron(config, stream):
+    """Heads and features split over tp; between layers activations lie as `stream`: `P()`, or split by sequence."""
+    norm = sequence(1, out=P()) if stream.dims else shard({"weight": P()})
+    return {
+        "embed_tokens": rowwise(out=stream),
+        "*norm": norm,
+        "*.q_proj": colwise(units=config.heads),
+        "*.[kv]_proj": colwise(units=config.kv_heads or config.heads),
+        "*.o_proj": rowwise(out=stream, units=config.heads),
+        "*.gate_proj": colwise(),
+        "*.up_proj": colwise(),
+        "*.down_proj": rowwise(out=stream),
+        "lm_head": colwise(),
+    }
+
+
+SPLIT = P(None, "tp", None)
+
+
+def step_on(mesh, model, b=4, s=8):
+    """Loss of a batch that is split over all axes but tp; its backward has run."""
+    vocabulary = model.embed_tokens.weight.shape[0]
+    data = tuple(axis for axis in mesh.axis_names if axis != "tp")
+    placed = [sm.device_put(x, mesh, P(data), src_data_rank=None) for x in tokens(b, s, vocabulary)]
+    loss = loss_of(model(placed[0]), placed[1])
+    loss.backward()
+    return loss
+
+
+def expected(config, b=4, s=8):
+    model = gpt(config).to(DEVICE)
+    inputs_bs, targets_bs = tokens(b, s, config.vocabulary)
+    loss = loss_of(model(inputs_bs), targets_bs)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def check_equal(loss, model, reference):
+    torch.testing.assert_close(loss.full_tensor().detach(), reference[0], rtol=1e-12, atol=0)
+    assert set(dict(model.named_parameters())) == set(reference[1])
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.layout is parameter.layout
+        torch.testing.assert_close(parameter.grad.full_tensor(), reference[1][name], rtol=1e-12, atol=1e-12)
+
+
+def on_axes(shape, names, program):
+    def rank():
+        with made_here():
+            return program(sm.init_device_mesh(DEVICE, shape, axis_names=names))
+
+    return sm.simulate(math.prod(shape))(rank)()

@@ -1,0 +1,144 @@
+"""parallelize: plans that are refused, on every rank alike, before anything has moved or changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel.tensor.plan import parallelize
+from shardmesh.sharding.parallel.tensor.styles import colwise, inputs, rowwise, shard
+from tests.device import DEVICE
+from tests.sharding.parallel.models import Config, gpt
+from tests.sharding.parallel.plans import on_axes
+from tests.sharding.ranks import same_error
+
+
+def refused(plan, kind=ValueError, model=None, shape=(2, 2), names=("fsdp", "tp")):
+    """The error of a plan: the same on every rank, before any communication, with the model as it was."""
+
+    def program(mesh):
+        mesh = sm.DeviceMesh(DEVICE, mesh.ranks, axis_names=names)
+        given = gpt(Config(layers=2, tied=True)) if model is None else model()
+        before, hooks = list(given.parameters()), hooks_of(given)
+        try:
+            parallelize(given, mesh, plan)
+        finally:
+            assert all(x is y for x, y in zip(given.parameters(), before, strict=True))
+            assert hooks_of(given) == hooks
+
+    return same_error(shape, program, kind)
+
+
+def hooks_of(model):
+    return [[*m._forward_hooks.values(), *m._forward_pre_hooks.values()] for m in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [
+        ("*.q_prj", "'*.q_proj'"),
+        ("layers.0.self_atn.q_proj", "'layers.0.self_attn.q_proj'"),
+        ("layers.*.mlp.up", "'layers.*.mlp.up_proj'"),
+        ("lm_heads", "'lm_head'"),
+        ("*.weights", "'*.weight'"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_names_near_misses(pattern, near):
+    text = refused({pattern: colwise(), "*.o_proj": rowwise()})
+    assert f"{pattern!r} matches no module and no parameter; near it are" in text
+    assert near in text
+
+
+def test_a_pattern_like_nothing_lists_what_there_is():
+    text = refused({"zzz": colwise()}, model=lambda: nn.Sequential(nn.Linear(4, 4)))
+    assert text == "'zzz' matches no module and no parameter; there are '0', '0.weight', '0.bias'"
+
+
+def test_two_patterns_that_place_one_parameter_in_two_ways():
+    text = refused({"*.q_proj": colwise(), "layers.1.*.q_proj.weight": P(None, "tp")})
+    assert "'layers.1.self_attn.q_proj.weight': plan['*.q_proj'] places it as P('tp', None)" in text
+    assert "plan['layers.1.*.q_proj.weight'] as P(None, 'tp')" in text
+
+
+def test_two_patterns_that_place_it_alike_are_fine():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(), "0.weight": P("tp")})
+        assert model[0].weight.spec == P("tp", None)
+
+    on_axes((2,), ("tp",), program)
+
+
+def test_a_tied_parameter_placed_in_two_ways():
+    text = refused({"embed_tokens": rowwise(), "lm_head": rowwise()})
+    assert "'embed_tokens.weight' and 'lm_head.weight' are one tied parameter" in text
+
+
+def test_two_patterns_that_lay_out_the_inputs_of_one_module():
+    text = refused({"*.q_proj": colwise(), "*_proj": inputs(P())})
+    assert "colwise() of plan['*.q_proj'] and inputs(P()) of plan['*_proj'] both lay out its inputs" in text
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind", "says"),
+    [
+        ({"*.q_proj": "colwise"}, TypeError, "plan['*.q_proj'] is 'colwise'; write a style"),
+        ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, and the pattern matches only parameters; write P(...)"),
+        ({"*.q_proj": P("tp")}, ValueError, "is for parameters, and the pattern matches only modules; name its parameters"),
+        ({"*.q_proj": colwise(axis="cp")}, ValueError, "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'"),
+        ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) run over those is not known"),
+        ({"*.mlp": shard({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
+        ({"*.q_proj": colwise(units=3)}, ValueError, "the 16 features of weight do not come in 3 units of one size"),
+        ({"*.q_proj": inputs(hidden=P())}, ValueError, "lays out the argument 'hidden', and forward takes 'input'"),
+        ({"*.q_proj": inputs(P(), P())}, ValueError, "lays out 2 arguments, and forward takes 1: input"),
+        ({"*.q_proj": shard({"weight": P(None, None, "tp")})}, ValueError, "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None"),
+        ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "together 7 elements, but dim 0"),
+        ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') names axis 'sp', and DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
+        ([colwise()], TypeError, "parallelize takes a plan such as"),
+    ],
+)
+def test_other_mistakes(plan, kind, says):
+    assert says.replace("cpu", DEVICE) in refused(plan, kind)
+
+
+def test_an_axis_that_is_not_said():
+    text = refused({"*.q_proj": colwise()}, names=("dp", "cp"))
+    assert "colwise() does not say which axis it is for, and none is called 'tp'" in text
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(TypeError, match=r"a plan is for a DeviceMesh, as sm\.init_device_mesh makes it; got 'tp'"):
+        parallelize(nn.Linear(4, 4), "tp", {"": colwise()})
+
+
+def test_a_lazy_module():
+    assert "has no shape before the first call" in refused({"": colwise()}, model=lambda: nn.LazyLinear(4))
+
+
+def test_parameters_that_lie_on_another_mesh():
+    def program(mesh):
+        model = parallelize(nn.Linear(4, 4), mesh["b"], {"": colwise()}, src_data_rank=None)
+        parallelize(model, mesh, {"weight": P("a")})
+
+    assert "on (b=2) already, and the plan is for" in same_error((2, 2), program, ValueError)
+
+
+def test_a_plain_input_on_a_larger_mesh():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(axis="b")}, src_data_rank=None)
+        model(torch.ones(2, 4))
+
+    text = same_error((2, 2), program, TypeError)
+    assert "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'" in text
+    assert "sm.device_put(x, mesh, P('a')) for the whole one, sm.from_local(x, mesh, P('a'))" in text
+
+
+def test_activations_that_do_not_fit():
+    def program(mesh):
+        model = parallelize(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": colwise(out=P(None, None, None, "a"))}, src_data_rank=None)
+        model(sm.device_put(torch.ones(2, 4), mesh, src_data_rank=None))
+
+    text = same_error((2,), program, ValueError)
+    assert "the output is f32[2, 4] @ P(None, 'a') on (a=2) and shall lie as P(None, None, None, 'a')" in text
