@@ -81,10 +81,10 @@ from .sharding.layout import Layout
 from .sharding.lengths import check_lengths
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
-from .sharding.parallel.clipping import clip_grad_norm_
+from .sharding.optimizers.muon import Muon
+from .sharding.optimizers.shampoo import Shampoo
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from .sharding.parallel.data.precision import MixedPrecisionPolicy
-from .sharding.parallel.muon import Muon
 from .sharding.parallel.tensor.plan import parallelize, parallelize_module
 from .sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
 from .sharding.parallel.tensor.torch_styles import (
@@ -106,13 +106,24 @@ from .sharding.rules.custom import register_rule
 from .sharding.show import visualize
 from .sharding.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
 from .sharding.tensor import ShardedTensor
+from .sharding.training.average import EMA
+from .sharding.training.batch_norm import convert_sync_batchnorm
+from .sharding.training.batch_report import BatchReport, batch_report
+from .sharding.training.batches import Batches, batches
+from .sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
+from .sharding.training.norms import norms
+from .sharding.training.sampler import DistributedSampler
+from .sharding.training.scaler import GradScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "AbstractMesh",
     "AddressableShard",
     "BadValueError",
+    "BatchReport",
+    "Batches",
     "CollectiveMismatchError",
     "ColwiseParallel",
     "CommBudgetError",
@@ -121,7 +132,9 @@ __all__ = [
     "DTensor",
     "DeadlockError",
     "DeviceMesh",
+    "DistributedSampler",
     "Evaluated",
+    "GradScaler",
     "ImplicitCommError",
     "Layout",
     "Ledger",
@@ -144,6 +157,7 @@ __all__ = [
     "Resharding",
     "RowwiseParallel",
     "SequenceParallel",
+    "Shampoo",
     "Shard",
     "ShardedTensor",
     "ShardingTypeError",
@@ -162,6 +176,8 @@ __all__ = [
     "async_save",
     "axis_index",
     "axis_size",
+    "batch_report",
+    "batches",
     "breakpoint",
     "calibrate",
     "call",
@@ -171,9 +187,11 @@ __all__ = [
     "check_rule",
     "checkpoint",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "colwise",
     "comm_budget",
     "comm_report",
+    "convert_sync_batchnorm",
     "data_parallel",
     "debug_nans",
     "device_put",
@@ -190,6 +208,7 @@ __all__ = [
     "fully_shard",
     "get_mesh",
     "get_rng_state",
+    "get_total_norm",
     "grad",
     "guard",
     "implicit",
@@ -211,6 +230,7 @@ __all__ = [
     "make_array_from_single_device_arrays",
     "manual_seed",
     "mark_step",
+    "norms",
     "null_world",
     "ones",
     "outputs",

@@ -12,7 +12,9 @@ _BUFFER = 1 << 20
 
 
 class Sink:
-    """A new file, written from front to back; close it with `sync`, which returns when it is on the disk.
+    """A new file, written from front to back, and then `sync`, which returns when it is on the disk.
+
+    What goes wrong in `write` is raised by `sync`: `torch.save`, which calls it, would make another error of it.
 
     Attributes:
         position: bytes written so far.
@@ -23,6 +25,7 @@ class Sink:
         self._raw = _Descriptor(path)
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
+        self._error: OSError | None = None
 
     def __enter__(self) -> Sink:
         return self
@@ -40,14 +43,24 @@ class Sink:
         self.crc = zlib.crc32(data, self.crc)
         written = memoryview(data).nbytes
         self.position += written
-        self._file.write(data)
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
         return written
 
     def flush(self) -> None:
         """Of a file: `torch.save` calls it. What matters is `sync`."""
 
     def sync(self) -> None:
-        """Everything is on the disk."""
+        """Everything is on the disk.
+
+        Raises:
+            OSError: it is not.
+        """
+        if self._error is not None:
+            raise self._error
         self._file.flush()
         os.fsync(self._raw.fileno())
 

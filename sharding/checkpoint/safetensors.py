@@ -12,7 +12,6 @@ import math
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple

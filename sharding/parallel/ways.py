@@ -190,8 +190,9 @@ def _shares(q: Layout, k: Layout, options: Options) -> list[int]:
     ranks, axes = q.mesh.size(options.axes), q.spec.dims[HEADS]
     known = part_sizes(k, len(k.shape) + HEADS) if k.spec.dims[HEADS] == axes else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
     if min(known) < ranks and k.shape[HEADS]:
+        over = f" (split over {axes})" if axes else ""
         raise ValueError(
-            f"context_parallel_attention, method='all_to_all': {min(known)} of the {k.shape[HEADS]} key heads (split over {axes}) "
+            f"context_parallel_attention, method='all_to_all': {min(known)} of the {k.shape[HEADS]} key heads{over} "
             f"on the {ranks} ranks of {options.axes}, which get whole heads each; use method='ring' or 'all_gather', which split no heads, "
             f"or at least {ranks} heads there"
         )

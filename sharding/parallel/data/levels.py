@@ -37,6 +37,7 @@ class Levels:
         self.flat, self._form, self._policy = flat, form, policy
         self._held: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._coming: tuple[Any, Callable[[], Tensor]] | None = None
+        self._moves = 0
         self._note = Note(f"{name}: gather {len(flat.bases)} parameters")
         self._lay_out(dtype, flat.mesh.device)
 
@@ -55,6 +56,7 @@ class Levels:
         moved = [(place, x) for place, x in zip(self._places, parts, strict=True) if place.data_ptr() != x.data_ptr()]
         if not moved:
             return
+        self._moves += 1  # values may have come by `x.data = ...`, which leaves no trace
         torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
         for place, x in moved:
             if place.is_contiguous():
@@ -69,7 +71,7 @@ class Levels:
             optimizer, one more after each step of the optimizer.
         """
         self.take(parameters)
-        versions = [_version(x) for x in parameters]
+        versions = [_version(x, self._moves) for x in parameters]
         if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
             return
         self.drop()
@@ -142,13 +144,13 @@ class Levels:
         self._held = {axes: held for axes, held in self._held.items() if axes == self._form.parameter}
 
 
-def _version(x: ShardedTensor) -> Version:
-    """What changes when a parameter is written: where it lies, how often it was written, how often `.data` was asked for.
+def _version(x: ShardedTensor, moves: int) -> Version:
+    """What changes when a parameter is written: where it lies, how often it was written, how often `.data` was asked for or assigned.
 
     Tensors of inference mode do not count, and are taken for written each time.
     """
     local = x._local
-    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched
+    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched + moves
 
 
 _never = iter(range(-1, -(1 << 62), -1))

@@ -134,7 +134,6 @@ class Unit:
         return None
 
     def _open(self, args: Any, kwargs: Any) -> None:
-        self._check_parameters()
         schedule = running_schedule(self)
         self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._said_name) or self._mesh_around(schedule)
         schedule.enter(self)
@@ -205,6 +204,8 @@ class Unit:
 
         Communication: one all_gather per dtype, or none where the parameters are whole.
         """
+        if not self._rest:
+            self._check_parameters()
         parameters = self._parameters()
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:

@@ -114,6 +114,27 @@ def test_a_full_disk(room, tmp_path, monkeypatch):
     assert loaded(tmp_path) == 1
 
 
+def test_a_full_disk_in_the_middle_of_a_tensor(tmp_path, monkeypatch):
+    """Where torch.save calls what fails."""
+    saved(tmp_path, 1)
+    whole, left = os.write, [3_000_000]
+
+    def write(fd, data):
+        part = bytes(data)[: left[0]]  # a disk takes what it can
+        if not part:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= len(part)
+        return whole(fd, part)
+
+    monkeypatch.setattr(os, "write", write)
+    large = {"x": torch.zeros(500_000), "y": torch.ones(500_000)}
+    text = same_error((2,), lambda mesh: save(large, tmp_path), CheckpointError, silent=False)
+    monkeypatch.undo()
+    assert "_0.distcp (No space left on device)" in text
+    assert names(tmp_path) == ["step-00000001"]
+    assert loaded(tmp_path) == 1
+
+
 def test_a_full_disk_while_a_step_is_replaced(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))

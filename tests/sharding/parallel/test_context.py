@@ -94,8 +94,8 @@ def test_it_is_whole_attention(case, method):
 
 @settings(max_examples=20)
 @given(
-    shape=st.sampled_from([(2, 2), (3, 2), (2, 3)]), split=st.tuples(*[st.integers(0, 2)] * 2),
-    heads=st.integers(1, 4), group=st.integers(1, 3), length=st.integers(0, 9), order=st.sampled_from(ORDERS), method=st.sampled_from(METHODS[:2]),
+    shape=st.sampled_from([(2, 2), (3, 2), (2, 3)]), split=st.tuples(*[st.integers(0, 2)] * 2), heads=st.integers(1, 4),
+    group=st.integers(1, 3), length=st.integers(0, 9), order=st.sampled_from(ORDERS), method=st.sampled_from(METHODS[:2]),
 )  # fmt: skip
 def test_heads_and_batch_anywhere(shape, split, heads, group, length, order, method):
     """Batch, heads or neither of queries and of keys split over the other axis, whatever the numbers."""

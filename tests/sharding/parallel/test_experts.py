@@ -406,6 +406,16 @@ def test_what_cannot_be(name):
     assert words in same_error((2,), call, kind)
 
 
+def test_an_expert_that_mixes_rows():
+    def program(mesh):
+        x = place(mesh, X)
+        routing = Routing(sm.zeros(B, S, K, device_mesh=mesh, dtype=torch.int64), sm.ones(B, S, K, device_mesh=mesh))
+        moe(x, routing, lambda rows, p: rows.sum(0, keepdim=True) @ p, place(mesh, UP), axis="a")
+
+    with pytest.raises(ValueError, match=r"an expert made \[1, 7\] of rows \[.*, 6\]; it works row by row"):
+        on_mesh((2,), program)
+
+
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_a_choice_that_is_no_expert(capacity):
     """Found on one rank, told by all."""

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.order import balance_sequence, balanced, balanced_sizes, contiguous, unbalance_sequence, visible
+from shardmesh.sharding.parallel.order import (
+    balance_sequence,
+    balanced,
+    balanced_sizes,
+    contiguous,
+    unbalance_sequence,
+    visible,
+)
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=4)

@@ -62,7 +62,7 @@ def test_pieces_are_hardly_longer_than_they_must_be(shapes, parts):
 
 
 def test_even_shapes_waste_nothing():
-    shapes = [(64, 16), (16, 64), (64, 1), (64, 1)]
+    shapes = [(64, 16), (64, 16), (16, 16), (16, 1)] * 4
     assert _cut(shapes, 4).piece * 4 == sum(count * row for count, row in shapes)
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.clipping import clip_grad_norm_
-from shardmesh.sharding.parallel.scaler import GradScaler
+from shardmesh.sharding.training.clipping import clip_grad_norm_
+from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, on_mesh, same_error
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.average import EMA
+from shardmesh.sharding.training.average import EMA
 from tests.device import DEVICE
 from tests.sharding.ranks import every_rank, on_mesh, same_error
 

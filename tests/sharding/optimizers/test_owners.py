@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.owners import Unit, assign, layout_at, owners_of, whole_units
+from shardmesh.sharding.optimizers.owners import Unit, assign, layout_at, owners_of, whole_units
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, on_mesh
 from tests.sharding.strategies import ragged_specs

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
-from shardmesh.sharding.parallel.norms import norms
+from shardmesh.sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
+from shardmesh.sharding.training.norms import norms
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import ragged_specs

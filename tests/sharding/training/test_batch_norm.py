@@ -8,7 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.batch_norm import convert_sync_batchnorm
+from shardmesh.sharding.training.batch_norm import convert_sync_batchnorm
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
 

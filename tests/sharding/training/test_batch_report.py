@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shardmesh.mesh.errors import MeshError
-from shardmesh.sharding.parallel.batch_report import BatchReport, batch_report
+from shardmesh.sharding.training.batch_report import BatchReport, batch_report
 from tests.sharding.ranks import every_rank, same_error
 
 TABLE = """\

@@ -13,15 +13,15 @@ from shardmesh import P
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
-from shardmesh.sharding.parallel.average import EMA
-from shardmesh.sharding.parallel.batches import batches
-from shardmesh.sharding.parallel.clipping import clip_grad_norm_
+from shardmesh.sharding.optimizers.muon import Muon
+from shardmesh.sharding.optimizers.shampoo import Shampoo
 from shardmesh.sharding.parallel.data.fully_shard import data_parallel, fully_shard
-from shardmesh.sharding.parallel.muon import Muon
-from shardmesh.sharding.parallel.norms import norms
-from shardmesh.sharding.parallel.sampler import DistributedSampler
-from shardmesh.sharding.parallel.scaler import GradScaler
-from shardmesh.sharding.parallel.shampoo import Shampoo
+from shardmesh.sharding.training.average import EMA
+from shardmesh.sharding.training.batches import batches
+from shardmesh.sharding.training.clipping import clip_grad_norm_
+from shardmesh.sharding.training.norms import norms
+from shardmesh.sharding.training.sampler import DistributedSampler
+from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Block, Config, gpt, loss_of, tokens
 from tests.sharding.parallel.test_muon import PLACES, data, placed

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.errors import MeshError
-from shardmesh.sharding.parallel.batches import batches
-from shardmesh.sharding.parallel.sampler import DistributedSampler
+from shardmesh.sharding.training.batches import batches
+from shardmesh.sharding.training.sampler import DistributedSampler
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, same_error
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.muon import Muon, newton_schulz
+from shardmesh.sharding.optimizers.muon import Muon, newton_schulz
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, same_error
 

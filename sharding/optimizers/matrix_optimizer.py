@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_
 
-from .norms import check_reduced
+from ..training.norms import check_reduced
 
 ADAMW = "adamw"
 

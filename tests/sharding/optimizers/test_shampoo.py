@@ -11,7 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.shampoo import Shampoo, blocks, inverse_fourth_root
+from shardmesh.sharding.optimizers.shampoo import Shampoo, blocks, inverse_fourth_root
 from tests.device import DEVICE
 from tests.sharding.parallel.test_muon import MESHES, PLACES, Model, data, placed
 from tests.sharding.ranks import on_mesh, same_error

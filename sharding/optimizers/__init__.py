@@ -1,0 +1,1 @@
+"""Optimizers of matrices, each of which one rank works on whole."""

@@ -1,0 +1,1 @@
+"""What a training loop needs beside model and optimizer: clipping, norms, averages, loss scaling, batches."""

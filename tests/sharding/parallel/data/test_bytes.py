@@ -1,0 +1,244 @@
+"""What a step of each form communicates: calls and bytes are closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from tests.sharding.parallel.data.training import on_ranks
+
+D, F, BLOCKS, ITEM = 8, 16, 3, 8
+BLOCK = D * F + F * D  # parameters of a block, and of the outermost unit
+ROOT = D * D
+UNITS = BLOCKS + 1
+ALL = BLOCKS * BLOCK + ROOT  # nothing is lost between even rows
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, F, bias=False), nn.Linear(F, D, bias=False)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def _model():
+    return nn.Sequential(nn.Linear(D, D, bias=False), *[_Block() for _ in range(BLOCKS)]).double()
+
+
+def _step(made, micro_batches=1):
+    x = torch.linspace(-1, 1, 2 * D, dtype=torch.float64).view(2, D)
+    if micro_batches == 1:
+        made(x).square().mean().backward()
+        return
+    with sm.accumulate_grads():
+        for _ in range(micro_batches):
+            made(x).square().mean().backward()
+
+
+def _used(shape, shard, steps=1, micro_batches=1):
+    """Calls and bytes received of each operation, in a step after the first."""
+
+    def program(mesh):
+        made = _model()
+        shard(made, mesh)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        for step in range(2):
+            with sm.comm_budget() as used:
+                for _ in range(steps):
+                    _step(made, micro_batches)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if step:
+                return used.by_op
+        return None
+
+    found = on_ranks(shape, program)
+    assert all(one == found[0] for one in found)
+    return found[0]
+
+
+def _gathered(n, elements=ALL):
+    return elements * ITEM * (n - 1) // n
+
+
+def _reduced(n, elements=ALL):
+    return elements * ITEM * (n - 1) // n
+
+
+def _summed(n, elements=ALL):
+    return 2 * _gathered(n, elements)
+
+
+N = 4
+TABLE = {
+    # form: all_gathers, reduce_scatters, all_reduces as (calls, elements)
+    "ddp": ({}, (0, 0), (0, 0), (UNITS, ALL)),
+    "zero1": ({"optimizer": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
+    "zero2": ({"optimizer": "dp", "gradient": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
+    "fsdp": ({"optimizer": "dp", "gradient": "dp", "parameter": "dp"}, (UNITS + BLOCKS, ALL + BLOCKS * BLOCK), (UNITS, ALL), (0, 0)),
+}
+
+
+def _expected(gathers, reduces, sums, n=N):
+    found = {
+        "all_gather": (gathers[0], _gathered(n, gathers[1])),
+        "reduce_scatter": (reduces[0], _reduced(n, reduces[1])),
+        "all_reduce": (sums[0], _summed(n, sums[1])),
+    }
+    return {op: one for op, one in found.items() if one[0]}
+
+
+@pytest.mark.parametrize("form", TABLE)
+def test_a_step(form):
+    axes, *numbers = TABLE[form]
+    assert _used((N,), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes)) == _expected(*numbers)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "again", "root_again"),
+    [(None, BLOCKS, 0), (True, BLOCKS, 1), (False, 0, 0)],
+)
+def test_fully_shard(reshard, again, root_again):
+    """Gathered again for backward: what was let go after forward, by default all but the outermost unit."""
+    elements = ALL + again * BLOCK + root_again * ROOT
+    expected = _expected((UNITS + again + root_again, elements), (UNITS, ALL), (0, 0))
+    assert _used((N,), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)) == expected
+
+
+def test_reshard_after_forward_to_part_of_the_mesh():
+    """In backward, gathered over two ranks only."""
+    expected = {
+        "all_gather": (2 * UNITS, _gathered(4) + ALL * ITEM // 2),
+        "reduce_scatter": (UNITS, _reduced(4)),
+    }
+    assert _used((2, 2), lambda m, mesh: sm.fully_shard(m, mesh, axes=("dp", "fsdp"), units=_Block, reshard_after_forward=2)) == expected
+
+
+def test_hsdp():
+    """Inside `fsdp` as fully_shard; then each rank's part of the gradients is summed over `dp`."""
+    expected = {
+        "all_gather": (UNITS + BLOCKS, _gathered(2, ALL + BLOCKS * BLOCK)),
+        "reduce_scatter": (UNITS, _reduced(2)),
+        "all_reduce": (UNITS, _summed(2, ALL // 2)),
+    }
+    assert _used((2, 2), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block)) == expected
+
+
+def test_hybrid():
+    """Parameters split over `fsdp`, the optimizer over both: one more gather over `dp` of a part, after each step."""
+    expected = {
+        "all_gather": (2 * UNITS + BLOCKS, _gathered(2, ALL // 2) + _gathered(2, ALL + BLOCKS * BLOCK)),
+        "reduce_scatter": (UNITS, _reduced(4)),
+    }
+    both = ("dp", "fsdp")
+    assert _used((2, 2), lambda m, mesh: sm.data_parallel(m, mesh, parameter="fsdp", optimizer=both, gradient=both, units=_Block)) == expected
+
+
+@pytest.mark.parametrize("form", TABLE)
+def test_micro_batches(form):
+    """FSDP and ZeRO-2 sum the gradients of each; DDP and ZeRO-1 keep whole gradients and sum them once. FSDP gathers for each."""
+    axes, gathers, reduces, sums = TABLE[form]
+    times = 3
+    if form == "fsdp":
+        gathers, reduces = (times * gathers[0], times * gathers[1]), (times * UNITS, times * ALL)
+    if form == "zero2":
+        reduces = (times * UNITS, times * ALL)
+    if form == "ddp":
+        sums = (1, ALL)  # at the end of the block
+    found = _used((N,), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes), micro_batches=times)
+    assert found == _expected(gathers, reduces, sums)
+
+
+def test_frozen_parameters_have_no_sums():
+    """A frozen base with small trained parts: the base is gathered, and only the gradients of the rest are summed."""
+    rank = 2
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = nn.Linear(D, F, bias=False).requires_grad_(False)
+            self.down, self.up = nn.Linear(D, rank, bias=False), nn.Linear(rank, F, bias=False)
+
+        def forward(self, x):
+            return self.base(x) + self.up(self.down(x))
+
+    def program(mesh):
+        made = sm.fully_shard(Adapted().double(), mesh)
+        with sm.comm_budget() as used:
+            made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+        assert made.base.weight.grad is None
+        return used.by_op
+
+    adapters = rank * (D + F)
+    assert on_ranks((2,), program)[0] == {
+        "all_gather": (2, _gathered(2, D * F + adapters)),
+        "reduce_scatter": (1, _reduced(2, adapters)),
+    }
+
+
+def test_bytes_of_other_dtypes():
+    """Gathered in bfloat16, summed in float32: a quarter and a half of the bytes of float64."""
+    policy = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = _used((N,), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block, mp_policy=policy))
+    assert found == {
+        "all_gather": (UNITS + BLOCKS, _gathered(N, ALL + BLOCKS * BLOCK) // 4),
+        "reduce_scatter": (UNITS, _reduced(N) // 2),
+    }
+
+
+def test_evaluation_gathers_once():
+    def program(mesh):
+        made = sm.fully_shard(_model(), mesh, units=_Block, reshard_after_forward=False)
+        with torch.no_grad(), sm.comm_budget() as used:
+            for _ in range(3):
+                made(torch.ones(1, D, dtype=torch.float64))
+        return used.by_op
+
+    assert on_ranks((N,), program)[0] == _expected((UNITS, ALL), (0, 0), (0, 0))
+
+
+def test_uneven_rows_cost_what_the_longest_piece_does():
+    """Per unit, rows of d and f: a piece is at most one row of each longer than its share."""
+    d, f, n = 5, 7, 4
+
+    def program(mesh):
+        made = sm.fully_shard(nn.Sequential(nn.Linear(d, f), nn.Linear(f, d)).double(), mesh)
+        with sm.comm_budget() as used:
+            made(torch.ones(1, d, dtype=torch.float64)).sum().backward()
+        return used.by_op
+
+    found, elements = on_ranks((n,), program)[0], 2 * d * f + d + f
+    assert found["all_gather"][0] == found["reduce_scatter"][0] == 1
+    assert found["all_gather"][1] == found["reduce_scatter"][1]
+    assert _gathered(n, elements) <= found["all_gather"][1] <= ITEM * (n - 1) * (math.ceil(elements / n) + d + f)
+
+
+def test_the_sum_that_ends_a_step_is_with_the_units():
+    """A scalar cannot be cut: those of all units are summed together, in one message."""
+
+    def program(mesh):
+        made = nn.Sequential(*[_Scaled() for _ in range(3)]).double()
+        sm.fully_shard(made, mesh, units=_Scaled)
+        with sm.comm_budget() as used:
+            made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+        return used.by_op["all_reduce"], made[0].g.spec
+
+    calls, spec = on_ranks((4,), program)[0]
+    assert calls == (1, _summed(4, 3 + 1)) or calls[0] == 1
+    assert spec == P()
+
+
+class _Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.g, self.w = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        return x * self.g * self.w
