@@ -13,7 +13,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.optimizers.shampoo import Shampoo, blocks, inverse_fourth_root
 from tests.device import DEVICE
-from tests.sharding.parallel.test_muon import MESHES, PLACES, Model, data, placed
+from tests.sharding.optimizers.test_muon import MESHES, PLACES, Model, data, placed
 from tests.sharding.ranks import on_mesh, same_error
 
 STEPS = 20
