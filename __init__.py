@@ -83,8 +83,13 @@ from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
 from .sharding.optimizers.muon import Muon
 from .sharding.optimizers.shampoo import Shampoo
+from .sharding.parallel.context.attention import context_parallel, context_parallel_attention
+from .sharding.parallel.context.order import balance_sequence, unbalance_sequence
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from .sharding.parallel.data.precision import MixedPrecisionPolicy
+from .sharding.parallel.experts.choices import Routing, load_balance_loss, top_k_routing
+from .sharding.parallel.experts.experts import Experts
+from .sharding.parallel.experts.mixture import moe
 from .sharding.parallel.tensor.plan import parallelize, parallelize_module
 from .sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
 from .sharding.parallel.tensor.torch_styles import (
@@ -134,6 +139,7 @@ __all__ = [
     "DeviceMesh",
     "DistributedSampler",
     "Evaluated",
+    "Experts",
     "GradScaler",
     "ImplicitCommError",
     "Layout",
@@ -155,6 +161,7 @@ __all__ = [
     "ReplicaError",
     "Replicate",
     "Resharding",
+    "Routing",
     "RowwiseParallel",
     "SequenceParallel",
     "Shampoo",
@@ -176,6 +183,7 @@ __all__ = [
     "async_save",
     "axis_index",
     "axis_size",
+    "balance_sequence",
     "batch_report",
     "batches",
     "breakpoint",
@@ -191,6 +199,8 @@ __all__ = [
     "colwise",
     "comm_budget",
     "comm_report",
+    "context_parallel",
+    "context_parallel_attention",
     "convert_sync_batchnorm",
     "data_parallel",
     "debug_nans",
@@ -222,6 +232,7 @@ __all__ = [
     "launch",
     "ledger",
     "load",
+    "load_balance_loss",
     "load_state_dict",
     "local_map",
     "main_process_first",
@@ -230,6 +241,7 @@ __all__ = [
     "make_array_from_single_device_arrays",
     "manual_seed",
     "mark_step",
+    "moe",
     "norms",
     "null_world",
     "ones",
@@ -276,6 +288,8 @@ __all__ = [
     "stop_gradient",
     "straggler_report",
     "to_local",
+    "top_k_routing",
+    "unbalance_sequence",
     "value_and_grad",
     "visualize",
     "visualize_sharding",

@@ -33,7 +33,7 @@ def _attention(
 
     With `enable_gqa` query heads are groups of the key's heads.
     """
-    options: dict[str, Any] = {"linear": ((2,),), "local": _attention_local}
+    options: dict[str, Any] = {"linear": ((2,),), "local": attention_local}
     rows = "[l]" if is_causal else "l"
     if not enable_gqa or query.shape[-3] == key.shape[-3]:
         pattern = f"... {rows} [e], ... [s] [e], ... [s] [v], ... {rows} [s] -> ... {rows} [v]"
@@ -45,7 +45,7 @@ def _attention(
     return einrule(pattern, query, key, value, attn_mask, **options)
 
 
-def _attention_local(
+def attention_local(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
     """torch's own, which leaves an empty part out of the graph."""

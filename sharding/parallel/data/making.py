@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial, update_wrapper
 from typing import Any
@@ -19,7 +18,7 @@ from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
 from .schedule import set_unit, unit_of, units_in
-from .slot import Options, Place, Slot
+from .slot import Options, Place, Slot, took
 from .unit import Unit, own_modules
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
@@ -45,7 +44,7 @@ def split(
     belongs = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
-        slots = [Slot(path, places, base, base, weakref.ref(_value(places))) for (path, places), base in mine]
+        slots = [Slot(path, places, base, base) for (path, places), base in mine]
         unit.adopt(slots, partial(_at_rest, src=src))
         _hook(unit)
     for inner in module.modules():
@@ -92,15 +91,16 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     Raises:
         ValueError: one is tied to a parameter of a unit.
     """
-    left_out, taken = {id(x) for x in ignored}, dict(_taken(module))
+    left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_in(module) for slot in unit.slots}
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
-        if id(x) in taken and (owner, name) not in taken[id(x)].places:
+        slot = taken.get(id(x)) or took(x)
+        if slot is not None and (owner, name) not in slot.places:
             raise ValueError(
-                f"{path} is tied to {taken[id(x)].path}, which is in a unit of its own; shard both in one call: "
+                f"{path} is tied to {slot.path}, which is in a unit of its own; shard both in one call: "
                 "fully_shard(model, mesh, units=...)"
             )
-        if id(x) not in taken and id(x) not in left_out:
+        if slot is None and id(x) not in left_out:
             found.setdefault(id(x), (path, []))[1].append((owner, name))
     return list(found.values())
 
@@ -111,16 +111,6 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
         for name, x in inner._parameters.items():
             if x is not None:
                 yield f"{prefix}.{name}" if prefix else name, inner, name, x
-
-
-def _taken(module: nn.Module) -> Iterator[tuple[int, Slot]]:
-    """The parameters of the units inside, and those that stood in their places before, by number."""
-    for unit in units_in(module):
-        for slot in unit.slots:
-            yield id(slot.value), slot
-            before = slot.before()
-            if before is not None:
-                yield id(before), slot
 
 
 def _unit_for(found: Found, made: dict[str, Unit]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,13 @@ from .form import Form
 from .precision import MixedPrecisionPolicy
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+_SLOT = "_shardmesh_slot"  # under this name a parameter that is no longer used knows in whose place it stood
+
+
+def took(x: Any) -> Slot | None:
+    """The slot in which this parameter stood before it was split."""
+    found = getattr(x, _SLOT, None)
+    return None if found is None else found()
 
 
 @dataclass
@@ -25,14 +32,12 @@ class Slot:
         places: where it stands; several if it is tied.
         base: its layout while it is used.
         rest: its layout at rest.
-        before: what stood there before, as long as it stands somewhere else.
     """
 
     path: str
     places: list[Place]
     base: Layout
     rest: Layout
-    before: Callable[[], Any]
 
     @property
     def value(self) -> Any:
@@ -45,6 +50,11 @@ class Slot:
             owner._parameters[name] = value
             if isinstance(owner, nn.RNNBase):  # which has a list of its own
                 owner._flat_weights[owner._flat_weights_names.index(name)] = value
+
+    def replace(self, value: nn.Parameter) -> None:
+        """Put what is used from now on."""
+        setattr(self.value, _SLOT, weakref.ref(self))
+        self.put(value)
 
     def converted(self, layout: Layout) -> None:
         """The parameter lies as `layout` now: the same but for the dtype.

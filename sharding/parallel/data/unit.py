@@ -92,7 +92,7 @@ class Unit:
         self._buckets = [self._bucket(dtype, numbers) for (dtype, _), numbers in alike.items()]
         for slot in slots:
             old = slot.value
-            slot.put(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
+            slot.replace(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
         self.settle()
 
     def _bucket(self, dtype: torch.dtype, numbers: list[int]) -> Bucket:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Layout, told_apart
-from ..rules.attention import _attention_local as attention_on_local
-from ..rules.blocks import part_sizes, splitting_axes, with_dim
-from ..spec import Cut, P
+from ...layout import Layout, told_apart
+from ...rules.attention import attention_local
+from ...rules.blocks import part_sizes, splitting_axes, with_dim
+from ...spec import Cut, P
 from .order import Block, Runs, balanced, balanced_sizes, contiguous, visible
 from .ring import Ring
 
@@ -206,10 +206,10 @@ def _evenly(count: int, parts: int) -> list[int]:
 def _whole(of_q: Sequence[Runs], of_k: Sequence[Runs], options: Options, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's own attention, on the sequence in its own order."""
     if not (options.balanced and options.is_causal):
-        return attention_on_local(q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=group > 1)
+        return attention_local(q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=group > 1)
     q_places, k_places = _places(of_q, q), _places(of_k, k)
     q, k, v = (x.index_select(SEQUENCE, at.argsort()) for x, at in ((q, q_places), (k, k_places), (v, k_places)))
-    out = attention_on_local(q, k, v, None, 0.0, True, scale=options.scale, enable_gqa=group > 1)
+    out = attention_local(q, k, v, None, 0.0, True, scale=options.scale, enable_gqa=group > 1)
     return out.index_select(SEQUENCE, q_places)
 
 

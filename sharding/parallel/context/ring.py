@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..engine_hooks import with_memory
-from ..lineage import carrying_on
+from ...engine_hooks import with_memory
+from ...lineage import carrying_on
 from .blockwise import Grads, Seen, attend, attend_grads
 from .order import Block
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...mesh.device_mesh import DeviceMesh
-from .. import outside
-from ..boundary import from_local
-from ..dispatch import known_local, wrap
-from ..layout import Layout, told_apart
-from ..lineage import carrying, mixed, seed_of
-from ..rules.blocks import part_sizes
-from ..spec import Cut, P
-from ..tensor import ShardedTensor
-from .bring import bring
+from ....mesh.device_mesh import DeviceMesh
+from ... import outside
+from ...boundary import from_local
+from ...dispatch import known_local, wrap
+from ...layout import Layout, told_apart
+from ...lineage import carrying, mixed, seed_of
+from ...rules.blocks import part_sizes
+from ...spec import Cut, P
+from ...tensor import ShardedTensor
+from ..bring import bring
 from .choices import Routing, check_sharded
 from .journey import Peers, journey
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import Layout
-from ..rules.blocks import from_parts, splitting_axes
-from ..spec import P
-from ..tensor import ShardedTensor
+from ...layout import Layout
+from ...rules.blocks import from_parts, splitting_axes
+from ...spec import P
+from ...tensor import ShardedTensor
 
 
 class Routing(NamedTuple):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...mesh.current import given_or_current
-from ...mesh.device_mesh import DeviceMesh
-from ..boundary import distribute_tensor
-from ..spec import P
+from ....mesh.current import given_or_current
+from ....mesh.device_mesh import DeviceMesh
+from ...boundary import distribute_tensor
+from ...spec import P
 from .choices import Routing
 from .mixture import moe
 

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..dispatch import known_local
-from ..fetch import Fetch, Interval
-from ..layout import Layout
-from ..lineage import carrying, mixed, seed_of
-from ..rules.blocks import from_parts, with_dim
-from ..spec import Cut
-from ..tensor import ShardedTensor
+from ...dispatch import known_local
+from ...fetch import Fetch, Interval
+from ...layout import Layout
+from ...lineage import carrying, mixed, seed_of
+from ...rules.blocks import from_parts, with_dim
+from ...spec import Cut
+from ...tensor import ShardedTensor
 
 Runs = tuple[Interval, ...]  # positions that a rank holds, one interval after the other in its memory
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine_hooks import with_memory
-from ..layout import Layout
-from ..lineage import carrying_on
-from ..rules.blocks import splitting_axes
+from ...engine_hooks import with_memory
+from ...layout import Layout
+from ...lineage import carrying_on
+from ...rules.blocks import splitting_axes
 
 
 @dataclass(frozen=True)

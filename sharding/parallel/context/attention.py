@@ -20,20 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.current import given_or_current
-from ...mesh.device_mesh import DeviceMesh
-from ...mesh.group import World, current_world
-from ..boundary import from_local, to_local
-from ..cache import keep
-from ..dispatch import known_local
-from ..layout import Layout
-from ..lineage import carrying, mixed, seed_of
-from ..policy import implicit
-from ..rules.blocks import from_parts, splitting_axes
-from ..rules.registry import handler
-from ..spec import P
-from ..tensor import ShardedTensor
-from .bring import bring
+from ....mesh.current import given_or_current
+from ....mesh.device_mesh import DeviceMesh
+from ....mesh.group import World, current_world
+from ...boundary import from_local, to_local
+from ...cache import keep
+from ...dispatch import known_local
+from ...layout import Layout
+from ...lineage import carrying, mixed, seed_of
+from ...policy import implicit
+from ...rules.blocks import from_parts, splitting_axes
+from ...rules.registry import handler
+from ...spec import P
+from ...tensor import ShardedTensor
+from ..bring import bring
 from .ways import Options, Way, way_for
 
 METHODS = ("ring", "all_gather", "all_to_all")
