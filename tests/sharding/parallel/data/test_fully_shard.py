@@ -12,7 +12,6 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.parallel.data.training import (
-    AXES,
     BATCH,
     FORMS,
     Block,
@@ -429,5 +428,3 @@ def test_an_input_on_another_mesh_is_refused():
 
     on_ranks((2,), program)
 
-
-assert AXES[0] == "dp"

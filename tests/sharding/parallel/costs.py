@@ -1,0 +1,201 @@
+"""What a step of a composition communicates, worked out on paper: calls and bytes that a rank receives.
+
+Letters: n ranks over which parameters are split, L blocks, g bytes of gradients, A bytes of an activation [b, s, d], T of a number per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardmesh.sharding.parallel.data.cut import Cutting, cut
+from tests.sharding.parallel.compositions import S, Case
+from tests.sharding.parallel.models import Config
+
+Used = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as a rank of tensor parallelism uses it.
+
+    Attributes:
+        shape: the most that a rank of tp holds; `mine` what this one does.
+        copied: whether all ranks of tp hold all of it.
+    """
+
+    shape: tuple[int, ...]
+    mine: tuple[int, ...]
+    copied: bool
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        return math.prod(self.shape[1:])
+
+
+def chunk(size: int, parts: int, part: int) -> int:
+    """What `torch.chunk` gives a part."""
+    most = -(-size // parts)
+    return max(0, min(most, size - part * most))
+
+
+class Paper:
+    """A case, seen from a rank."""
+
+    def __init__(self, case: Case, coordinate: dict[str, int], param_bytes: int = 8, sum_bytes: int = 8) -> None:
+        self.case, self.coordinate, self.param_bytes, self.sum_bytes = case, coordinate, param_bytes, sum_bytes
+        self.tp = case.sizes.get("tp", 1)
+        self.units = list(self._units(case.config))
+
+    # -- shapes --------------------------------------------------------------------------------------------------------
+
+    def _units(self, c: Config) -> Iterator[list[Parameter]]:
+        """The parameters of the outermost unit, and of each block, in the order of their modules."""
+        table = [self._split((c.vocabulary, c.d), 0)]
+        yield [*table, self._copied(c.d), *([] if c.tied else table)]
+        for _ in range(c.layers):
+            yield list(self._block(c))
+
+    def _block(self, c: Config) -> Iterator[Parameter]:
+        yield self._copied(c.d)
+        for heads in (c.heads, c.kv_heads or c.heads, c.kv_heads or c.heads):
+            yield self._split((heads * c.head_dim, c.d), 0, c.head_dim)
+            yield from [self._split((heads * c.head_dim,), 0, c.head_dim)] * c.bias
+        yield self._split((c.d, c.heads * c.head_dim), 1, c.head_dim)
+        yield from [self._copied(c.d)] * (1 + c.bias)
+        for _ in range(2):
+            yield self._split((c.f, c.d), 0)
+            yield from [self._split((c.f,), 0)] * c.bias
+        yield self._split((c.d, c.f), 1)
+        yield from [self._copied(c.d)] * c.bias
+
+    def _split(self, shape: tuple[int, ...], dim: int, piece: int = 1) -> Parameter:
+        most, mine = list(shape), list(shape)
+        most[dim] = piece * chunk(shape[dim] // piece, self.tp, 0)
+        mine[dim] = piece * chunk(shape[dim] // piece, self.tp, self.coordinate.get("tp", 0))
+        return Parameter(tuple(most), tuple(mine), False)
+
+    def _copied(self, size: int) -> Parameter:
+        return Parameter((size,), (size,), True)
+
+    # -- axes ----------------------------------------------------------------------------------------------------------
+
+    def size(self, *axes: str) -> int:
+        return math.prod(self.case.sizes[axis] for axis in axes)
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The axes over which the optimizer's state is split, major to minor."""
+        data = self.case.data
+        return {"ddp": (), "hsdp": data[-1:], "hybrid": (*data[-1:], *data[:-1])}.get(self.case.form, data)
+
+    @property
+    def part(self) -> int:
+        place = 0
+        for axis in self.shards:
+            place = place * self.case.sizes[axis] + self.coordinate[axis]
+        return place
+
+    def cuttings(self) -> list[Cutting]:
+        """How the buffer of each unit is cut; less than a row is lost per cut."""
+        n, found = self.size(*self.shards), []
+        for unit in self.units:
+            lengths, rows = tuple(p.length for p in unit), tuple(p.row for p in unit)
+            found.append(cut(lengths, rows, n))
+            assert sum(lengths) <= n * found[-1].piece < sum(lengths) + (n + 1) * max(rows)
+        return found
+
+    # -- data parallelism ----------------------------------------------------------------------------------------------
+
+    def gathered(self, micro_batches: int = 1) -> list[int]:
+        """The bytes of each all_gather of parameters: whole once a step, or of blocks twice a micro-batch."""
+        n, pieces = self.size(*self.shards), [cutting.piece * self.param_bytes for cutting in self.cuttings()]
+        form, root, blocks = self.case.form, pieces[0], pieces[1:]
+        if form in ("zero1", "zero2"):
+            return [(n - 1) * piece for piece in pieces]
+        if form == "ddp":
+            return []
+        kept = self.size(self.shards[0]) if form == "hybrid" else n  # over so many ranks parameters stay split between steps
+        once = [(n // kept - 1) * piece for piece in pieces]
+        return once + micro_batches * [(kept - 1) * (n // kept) * piece for piece in (root, *blocks, *blocks)]
+
+    def summed(self, micro_batches: int = 1) -> list[int]:
+        """The bytes of each reduce_scatter of gradients."""
+        times = 1 if self.case.form == "zero1" else micro_batches
+        n = self.size(*self.shards)
+        return times * [(n - 1) * cutting.piece * self.sum_bytes for cutting in self.cuttings()]
+
+    def reduced(self) -> list[int]:
+        """The bytes of each all_reduce of gradients at rest: one for each set of axes along which parameters have copies."""
+        others = [axis for axis in self.case.data if axis not in self.shards]
+        found: dict[int, int] = {}
+        for unit, cutting in zip(self.units, self.cuttings(), strict=True):
+            for i, p in enumerate(unit):
+                copies = self.size(*others) * (self.tp if p.copied else 1)
+                first, last = cutting.rows_of(i, self.part, p.mine[0])
+                found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
+        return [2 * (copies - 1) * held // copies for copies, held in found.items()]
+
+    # -- tensor parallelism, of sharded inputs -------------------------------------------------------------------------
+
+    def tokens_here(self) -> int:
+        """Rows of this rank's part of the batch, times positions."""
+        b = self.case.b
+        for axis in self.case.data:
+            b = chunk(b, self.case.sizes[axis], self.coordinate[axis])
+        return b * S
+
+    def activations(self) -> Used:
+        """Forward, a sum of the embedding, of attention and of the MLP; backward, of what came to attention, the MLP and the head."""
+        times, whole = 2 * self.case.config.layers + 1, self.tokens_here() * self.case.config.d * 8
+        if self.case.tp == "tp":
+            return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
+        mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])  # uneven: exchanges take the places of both collectives
+        return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
+
+    def loss(self) -> Used:
+        """Of the vocabulary's parts: the largest logit and the sum, backward a gradient of it, per token; the rest are scalars."""
+        found: Used = {}
+        ranks = self.size(*self.case.data)
+        if self.tp > 1:
+            per_token = 2 * (self.tp - 1) * self.tokens_here() * 8 // self.tp
+            found = {"all_reduce": (5, 3 * per_token + 2 * _scalar(self.tp))}
+        return plus(found, {"all_reduce": (int(ranks > 1), _scalar(ranks))})
+
+
+def _scalar(ranks: int) -> int:
+    return 2 * (ranks - 1) * 8 // ranks
+
+
+def plus(*all_used: Used) -> Used:
+    """The sum; what moves nothing is no call."""
+    found: Used = {}
+    for one in all_used:
+        for op, (calls, received) in one.items():
+            before = found.get(op, (0, 0))
+            found[op] = before[0] + calls, before[1] + received
+    return {op: both for op, both in found.items() if both[0]}
+
+
+def collective(op: str, received: list[int]) -> Used:
+    """Calls that receive so many bytes each; those over one rank are none."""
+    return {op: (sum(one > 0 for one in received), sum(received))}
+
+
+def of_data(paper: Paper, micro_batches: int = 1) -> Used:
+    """What data parallelism communicates in a step."""
+    return plus(
+        collective("all_gather", paper.gathered(micro_batches)),
+        collective("reduce_scatter", paper.summed(micro_batches)),
+        collective("all_reduce", paper.reduced()),
+    )
+
+
+def expected(paper: Paper) -> Used:
+    """What a step with sharded inputs communicates."""
+    return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())

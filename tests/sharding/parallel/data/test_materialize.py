@@ -1,0 +1,128 @@
+"""Models made on "meta": their initial values do not depend on the mesh or on how they are split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh.sharding.parallel.data.materialize import materialize
+from tests.sharding.parallel.data.training import FORMS, Block, Model, batch, loss_of, on_ranks, values
+
+
+class _Scaled(nn.Module):
+    """Owns a parameter and a buffer, and knows no initial values."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(3))
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def _made(**sizes):
+    with torch.device("meta"):
+        made = Model(**sizes)
+    for module in (made, *made.blocks):
+        module.reset_parameters = lambda module=module: _reset(module)
+    return made
+
+
+def _reset(module):
+    if isinstance(module, Block):
+        module.g.fill_(0.7)
+    else:
+        module.shift.copy_(torch.linspace(-1, 1, module.shift.shape[0]))
+
+
+def _values(shape, form):
+    def program(mesh):
+        sm.manual_seed(3)
+        made = materialize(FORMS[form](_made(), mesh))
+        assert not made.shift.is_meta and type(made.shift) is torch.Tensor
+        return values(made)
+
+    return on_ranks(shape, program)
+
+
+def test_values_are_the_same_on_every_mesh():
+    expected = _values((1,), "ddp")[0]
+    assert expected["blocks.0.a.weight"].std() > 0.1
+    assert set(expected["blocks.1.norm.weight"].tolist()) == {1.0}
+    for shape, form in (((4,), "fsdp"), ((2, 2), "hybrid"), ((3,), "zero1"), ((2, 2), "fsdp")):
+        for found in _values(shape, form):
+            assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_it_trains_and_the_parts_lie_where_they_are_gathered_from():
+    def program(mesh):
+        made = materialize(sm.fully_shard(_made(), mesh, units=Block))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        losses = []
+        for _ in range(8):
+            loss = loss_of(made, *batch(mesh, False))
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        pieces = {x._local.untyped_storage().data_ptr() for x in made.blocks[0].parameters() if x.dim() and x._local.numel()}
+        assert len(pieces) == 1
+        return sum(losses[:2]), sum(losses[-2:])
+
+    found = on_ranks((4,), program)
+    assert sum(last for _, last in found) < sum(first for first, _ in found)
+
+
+def test_tied_parameters_stay_tied():
+    def program(mesh):
+        made = _made()
+        made.blocks[1].a.weight = made.blocks[0].a.weight
+        ignored = made.norm.weight
+        sm.fully_shard(made, mesh, units=Block, ignored_params=[ignored])
+        materialize(made)
+        assert made.blocks[1].a.weight is made.blocks[0].a.weight
+        assert type(made.norm.weight) is nn.Parameter
+        assert made.norm.weight.tolist() == [1.0] * 5
+
+    on_ranks((2,), program)
+
+
+def test_an_initialiser():
+    def program(mesh):
+        made = sm.fully_shard(nn.Sequential(_on_meta(_Scaled), nn.LayerNorm(3, device="meta")), mesh)
+        materialize(made, lambda module: [x.fill_(2.0) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))])
+        assert made[0].seen.item() == 2.0
+        assert values(made)["1.weight"].tolist() == [2.0] * 3
+
+    on_ranks((2,), program)
+
+
+def _on_meta(make):
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.MultiheadAttention, nn.Embedding, nn.BatchNorm1d, nn.Conv1d])
+def test_modules_of_torch(kind):
+    arguments = {nn.LSTM: (3, 5), nn.MultiheadAttention: (6, 2), nn.Embedding: (7, 3), nn.BatchNorm1d: (5,), nn.Conv1d: (3, 5, 2)}[kind]
+    options = {"padding_idx": 1} if kind is nn.Embedding else {}
+
+    def program(mesh):
+        sm.manual_seed(0)
+        made = materialize(sm.fully_shard(kind(*arguments, device="meta", **options), mesh))
+        assert all(torch.isfinite(x).all() for x in made.state_dict().values())
+        return {name: x.full_tensor() if isinstance(x, sm.ShardedTensor) else x for name, x in made.state_dict().items()}
+
+    expected, *rest = [found for shape in ((1,), (3,)) for found in on_ranks(shape, program)]
+    assert all(torch.equal(found[name], x) for found in rest for name, x in expected.items())
+
+
+def test_errors_name_the_modules():
+    def program(mesh):
+        with pytest.raises(ValueError, match="LayerNorm has no unit, .*; call fully_shard first"):
+            materialize(nn.LayerNorm(3, device="meta"))
+        made = sm.fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
+        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to give values to the tensors on meta of 1 \(_Scaled\); define it, or pass"):
+            materialize(made)
+
+    on_ranks((2,), program)
