@@ -41,10 +41,15 @@ from .sharding.arrays import (
 from .sharding.bad_values import BadValueError, debug_nans
 from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
 from .sharding.call import call
-from .sharding.checkpoint.folder import latest
+from .sharding.checkpoint.agree import CheckpointError
+from .sharding.checkpoint.folder import Checkpoint, latest
+from .sharding.checkpoint.full import full_state_dict, load_full_state_dict
 from .sharding.checkpoint.load import load
-from .sharding.checkpoint.save import async_save, save
+from .sharding.checkpoint.random_state import RandomState
+from .sharding.checkpoint.safetensors import load_safetensors, save_safetensors
+from .sharding.checkpoint.save import AsyncSave, async_save, save
 from .sharding.checkpoint.state import load_state_dict, state_dict
+from .sharding.checkpoint.tree import PerRank
 from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
@@ -126,9 +131,12 @@ __all__ = [
     "EMA",
     "AbstractMesh",
     "AddressableShard",
+    "AsyncSave",
     "BadValueError",
     "BatchReport",
     "Batches",
+    "Checkpoint",
+    "CheckpointError",
     "CollectiveMismatchError",
     "ColwiseParallel",
     "CommBudgetError",
@@ -152,10 +160,12 @@ __all__ = [
     "Partial",
     "PartitionSpec",
     "PeerError",
+    "PerRank",
     "Placement",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "RandomState",
     "RankLostError",
     "ReplicaCheck",
     "ReplicaError",
@@ -215,6 +225,7 @@ __all__ = [
     "fork_rng",
     "from_local",
     "full",
+    "full_state_dict",
     "fully_shard",
     "get_mesh",
     "get_rng_state",
@@ -233,6 +244,8 @@ __all__ = [
     "ledger",
     "load",
     "load_balance_loss",
+    "load_full_state_dict",
+    "load_safetensors",
     "load_state_dict",
     "local_map",
     "main_process_first",
@@ -274,6 +287,7 @@ __all__ = [
     "reshard",
     "rowwise",
     "save",
+    "save_safetensors",
     "seeded",
     "sequence",
     "session",

@@ -24,7 +24,7 @@ from .placing import Placed, own_name, placed
 from .saving import Saving, on_host, serialised
 from .stored import import_format
 from .tree import Path as TreePath
-from .tree import PerRank, Structure, leaves, name_of, opened, structure_of, torch_paths
+from .tree import PerRank, Structure, children, leaves, name_of, opened, structure_of, torch_paths
 
 
 class State(NamedTuple):
@@ -114,6 +114,8 @@ def state_of(tree: Any, world: World) -> State:
         TypeError, ValueError: a leaf that cannot be saved, or two of one name.
     """
     tree = opened(tree)
+    if children(tree) is None:
+        raise TypeError(f"save: a {type(tree).__name__} has no names for what is in it; save a dict, such as {{'x': it}}")
     found: dict[str, Any] = {}
     paths: dict[str, TreePath] = {}
     for path, leaf in leaves(tree):

@@ -16,7 +16,7 @@ class RandomState:
     """RandomState(): saved, the state of all random numbers; loaded, they go on from there.
 
     Of `ShardedTensor`s, the same on every rank; of torch, on the CPU and on this rank's GPU, and of Python's `random`, each rank's own.
-    On more ranks than had saved, the others' generators stay as they are.
+    On more ranks than had saved, the generators of the others stay as they are.
 
     Communication: none.
 
@@ -37,5 +37,5 @@ class RandomState:
         set_rng_state(state["sharded"])
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
-        if "cuda" in state and torch.cuda.is_available():
+        if state.get("cuda") is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ...mesh.group import World, current_world
@@ -13,6 +15,7 @@ from .folder import Checkpoint
 from .prepare import prepared
 from .saving import Saving
 
+_log = logging.getLogger(__name__)
 _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictionary()
 
 
@@ -50,7 +53,7 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
     """
     _end_last()
     saving = prepared(tree, dir, step, keep, copies=False)
-    return _settle(saving, saving.write, saving.commit)
+    return _settle(saving, saving.write, saving.commit, saving.stopped.set)
 
 
 def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> AsyncSave:
@@ -63,7 +66,7 @@ def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = Non
 
     Raises: as `save`, for what can be known before anything is written; the rest is raised by `wait()`, or by the next save.
 
-    Communication: three all_gathers of small objects over all ranks; two more in `wait()`. None in the thread: it sees in the folder
+    Communication: two all_gathers of small objects over all ranks, and two more in `wait()`. None in the thread: it sees in the folder
         what the others have written.
 
     Example:
@@ -82,23 +85,25 @@ class AsyncSave:
 
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
-        self._written, self._result, self._error = threading.Event(), None, None
+        self._written = threading.Event()
+        self._result: Checkpoint | None = None
         self._write_error: Exception | None = None
+        self._error: Exception | None = None
         self._outcome: Checkpoint | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"save of step {saving.step}")
         self._thread.start()
 
     def _run(self) -> None:
-        try:
-            self._saving.write()
-        except Exception as error:
-            self._write_error = error
+        self._write_error = _tried(self._saving.write)
         self._written.set()
         if self._saving.rank == 0 and self._write_error is None:
-            try:
-                self._result = self._saving.commit()
-            except Exception as error:
-                self._error = error
+            self._error = _tried(self._commit)
+        error = self._write_error or self._error
+        if error is not None and not threading.main_thread().is_alive():
+            _log.error("%s", error)  # nobody will ask for it any more
+
+    def _commit(self) -> None:
+        self._result = self._saving.commit()
 
     def done(self) -> bool:
         """Whether this rank's thread has ended: on rank 0, when the checkpoint is complete or has failed."""
@@ -114,10 +119,9 @@ class AsyncSave:
         """
         if self._outcome is None:
             try:
-                self._outcome = _settle(self._saving, self._join_writing, self._join_commit)
+                self._outcome = _settle(self._saving, self._join_writing, self._join_commit, self._stop)
             except BaseException as error:
                 self._outcome = error
-                self._saving.stopped.set()
                 raise
             finally:
                 _unfinished.pop(current_world(), None)
@@ -132,6 +136,11 @@ class AsyncSave:
         if self._write_error is not None:
             raise self._write_error
 
+    def _stop(self) -> None:
+        """The thread waits for nobody any more, and ends."""
+        self._saving.stopped.set()
+        self._thread.join()
+
     def _join_commit(self) -> Checkpoint | None:
         self._thread.join()
         if self._error is not None:
@@ -139,14 +148,22 @@ class AsyncSave:
         return self._result
 
 
-def _settle(saving: Saving, write: Any, commit: Any) -> Checkpoint:
-    """Every rank writes; when all have, rank 0 makes the checkpoint of it; what fails anywhere is raised everywhere."""
+def _tried(work: Callable[[], None]) -> Exception | None:
+    """What it raises."""
+    try:
+        work()
+    except Exception as error:
+        return error
+
+
+def _settle(saving: Saving, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]) -> Checkpoint:
+    """Every rank writes; when all have, rank 0 makes the checkpoint of it. What fails anywhere is raised everywhere, after `stop`."""
     group = everyone(current_world())
     try:
         everywhere(group, write)
         made: Any = everywhere(group, lambda: commit() if saving.rank == 0 else None)[0]
     except BaseException:  # Ctrl-C, too
-        saving.stopped.set()
+        stop()
         saving.clear()
         raise
     return made

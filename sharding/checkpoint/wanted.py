@@ -96,19 +96,25 @@ def _want(like: Any, path: Path, world: World) -> Want:
 
 
 def _as_stored(like: Followed, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
-    """What the file has below this path; tensors that `like` knows lie as it says."""
+    """What the file has below this path; tensors that `like` knows lie as it says, and values of each rank stay what they are."""
     known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
 
     def leaf(name: str, inner: Path) -> Want:
-        own, shape = known.get(name), stored.entries[name].shape if name in stored.entries else None
-        if own is not None and not (isinstance(own, Tensor) and shape is None):
-            return _want(own, (*path, *inner), world)
-        layout = None if shape is None else like.layout_of(inner, shape)
-        if layout is not None:
-            return layout.replace(dtype=stored.entries[name].dtype)
-        return Value(name) if shape is None else Plain(None, torch.device("cpu"))
+        own, entry = known.get(name), stored.entries.get(name)
+        if entry is None:  # no leaf of this name is stored, but one of each rank
+            return Value(own_name(name, world.rank), own.value if isinstance(own, PerRank) else None, optional=True)
+        if entry.shape is None:
+            return Value(name)
+        lies = own.layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
+        layout = lies or like.layout_of(inner, entry.shape)
+        return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
+
+
+def _plain_like(own: Any) -> Plain:
+    """A whole tensor, of whatever shape, where the object has its own."""
+    return Plain(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
 
 
 def _layouts_of(owner: Any) -> Any:

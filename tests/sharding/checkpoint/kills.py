@@ -1,6 +1,6 @@
 """Saves in which ranks are killed, by names such as "save one 0 17 before": who, at which call that writes, before it or half way.
 
-    save|replace        a new step, or the one that is there is made anew
+    save|replace|async  a new step, or the one that is there is made anew, or a new step by async_save
     one|all             the rank alone, or all four
     0                   the rank that counts its calls
     17 before|half      at its 17th call that changes the disk; half: of what it writes, half is written
@@ -24,7 +24,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.checkpoint.load import load
-from shardmesh.sharding.checkpoint.save import save
+from shardmesh.sharding.checkpoint.save import async_save, save
 from tests.faults.at import At
 from tests.faults.fault import RANKS, Fault
 
@@ -52,7 +52,8 @@ def fault_of(name: str) -> Fault:
         doomed = pids if who == "all" else [os.getpid()]
         second = tree(at.mesh, 2, size)
         with killed(doomed, when, how) if at.rank == int(rank) else nothing() as count:
-            save(second, folder, step=1 if kind == "replace" else 2)
+            step = 1 if kind == "replace" else 2
+            async_save(second, folder, step=step).wait() if kind == "async" else save(second, folder, step=step)
         return count[0]
 
     program.__name__ = name

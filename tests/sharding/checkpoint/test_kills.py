@@ -17,7 +17,7 @@ pytestmark = pytest.mark.xdist_group("faults")
 
 NAMES = [
     "save one 0 3 half", "save one 0 9 before", "save all 0 16 half", "save one 2 1 half", "save all 1 4 before",
-    "replace one 0 19 before", "replace all 0 20 before", "save one 3 0.01 after",
+    "replace one 0 19 before", "replace all 0 20 before", "save one 3 0.01 after", "async one 0 12 before", "async one 1 2 half",
 ]  # fmt: skip
 
 

@@ -242,6 +242,11 @@ def test_what_cannot_be_saved(leaf, words, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("tree", [X, 3, [1, 2], None])
+def test_no_names(tree, tmp_path):
+    assert "save a dict" in same_error((2,), lambda mesh: save(tree, tmp_path), TypeError)
+
+
 def test_names_that_clash(tmp_path):
     text = same_error((2,), lambda mesh: save({"a": {"b": 1}, "a.b": 2}, tmp_path), ValueError)
     assert "two leaves are named 'a.b'" in text
@@ -268,6 +273,21 @@ def test_options_that_make_no_sense(options, tmp_path):
     assert str(next(iter(options.values()))) in same_error((2,), lambda mesh: save({}, tmp_path, **options), ValueError)
 
 
+@pytest.mark.parametrize("damaged", ["__0_0.distcp", "__1_0.distcp", "__2_0.distcp"])
+def test_a_rank_that_cannot_read(damaged, tmp_path, monkeypatch):
+    """In rounds, some of which ranks read for themselves: the others do not wait for it, and raise what it raises."""
+    monkeypatch.setattr(reading, "ROUND_BYTES", 1)
+
+    def tree(mesh):
+        whole, split = place(mesh, X), place(mesh, X).redistribute(P("a"))
+        return {"a": split, "b": whole, "c": split, "d": X, "e": split}
+
+    on_mesh((3,), lambda mesh: save(tree(mesh), tmp_path))
+    (path,) = tmp_path.rglob(damaged)
+    path.write_bytes(path.read_bytes()[:-700])
+    assert str(path) in same_error((3,), lambda mesh: load(tmp_path, tree(mesh)), CheckpointError, silent=False)
+
+
 def test_loading_what_ranks_want_differently(tmp_path):
     on_mesh((2,), lambda mesh: save({"x": place(mesh, X)}, tmp_path))
 
@@ -275,3 +295,12 @@ def test_loading_what_ranks_want_differently(tmp_path):
         load(tmp_path, {"x": Layout.of(mesh, P("a") if mesh.get_rank() else P(), X.shape)})
 
     assert "rank 1 has 'x'" in same_error((2,), program, CheckpointError, silent=False)
+
+
+def test_a_world_without_data(tmp_path):
+    with sm.null_world(4):
+        mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+        with pytest.raises(ValueError, match="null_world has none"):
+            save({"x": sm.zeros(4, device_mesh=mesh)}, tmp_path)
+        with pytest.raises(ValueError, match="null_world has none"):
+            load(tmp_path, {})

@@ -13,6 +13,7 @@ from shardmesh.sharding.checkpoint.full import full_state_dict, load_full_state_
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
+from shardmesh.sharding.checkpoint.tree import PerRank
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 ROWS = P(("b", "a"))
@@ -137,6 +138,39 @@ def test_modules_optimizers_and_schedulers_in_the_tree(tmp_path):
     on_mesh((4,), first)
     for found in on_mesh((3,), second):
         close(found, expected(3))
+
+
+class Loader:
+    """A data loader whose state has another form when it has begun."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_the_checkpoint_says_what_an_object_has(tmp_path):
+    """More and other entries than the new object has, tensors of other shapes, and of each rank its own."""
+    begun = {"epoch": 3, "order": torch.arange(5), "workers": [{"position": torch.tensor(7)}, {}], "rate": torch.tensor(0.5)}
+
+    def first(mesh):
+        save({"loader": Loader({**begun, "own": PerRank(mesh.get_rank())})}, tmp_path)
+
+    def second(mesh):
+        loader = Loader({"order": torch.empty(0), "rate": 0.1})
+        assert load(tmp_path, {"loader": loader})["loader"] is loader
+        return loader.state
+
+    on_mesh((2,), first)
+    for rank, state in enumerate(on_mesh((3,), second)):
+        assert list(state) == [*begun, "own"]
+        assert torch.equal(state["order"], begun["order"])
+        assert (state["epoch"], state["workers"], state["rate"]) == (3, begun["workers"], 0.5)
+        assert state["own"] == (rank if rank < 2 else None)
 
 
 def test_nothing_changes_where_a_file_is_damaged(tmp_path):
