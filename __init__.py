@@ -91,7 +91,8 @@ from .sharding.optimizers.shampoo import Shampoo
 from .sharding.parallel.context.attention import context_parallel, context_parallel_attention
 from .sharding.parallel.context.order import balance_sequence, unbalance_sequence
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
-from .sharding.parallel.data.precision import MixedPrecisionPolicy
+from .sharding.parallel.data.materialize import materialize
+from .sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy
 from .sharding.parallel.experts.choices import Routing, load_balance_loss, top_k_routing
 from .sharding.parallel.experts.experts import Experts
 from .sharding.parallel.experts.mixture import moe
@@ -135,6 +136,7 @@ __all__ = [
     "BadValueError",
     "BatchReport",
     "Batches",
+    "CPUOffloadPolicy",
     "Checkpoint",
     "CheckpointError",
     "CollectiveMismatchError",
@@ -254,6 +256,7 @@ __all__ = [
     "make_array_from_single_device_arrays",
     "manual_seed",
     "mark_step",
+    "materialize",
     "moe",
     "norms",
     "null_world",

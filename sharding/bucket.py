@@ -78,13 +78,14 @@ class ManyRunner:
         """Number of collectives that this rank takes part in."""
         return sum(len(stage.buckets) for stage in self.stages)
 
-    def start(self, tensors: list[Tensor], *, own: bool = False) -> Callable[[], list[Tensor]]:
-        """Everything but waiting for the last stage; call what comes back for the results."""
+    def start(self, tensors: list[Tensor], *, own: bool = False, note: Note | None = None) -> Callable[[], list[Tensor]]:
+        """Everything but waiting for the last stage; call what comes back for the results. `note`: what it is for, in place of layouts."""
+        note = note or self._note
         tensors, fresh = list(tensors), [own] * len(tensors)
         under_way: list[tuple[list[int], Pending]] = []
-        self._carried.note = self._note
+        self._carried.note = note
         try:
-            with named(self._note):
+            with named(note):
                 for stage in self.stages:
                     _finish(under_way, tensors, fresh)
                     under_way = stage.start(tensors, fresh)

@@ -23,13 +23,21 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
+def accumulates(leaf: torch.Tensor) -> bool:
+    """Whether the running backward pass adds the gradient of this leaf to its `.grad`; one of `torch.autograd.grad` does not."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[arg-type]
+    except RuntimeError:  # it cannot tell for what `torch.autograd.grad` was asked for
+        return False
+
+
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The hooks through which autograd saves tensors here, if there are any.
 
     Raises:
         NotImplementedError: this torch does not say.
     """
-    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
     if find is None:
         raise NotImplementedError(f"torch {torch.__version__} does not tell which saved_tensors_hooks are active; use 2.11 or later")
     return find(True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..mesh.group import World, current_world
+from ..mesh.watch.seat import Note
 from . import engine_hooks
 from .bucket import many_runner
 from .layout import Layout, told_apart
@@ -40,6 +41,7 @@ class _Reducer:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
         before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
+        started: leaves whose gradients are being reduced while backward goes on, and what gives the sums.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
     """
@@ -48,11 +50,15 @@ class _Reducer:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]]]] = []
         self.task = -1
         self.made = 0
 
     def add(self, number: int, leaf: ShardedTensor) -> None:
         self.waiting[number] = leaf
+        self.flush_at_end()
+
+    def flush_at_end(self) -> None:
         task = engine_hooks.current_backward()
         if not self.accumulating and task != self.task:
             self.task = task
@@ -68,7 +74,22 @@ class _Reducer:
             call()
         leaves = [self.waiting[number] for number in sorted(self.waiting)]
         self.waiting.clear()
+        done = self._finish_started()
         _reduce(leaves)
+        _call_hooks([*done, *leaves])
+
+    def _finish_started(self) -> list[ShardedTensor]:
+        started, self.started = self.started, []
+        for leaves, wait in started:
+            for leaf, grad in zip(leaves, wait(), strict=True):
+                _accumulate(leaf, grad)
+        return [leaf for leaves, _ in started for leaf in leaves]
+
+    def drop_started(self) -> None:
+        """What a backward that failed has left under way."""
+        started, self.started = self.started, []
+        for _, wait in started:
+            wait()
 
     def give_up(self) -> None:
         """An exception has left `accumulate_grads()`: what nobody could see or clear is not added to later gradients."""
@@ -125,7 +146,32 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
     if not _arrives_whole(leaf):
-        _reducer(leaf.mesh.world).waiting[leaf._number] = leaf  # type: ignore[attr-defined]
+        _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
+
+
+def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note) -> None:
+    """Launch the reduction of gradients that autograd would have added to leaves. The sums are in `.grad` when this backward ends.
+
+    Args:
+        leaves, grads: alike on all ranks, and in the same order.
+        note: what it is for, for messages.
+    """
+    buckets = _buckets(zip(leaves, grads, strict=True))
+    reducer = _reducer(leaves[0].mesh.world)
+    for members in buckets.values():
+        mine, given = zip(*members, strict=True)
+        reducer.started.append((mine, _start_bucket(mine, given, note)))
+    reducer.flush_at_end()
+
+
+def may_start(leaf: ShardedTensor) -> bool:
+    """Whether `start` may take this leaf's gradient in the backward pass that is running."""
+    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(leaf._local)
+
+
+def drop_started(world: World) -> None:
+    """Wait for reductions that a backward has launched before it failed, and forget them."""
+    _reducer(world).drop_started()
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
@@ -168,12 +214,8 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
 
     A gradient whose reduction fails stays pending where it is.
     """
-    buckets: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
-    for leaf in leaves:
-        grad = leaf._local.grad
-        if grad is not None:
-            buckets.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
-    for (_, axes, _, together), members in buckets.items():
+    there = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
+    for (_, axes, _, together), members in _buckets(there).items():
         if not axes:
             reduced = [grad for _, grad in members]
         elif together:
@@ -183,12 +225,23 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
             _accumulate(leaf, grad)
-    for leaf in leaves:
+
+
+def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
+    for leaf in {id(leaf): leaf for leaf in leaves}.values():
         for hook in list(getattr(leaf, "_after_grad_hooks", {}).values()):
             hook(leaf)
 
 
 _GRADIENT = seed_of("gradient")
+
+
+def _buckets(pairs: Iterable[tuple[ShardedTensor, Tensor]]) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
+    """Leaves and gradients that are reduced together."""
+    found: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
+    for leaf, grad in pairs:
+        found.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
+    return found
 
 
 def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...], torch.dtype, bool]:
@@ -199,11 +252,15 @@ def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...],
 
 def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Sum gradients over the axes on which their leaves are replicated, all in one buffer."""
+    return _start_bucket(leaves, grads, None)()
+
+
+def _start_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None) -> Callable[[], list[Tensor]]:
     layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
     world = leaves[0].mesh.world
     with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
-        parts = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads))()
-    return [_shaped_like(part, grad) for part, grad in zip(parts, grads, strict=True)]
+        wait = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads), note=note)
+    return lambda: [_shaped_like(part, grad) for part, grad in zip(wait(), grads, strict=True)]
 
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:

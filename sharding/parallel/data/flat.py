@@ -13,6 +13,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from ...layout import Layout
 from ...redistribute import runner
 from ...spec import Cut, P
 from .cut import cut
+
+_View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and the element at which it begins
 
 
 class FlatBucket:
@@ -41,6 +44,7 @@ class FlatBucket:
         self.cutting = cut(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
         self.layouts = [self._at_rest(i, base) for i, base in enumerate(bases)]
         self._others = tuple(axis for axis in mesh.axis_names if axis not in axes)
+        self._flats: dict[Any, Layout] = {}
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._largest]
 
     # -- where parameters lie ------------------------------------------------------------------------------------------
@@ -65,23 +69,25 @@ class FlatBucket:
 
     def shards_in(self, shard: Tensor) -> list[Tensor]:
         """This rank's part of each parameter, as views of its piece."""
-        first = self._part * self.cutting.piece
-        return [self._view(shard, i, *self._my_rows(i), first) for i in range(len(self.bases))]
-
-    def _my_rows(self, i: int) -> tuple[int, int]:
-        return self.cutting.rows_of(i, self._part, self.bases[i].local_shape[0])
+        return _views(shard, self._in_shard)
 
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
         """Each parameter as it is used, as views of the whole buffer."""
-        return [self._view(whole, i, 0, base.local_shape[0], 0) for i, base in enumerate(self.bases)]
+        return _views(whole, self._in_whole)
 
-    def _view(self, buffer: Tensor, i: int, start: int, stop: int, first: int) -> Tensor:
+    @cached_property
+    def _in_shard(self) -> list[_View]:
+        counts, first = [base.local_shape[0] for base in self.bases], self._part * self.cutting.piece
+        return [self._view(i, *self.cutting.rows_of(i, self._part, count), first) for i, count in enumerate(counts)]
+
+    @cached_property
+    def _in_whole(self) -> list[_View]:
+        return [self._view(i, 0, base.local_shape[0], 0) for i, base in enumerate(self.bases)]
+
+    def _view(self, i: int, start: int, stop: int, first: int) -> _View:
         """Rows of a parameter in a buffer that begins at element `first`."""
-        shape = (stop - start, *self.bases[i].local_shape[1:])
-        if math.prod(shape) == 0:
-            return buffer.new_empty(shape)
         strides = self._strides[i]
-        return buffer.as_strided(shape, strides, buffer.storage_offset() + self.cutting.offsets[i] + start * strides[0] - first)
+        return (stop - start, *self.bases[i].local_shape[1:]), strides, self.cutting.offsets[i] + start * strides[0] - first
 
     def empty_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A piece, with zeros where there is no parameter."""
@@ -95,6 +101,12 @@ class FlatBucket:
 
     def _flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()) -> Layout:
         """The buffer as a tensor split over some of the axes; ranks along the other axes of the mesh have buffers of their own."""
+        found = self._flats.get((dtype, over, pending))
+        if found is None:
+            found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
+        return found
+
+    def _make_flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]) -> Layout:
         copies = math.prod(self.mesh.size(axis) for axis in self._others)
         length = copies * self.cutting.parts * self.cutting.piece
         return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
@@ -117,7 +129,8 @@ class FlatBucket:
         if any(grad is None for grad in grads) or sum(x.numel() for x in places) < whole.numel():
             whole.zero_()
         given = [(place, grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
-        torch._foreach_copy_([place for place, _ in given], [grad for _, grad in given])
+        if given:
+            torch._foreach_copy_([place for place, _ in given], [grad for _, grad in given])
         return whole
 
     def start_reduce(self, whole: Tensor, note: Note) -> Callable[[], Tensor]:
@@ -130,6 +143,14 @@ class FlatBucket:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:
+    first = buffer.storage_offset()
+    return [
+        buffer.as_strided(shape, strides, first + start) if math.prod(shape) else buffer.new_empty(shape)
+        for shape, strides, start in places
+    ]
 
 
 def _largest_local_shape(base: Layout) -> tuple[int, ...]:

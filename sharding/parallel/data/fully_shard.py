@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ....mesh.current import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor import ShardedTensor
 from .form import Axes, Form, form_of
 from .making import Units, split
-from .precision import MixedPrecisionPolicy
+from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import Options
 
@@ -24,6 +26,7 @@ def fully_shard(
     units: Units | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     find_unused_parameters: bool = False,
     transport: str | None = None,
@@ -44,16 +47,18 @@ def fully_shard(
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
-        mesh: the mesh with every axis, by default that of `with mesh:`.
+        mesh: the mesh with every axis, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: over the first, parameters are replicated (HSDP).
         units: what becomes a unit of its own: module classes, patterns of paths such as "blocks.*", or a function of path and module.
         reshard_after_forward: True to let whole parameters go after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
-        mp_policy: dtypes.
+        mp_policy: dtypes; torch's own policy is taken, too.
+        offload_policy: `CPUOffloadPolicy()` to keep parameters at rest on the host. The process group needs a backend for both devices.
         ignored_params: parameters that stay as they are.
         find_unused_parameters: parameters may take part in the loss on some ranks and not on others; those that do not on a rank count
-            as having a gradient of zeros there. Without it that is an error, which names them. Each unit has to run on all ranks.
+            as having a gradient of zeros there. Without it that is an error, which names them. Each unit has to run on all ranks; those
+            of `data_parallel` whose parameters and optimizer are not split may be left out on some.
         transport: "int8" or "fp8" to gather parameters and sum gradients in 8 bits, see `redistribute`.
         src_data_rank: as in `distribute_tensor`: values are those of this rank; None if all ranks have the same already.
 
@@ -62,7 +67,7 @@ def fully_shard(
 
     Raises:
         ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of a unit made before; a number
-            that is the size of no axis.
+            that is the size of no axis; offloading where parameters are replicated over an axis.
 
     Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit and step all_gathers of its parameters
         (one in forward and one in backward; with reshard_after_forward=False one) and one reduce_scatter of its gradients.
@@ -73,10 +78,12 @@ def fully_shard(
         >>> sm.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    mesh = given_or_current(mesh)
+    mesh = _mesh(mesh)
     names = _axes(module, mesh, axes)
-    form = form_of(mesh, names, names, names)
-    options = Options(mesh, form, mp_policy or MixedPrecisionPolicy(), transport, find_unused_parameters)
+    form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
+    if offload:
+        _check_offload(module, mesh, form)
+    options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters, offload)
     kept = _kept(mesh, form, reshard_after_forward)
     return split(module, options, units, kept, ignored_params, src_data_rank)
 
@@ -115,13 +122,28 @@ def data_parallel(
     Example:
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = given_or_current(mesh)
+    mesh = _mesh(mesh)
     form = form_of(mesh, parameter, gradient, optimizer)
-    options = Options(mesh, form, mp_policy or MixedPrecisionPolicy(), transport, find_unused_parameters)
+    options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters)
     return split(module, options, units, None, ignored_params, src_data_rank)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _mesh(given: Any) -> DeviceMesh:
+    """The mesh that is meant: ours, torch's, or that of `with mesh:`."""
+    return DeviceMesh.from_torch(given) if isinstance(given, TorchMesh) else given_or_current(given)
+
+
+def _check_offload(module: nn.Module, mesh: DeviceMesh, form: Form) -> None:
+    """Raises: ValueError if gradients would have to be summed on the host."""
+    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*form.optimizer, *_axes_in_use(module)}]
+    if copies:
+        raise ValueError(
+            f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be summed on the host; "
+            f"split over all axes, axes={(*copies, *form.optimizer)!r}"
+        )
 
 
 def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:

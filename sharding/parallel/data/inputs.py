@@ -32,6 +32,21 @@ def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | No
     )
 
 
+def mesh_of_parameter(own: DeviceMesh | None, whole: DeviceMesh, split: tuple[str, ...], tensor_axes: tuple[str, ...]) -> DeviceMesh | None:
+    """Where inputs are plain: on which mesh a parameter is used; None for a plain tensor, as which it is used if it was one.
+
+    Args:
+        own: the mesh on which it lay before data parallelism.
+        whole: the mesh with every axis.
+        split: the axes of data parallelism, that split it at rest.
+        tensor_axes: those that split parameters while they are used.
+    """
+    if own is None:
+        return None
+    axes = tensor_axes if own is whole else tuple(axis for axis in own.axis_names if axis not in split)
+    return whole[axes] if axes else None
+
+
 def gradient_scale(whole: DeviceMesh, on: DeviceMesh | None) -> float:
     """Gradients are summed over the axes of the mesh that activations lie on, and averaged over all others."""
     return 1 / math.prod(whole.size(axis) for axis in whole.axis_names if on is None or axis not in on.axis_names)

@@ -19,8 +19,7 @@ from torch import Tensor
 from ....mesh.watch.seat import Note
 from ...tensor import ShardedTensor
 from .flat import FlatBucket
-from .form import Form
-from .precision import MixedPrecisionPolicy
+from .slot import Options
 
 _WHOLE: tuple[str, ...] = ()
 Version = tuple[int, int, int]
@@ -33,18 +32,20 @@ class Levels:
         shard: the piece at rest, in the parameters' own dtype.
     """
 
-    def __init__(self, flat: FlatBucket, form: Form, dtype: torch.dtype, policy: MixedPrecisionPolicy, name: str) -> None:
-        self.flat, self._form, self._policy = flat, form, policy
+    def __init__(self, flat: FlatBucket, dtype: torch.dtype, options: Options, name: str) -> None:
+        self.flat, self._form, self._policy, self._offload = flat, options.form, options.policy, options.offload
         self._held: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._coming: tuple[Any, Callable[[], Tensor]] | None = None
-        self._moves = 0
+        self._moves, self._address = 0, 0
         self._note = Note(f"{name}: gather {len(flat.bases)} parameters")
-        self._lay_out(dtype, flat.mesh.device)
+        self._lay_out(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
     # -- at rest -------------------------------------------------------------------------------------------------------
 
     def _lay_out(self, dtype: torch.dtype, device: torch.device) -> None:
         self.shard = self.flat.empty_shard(dtype, device)
+        if self._offload and self._offload.pin_memory and device.type == "cpu" and self.flat.mesh.device.type == "cuda":
+            self.shard = self.shard.pin_memory()
         self._places = self.flat.shards_in(self.shard)
 
     @torch.no_grad()
@@ -56,7 +57,8 @@ class Levels:
         moved = [(place, x) for place, x in zip(self._places, parts, strict=True) if place.data_ptr() != x.data_ptr()]
         if not moved:
             return
-        self._moves += 1  # values may have come by `x.data = ...`, which leaves no trace
+        # Values may have come by `x.data = ...`, which leaves no trace but where they lie, and that is about to change.
+        self._moves += any(place.is_contiguous() for place, _ in moved)
         torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
         for place, x in moved:
             if place.is_contiguous():
@@ -75,6 +77,7 @@ class Levels:
         if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
             return
         self.drop()
+        self._held.pop(_WHOLE, None)  # of values that are no longer those of the parameters
         axes, x = self._nearest(versions)
         kept = self._form.parameter
         if axes == self._form.optimizer and kept not in (_WHOLE, axes):
@@ -105,7 +108,8 @@ class Levels:
         if self._coming is not None:
             versions, wait = self._coming
             self._coming = None
-            self._held[_WHOLE] = versions, wait()
+            whole = wait()
+            self._held[_WHOLE], self._address = (versions, whole), whole.untyped_storage().data_ptr()
         return self._held[_WHOLE][1]
 
     @property
@@ -121,8 +125,7 @@ class Levels:
     @property
     def address(self) -> int | None:
         """Where the whole buffer lies."""
-        held = self._held.get(_WHOLE)
-        return None if held is None else held[1].untyped_storage().data_ptr()
+        return self._address if _WHOLE in self._held else None
 
     def drop(self) -> None:
         """Wait for what is under way, and forget it."""

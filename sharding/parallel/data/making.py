@@ -17,9 +17,9 @@ from ...module_repr import show_layouts_in_repr
 from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
-from .schedule import set_unit, unit_of, units_in
+from .schedule import own_modules, set_unit, unit_of, units_in
 from .slot import Options, Place, Slot, took
-from .unit import Unit, own_modules
+from .unit import Unit
 
 Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
 _NAMED = 8  # so many modules are named in a message
@@ -44,9 +44,10 @@ def split(
     belongs = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
-        slots = [Slot(path, places, base, base) for (path, places), base in mine]
-        unit.adopt(slots, partial(_at_rest, src=src))
+        slots = [Slot(path, places, base, base, getattr(_value(places), "mesh", None)) for (path, places), base in mine]
+        unit.adopt(slots, partial(_at_rest, src=src, offload=options.offload is not None))
         _hook(unit)
+    made[""].schedule.take(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
     return module
@@ -143,8 +144,15 @@ def _base(found: Found, mesh: DeviceMesh) -> Layout:
     return Layout.of(mesh, x.spec, x.shape, x.dtype)
 
 
-def _at_rest(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:
+def _at_rest(x: Tensor, rest: Layout, base: Layout, src: int | None, offload: bool) -> ShardedTensor:
     """A parameter's values, laid out as at rest."""
+    found = _split(x, rest, base, src)
+    if not offload or x.is_meta or rest is base:
+        return found
+    return ShardedTensor._make_guarded(found._local.cpu(), rest)
+
+
+def _split(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:
     if x.is_meta:
         return ShardedTensor._make_guarded(torch.empty(rest.local_shape, dtype=rest.dtype, device="meta"), rest)
     if isinstance(x, ShardedTensor):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ....mesh.device_mesh import DeviceMesh
 from ...layout import Layout
 from ...spec import P
 from ...tensor import ShardedTensor
 from .schedule import units_in
+from .unit import Unit
 
 _NAMED = 4  # so many modules are named in a message
 
@@ -42,7 +43,7 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
     owners = {name: inner for name, inner in _inner_first(module, "") if any(_is_meta(x) for x in _tensors(inner))}
     _check(module, owners, init)
     with torch.no_grad():
-        memory = _Memory(units_in(module)[0].options.mesh)
+        memory = _Memory(units_in(module))
         for inner in owners.values():
             memory.give(inner)
         for inner in owners.values():
@@ -83,17 +84,32 @@ def _own_reset(module: nn.Module) -> Callable[[], object] | None:
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
-def _reset(module: nn.Module) -> None:
-    reset = _own_reset(module)
-    assert reset is not None  # checked before
-    reset()
+def _reset(module: nn.Module) -> object:
+    reset: Any = _own_reset(module)
+    padding = getattr(module, "padding_idx", None) if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
+    if padding is None:
+        return reset()
+    module.padding_idx = None  # type: ignore[assignment]  # its row is one of a view, which has no rule: it is written where it lies
+    try:
+        reset()
+    finally:
+        module.padding_idx = padding
+    _clear_row(module.weight, padding)  # type: ignore[arg-type]
+    return None
+
+
+def _clear_row(x: ShardedTensor, row: int) -> None:
+    start, stop = x.layout.box[0]
+    if start <= row < stop:
+        x._local[row - start] = 0
 
 
 class _Memory:
     """Gives tensors on "meta" memory: tied ones the same."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._mesh = units[0].options.mesh
+        self._homes = {number: device for unit in units for number, device in unit.homes()}
         self._given: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by the number of the old one, which is kept so that it stays its own
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str]] = []
@@ -118,7 +134,8 @@ class _Memory:
     def _allocated(self, x: Tensor) -> ShardedTensor:
         """Memory for a tensor; for a plain one as a replicated one, so that all ranks make the same values."""
         layout = x._layout if isinstance(x, ShardedTensor) else Layout.of(self._mesh, P(), x.shape, x.dtype)
-        return ShardedTensor._make_guarded(torch.empty(layout.local_shape, dtype=x.dtype, device=layout.mesh.device), layout)  # type: ignore[union-attr]
+        device = self._homes.get(id(x), layout.mesh.device)  # type: ignore[union-attr]
+        return ShardedTensor._make_guarded(torch.empty(layout.local_shape, dtype=x.dtype, device=device), layout)
 
     def lay_plain(self, module: nn.Module) -> None:
         """Have parameters that belong to no unit be plain tensors again."""

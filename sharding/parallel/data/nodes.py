@@ -25,7 +25,7 @@ class Passage:
         values: the tensors that the unit computes with; no gradient goes through it.
         reduce: from their gradients, and a scale, to what gives the gradients of the parameters' local parts later.
         differentiable: the same at once, for gradients of gradients.
-        scale: with which gradients are multiplied.
+        scale: with which gradients are multiplied; `factors` are what those of some are multiplied with besides.
     """
 
     def __init__(
@@ -35,7 +35,19 @@ class Passage:
         differentiable: Callable[[Grads, float], Grads],
     ) -> None:
         self.values, self.reduce, self.differentiable, self.scale = values, reduce, differentiable, 1.0
+        self.factors: Sequence[float] = ()
         self.wait: Callable[[], Grads] | None = None
+
+    def weigh(self, scales: Sequence[float]) -> None:
+        """Gradients are to be multiplied with these."""
+        self.scale = max(scales, default=1.0)
+        self.factors = () if min(scales, default=1.0) == self.scale else [scale / self.scale for scale in scales]
+
+    def weighed(self, grads: Grads) -> Grads:
+        """The gradients, multiplied with what differs between them."""
+        if not self.factors:
+            return grads
+        return [grad if grad is None or factor == 1 else grad * factor for grad, factor in zip(grads, self.factors, strict=True)]
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The parts, behind the node at which backward waits."""
@@ -69,7 +81,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         passage: Passage = ctx.passage
-        asked = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)]
+        asked = passage.weighed([grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)])
         if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in asked):
             return None, *passage.differentiable(asked, passage.scale)
         passage.wait = passage.reduce(asked, passage.scale)

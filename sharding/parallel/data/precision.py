@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -45,6 +45,35 @@ class MixedPrecisionPolicy:
     def outputs(self, tree: Any) -> Any:
         """The outputs of a module as the others want them."""
         return _cast(tree, self.output_dtype)
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """CPUOffloadPolicy(pin_memory=True): torch's, with the same meaning.
+
+    Parameters at rest, their gradients and the optimizer's state lie in the memory of the host; the optimizer steps there. On a mesh of
+    CPUs that is so anyway.
+
+    Attributes:
+        pin_memory: whether in memory that a GPU copies from without waiting.
+
+    Communication: none; each gather copies this rank's part to the device, each sum back.
+    """
+
+    pin_memory: bool = True
+
+
+def precision_of(given: Any) -> MixedPrecisionPolicy:
+    """The policy that is meant: ours, one of torch's, or None for none."""
+    if given is None or isinstance(given, MixedPrecisionPolicy):
+        return given or MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(**{field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)})
+
+
+def offload_of(given: Any) -> CPUOffloadPolicy | None:
+    """The policy that is meant: ours, one of torch's, or None for none. Torch's OffloadPolicy() is none, too."""
+    pinned = getattr(given, "pin_memory", None)
+    return None if pinned is None else CPUOffloadPolicy(pinned)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

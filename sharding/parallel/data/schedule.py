@@ -6,12 +6,13 @@ The order of the last forward is that of the next; before the first it is that o
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ... import engine_hooks
+from ... import engine_hooks, gradients
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -34,6 +35,15 @@ def units_in(module: nn.Module) -> list[Unit]:
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None and unit.module is inner]
 
 
+def own_modules(unit: Unit) -> Iterator[nn.Module]:
+    """The modules whose parameters are the unit's: its module, and those inside that are in no unit of their own."""
+    todo = [unit.module]
+    while todo:
+        module = todo.pop()
+        yield module
+        todo += [child for child in module.children() if unit_of(child) in (None, unit)]
+
+
 def running_schedule(unit: Unit) -> Schedule:
     """The schedule of the model that is running, or else the unit's own."""
     found = getattr(_running, "schedule", None)
@@ -50,21 +60,37 @@ class Schedule:
         units: in the order of the modules, the outermost first.
     """
 
+    _made: ClassVar[int] = 0
+
     def __init__(self, root: Unit) -> None:
         self.units: list[Unit] = [root]
         self._order: list[Unit] = []  # of the forward that is running
         self._last: list[Unit] = []  # of the one before
         self._open: list[Unit] = []
-        self._backward = -1
+        self._backward = self._scanned = -1
+        Schedule._made += 1
 
     def begin(self, root: Unit) -> None:
         """A forward of the outermost unit begins."""
-        found = units_in(root.module)
-        if len(found) > len(self.units):
-            self.units = found
-            for unit in found:
-                unit.schedule = self
+        if self._scanned != Schedule._made:  # there are new units somewhere
+            self.take(units_in(root.module))
+            self._scanned = Schedule._made
         _running.schedule = self
+        if engine_hooks.current_backward() == -1:
+            self._recover()
+
+    def take(self, units: list[Unit]) -> None:
+        """These are the units of the model, if they are more than were known."""
+        if len(units) > len(self.units):
+            self.units = units
+            for unit in units:
+                unit.schedule = self
+
+    def _recover(self) -> None:
+        """Let go what a backward that failed has left."""
+        gradients.drop_started(self.units[0].options.mesh.world)
+        if self._backward != -1:
+            self._let_go()
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
@@ -113,15 +139,24 @@ class Schedule:
 
     def prefetch_backward(self, unit: Unit) -> None:
         """Have the unit gathered that ran before this one. Communication: as `prefetch`."""
-        backward = engine_hooks.current_backward()
-        if backward != self._backward and backward != -1:
-            self._backward = backward
-            engine_hooks.at_end_of_backward(self._end_of_backward)
+        self.backward_runs()
         before = [other for other in self._last[: _last_index(self._last, unit)] if other.saved]
         if before:
             before[-1].gather()
 
+    def backward_runs(self) -> None:
+        """Something of a unit happens in backward."""
+        backward = engine_hooks.current_backward()
+        if backward != self._backward and backward != -1:
+            self._backward = backward
+            engine_hooks.at_end_of_backward(self._end_of_backward)
+
     def _end_of_backward(self) -> None:
+        self._let_go()
+        for unit in self.units:
+            unit.fill_unused()
+
+    def _let_go(self) -> None:
         self._backward = -1
         for unit in self.units:
             unit.let_go()

@@ -11,7 +11,7 @@ from torch import nn
 from ....mesh.device_mesh import DeviceMesh
 from ...layout import Layout
 from .form import Form
-from .precision import MixedPrecisionPolicy
+from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 _SLOT = "_shardmesh_slot"  # under this name a parameter that is no longer used knows in whose place it stood
@@ -32,12 +32,14 @@ class Slot:
         places: where it stands; several if it is tied.
         base: its layout while it is used.
         rest: its layout at rest.
+        own: the mesh on which it lay before; None if it was a plain tensor.
     """
 
     path: str
     places: list[Place]
     base: Layout
     rest: Layout
+    own: DeviceMesh | None = None
 
     @property
     def value(self) -> Any:
@@ -77,6 +79,7 @@ class Options:
         policy: dtypes.
         transport: see `redistribute`.
         unused_differ: whether a parameter may get a gradient on some ranks only.
+        offload: whether parameters at rest lie on the host.
     """
 
     mesh: DeviceMesh
@@ -84,3 +87,4 @@ class Options:
     policy: MixedPrecisionPolicy
     transport: str | None = None
     unused_differ: bool = False
+    offload: CPUOffloadPolicy | None = None

@@ -47,25 +47,28 @@ class Bucket:
     def flat(self) -> FlatBucket:
         return self.levels.flat
 
-    def start(self, unit: str, paths: Sequence[str], grads: Grads, scale: float, fill: bool) -> Callable[[], Grads]:
+    def start(self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool) -> Callable[[], Grads]:
         """Launch the sum; call what comes back for the gradients of this rank's parts.
 
         Args:
-            unit, paths: of whom, for messages.
+            unit: of whom, for messages.
             grads: of the whole parameters.
             scale: with which the sums are multiplied.
-            fill: whether a parameter without gradient has one of zeros, as on other ranks it may have one.
+            missing: the paths of those that are trained and have no gradient.
+            fill: whether these have one of zeros, as on other ranks they may have one.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
-        if not fill and all(grad is None for grad in grads):
+        count = sum(grad is not None for grad in grads)
+        if count == 0 and not (fill and missing):
             return lambda: list(grads)
-        unused = [path for path, grad in zip(paths, grads, strict=True) if grad is None and not fill]
-        note = Note(f"{unit}: sum gradients of {len(grads) - len(unused)} parameters{_without(unused)}")
+        note = summing(unit, count + len(missing), ()) if fill else summing(unit, count, missing)
         whole, late = self.flat.gradient_buffer(grads, self.sum_dtype), scale
         if self.sum_dtype is torch.float16:  # whose sums would overflow
             whole, late = whole.mul_(scale), 1.0
-        wait, given = self.flat.start_reduce(whole, note), [fill or grad is not None for grad in grads]
+        wait, given = self.flat.start_reduce(whole, note), [grad is not None for grad in grads]
+        if fill and missing:
+            given = [True] * len(grads)
         return lambda: self._parts(wait(), late, given)
 
     def _parts(self, piece: Tensor, scale: float, given: Sequence[bool]) -> Grads:
@@ -76,6 +79,8 @@ class Bucket:
 
     def keep(self, grads: Grads) -> None:
         """Add gradients to those that wait."""
+        if all(grad is None for grad in grads):
+            return
         if self.waiting is None:
             device = self.flat.mesh.device
             self.waiting = torch.zeros(self.flat.cutting.parts * self.flat.cutting.piece, dtype=self.sum_dtype, device=device)
@@ -96,6 +101,19 @@ class Bucket:
         """Let go the gradients that wait."""
         self.waiting = None
         self.used.clear()
+
+
+def put_together(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
+    """The gradients of a unit's parameters, with those of the buckets in their places."""
+    for bucket, wait in waits:
+        for i, part in zip(bucket.numbers, wait(), strict=True):
+            found[i] = part
+    return found
+
+
+def summing(unit: str, count: int, unused: Sequence[str]) -> Note:
+    """What a sum of gradients is for."""
+    return Note(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
 
 
 def _without(paths: Sequence[str]) -> str:

@@ -21,13 +21,13 @@ from ...lineage import carrying, mixed, seed_of
 from ...tensor import ShardedTensor
 from .buffers import ReplicatedBuffers
 from .flat import FlatBucket
-from .inputs import gradient_scale, mesh_of_inputs
+from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
-from .schedule import Schedule, running_schedule, unit_of
+from .schedule import Schedule, own_modules, running_schedule
 from .slot import Options, Slot
-from .sums import Bucket, add_later, differentiable
+from .sums import Bucket, add_later, differentiable, put_together, summing
 
 _GATHERING = seed_of("gather a unit")
 _SUMMING = seed_of("sum gradients of a unit")
@@ -100,7 +100,7 @@ class Unit:
         flat = FlatBucket(options.mesh, options.form.optimizer, [slot.base for slot in slots], options.transport)
         for slot, layout in zip(slots, flat.layouts, strict=True):
             slot.rest = layout
-        return Bucket(numbers, Levels(flat, options.form, dtype, options.policy, self._said_name), options.policy)
+        return Bucket(numbers, Levels(flat, dtype, options, self._said_name), options.policy)
 
     @property
     def _said_name(self) -> str:
@@ -112,6 +112,10 @@ class Unit:
             parameters = [self.slots[i].value for i in bucket.numbers]
             if not any(x._local.is_meta for x in parameters):
                 bucket.levels.take(parameters)
+
+    def homes(self) -> Iterator[tuple[int, torch.device]]:
+        """Where the parts of parameters lie at rest, by the number of the parameter."""
+        yield from ((id(self.slots[i].value), bucket.levels.shard.device) for bucket in self._buckets for i in bucket.numbers)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -135,14 +139,15 @@ class Unit:
 
     def _open(self, args: Any, kwargs: Any) -> None:
         schedule = running_schedule(self)
-        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._said_name) or self._mesh_around(schedule)
+        self.computes_on = mesh_of_inputs((args, kwargs), self.options.mesh, self._said_name) or schedule.around(self)
         schedule.enter(self)
         if self._use is None or self._with_graph != torch.is_grad_enabled():
             self._use, self._with_graph = self._gathered(), torch.is_grad_enabled()
-        self._use[0].scale = gradient_scale(self.options.mesh, self.computes_on)
+        meshes = self._meshes()
+        self._use[0].weigh(self._scales(meshes))
         self._rest = [slot.value for slot in self.slots]
-        for slot, kept, value in zip(self.slots, self._rest, self._use[1], strict=True):
-            slot.put(self._as_used(slot.base, kept, value))
+        for slot, kept, value, mesh in zip(self.slots, self._rest, self._use[1], meshes, strict=True):
+            slot.put(self._as_used(mesh, slot.base, kept, value))
         if self.computes_on is not None:
             self._buffers.wrap(own_modules(self), self.computes_on)
         schedule.prefetch(self)
@@ -150,10 +155,17 @@ class Unit:
             self._saving = saving_places(self._find, self._gathered_again)
             self._saving.__enter__()
 
-    def _mesh_around(self, schedule: Schedule) -> DeviceMesh | None:
-        """Where inputs are plain: the mesh of the unit around, or the part of the mesh that splits parameters in use."""
-        axes = schedule.tensor_axes
-        return schedule.around(self) or (self.options.mesh[axes] if axes else None)
+    def _meshes(self) -> list[DeviceMesh | None]:
+        """On which mesh each parameter is used."""
+        if self.computes_on is not None or all(slot.own is None for slot in self.slots):
+            return [self.computes_on] * len(self.slots)
+        whole, split, axes = self.options.mesh, self.options.form.optimizer, self.schedule.tensor_axes
+        return [mesh_of_parameter(slot.own, whole, split, axes) for slot in self.slots]
+
+    def _scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
+        """With what the gradient of each parameter is multiplied."""
+        by_mesh = {mesh: gradient_scale(self.options.mesh, mesh) for mesh in set(meshes)}
+        return [by_mesh[mesh] for mesh in meshes]
 
     def interrupted(self) -> None:
         """The module was left by an exception for which torch calls no hooks, such as KeyboardInterrupt."""
@@ -191,7 +203,7 @@ class Unit:
         for bucket in self._buckets:
             if len({self.slots[i].rest.dtype for i in bucket.numbers}) > 1:
                 said = {self.slots[i].path: self.slots[i].rest.dtype for i in bucket.numbers}
-                raise ValueError(f"parameters of {self._said_name} travel together and have several dtypes now: {said}; convert all of them")
+                raise ValueError(f"parameters of {self._said_name} travel together and have several dtypes: {said}; convert all of them")
 
     # -- what it computes with -----------------------------------------------------------------------------------------
 
@@ -214,7 +226,7 @@ class Unit:
     def prepare(self) -> None:
         """Launch them for the next forward. Communication: as `gather`."""
         self.gather()
-        if self._use is None and self._prepared is None and torch.is_grad_enabled():
+        if self._buckets and self._use is None and self._prepared is None and torch.is_grad_enabled():
             passage, parts = self._passage(), [x._local for x in self._parameters()]
             self._prepared = passage, parts, passage.enter(parts)
 
@@ -245,9 +257,8 @@ class Unit:
         parts = [x._local for x in self._parameters()]
         return [values[i] if i in values else x.view_as(x).to(used_as(x.dtype)) for i, x in enumerate(parts)]
 
-    def _as_used(self, base: Layout, kept: ShardedTensor, value: Tensor) -> Tensor:
+    def _as_used(self, mesh: DeviceMesh | None, base: Layout, kept: ShardedTensor, value: Tensor) -> Tensor:
         """A parameter as the module finds it: plain, or a sharded tensor on the mesh of the activations."""
-        mesh = self.computes_on
         if mesh is None:
             return value
         layout = base.replace(dtype=value.dtype) if mesh is self.options.mesh else Layout.of(mesh, base.spec, base.shape, value.dtype)
@@ -301,17 +312,20 @@ class Unit:
 
         Communication: one reduce_scatter per dtype; with gradients that stay whole none inside `accumulate_grads()`, and one at its end.
         """
+        self.schedule.backward_runs()
         self.let_go()
         world = self.options.mesh.world
         if self.options.form.gradients_wait and gradients.is_accumulating(world):
             return self._hold(grads, scale)
         with carrying(world, mixed(_SUMMING, self._parameters())):
             waits = [(bucket, self._start(bucket, grads, scale)) for bucket in self._buckets]
-        return lambda: self._put_together(self._uncut(grads, scale), waits)
+        return lambda: self._deliver(put_together(self._uncut(grads, scale), waits))
 
     def _start(self, bucket: Bucket, grads: Grads, scale: float) -> Callable[[], Grads]:
-        mine, paths = [grads[i] for i in bucket.numbers], [self.slots[i].path for i in bucket.numbers]
-        return bucket.start(self._said_name, paths, mine, scale, self.options.unused_differ)
+        parameters = self._parameters()
+        trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
+        missing = [path for i, path in trained.items() if grads[i] is None]
+        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ)
 
     def _uncut(self, grads: Grads, scale: float) -> Grads:
         """The gradients of the parameters that are not cut."""
@@ -321,15 +335,36 @@ class Unit:
 
     def _scaled(self, grad: Tensor | None, parameter: ShardedTensor, scale: float) -> Tensor | None:
         if grad is not None:
-            return (grad * scale).to(parameter.dtype)
+            return (grad if scale == 1 else grad * scale).to(parameter.dtype)
         return torch.zeros_like(parameter._local) if self.options.unused_differ and parameter.requires_grad else None
 
-    @staticmethod
-    def _put_together(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
-        for bucket, wait in waits:
-            for i, part in zip(bucket.numbers, wait(), strict=True):
-                found[i] = part
-        return found
+    def _deliver(self, parts: Grads) -> Grads:
+        """What autograd is to add to `.grad`: parts that are to be summed over more axes, on which parameters are replicated, go there by
+        themselves, while other units go on with their backward.
+
+        Communication: where parameters are replicated, one all_reduce per dtype.
+        """
+        parameters, numbers = self._parameters(), [i for i in self._travelling() if parts[i] is not None]
+        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i])]  # type: ignore[union-attr]
+        if not mine:
+            return parts
+        missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
+        gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], summing(self._said_name, len(mine), missing))  # type: ignore[misc]
+        return [None if i in mine else part for i, part in enumerate(parts)]
+
+    def _travelling(self) -> list[int]:
+        """The parameters whose gradients are summed unit by unit; those of all units that are not are summed together, at the end."""
+        if self.options.form.optimizer:
+            return [i for bucket in self._buckets for i in bucket.numbers]
+        return [] if self.options.unused_differ else list(range(len(self.slots)))
+
+    def fill_unused(self) -> None:
+        """Where parameters may take part in the loss on some ranks only, and are whole: gradients of zeros for those of units that no
+        gradient has come to."""
+        if self.options.unused_differ and not self.options.form.optimizer:
+            for x in self._parameters():
+                if x.requires_grad and x._local.grad is None:
+                    gradients.add(x, torch.zeros_like(x._local))
 
     def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Keep whole gradients until the end of `accumulate_grads()`."""
@@ -357,12 +392,3 @@ class Unit:
     def _sum_differentiably(self, grads: Grads, scale: float) -> Grads:
         self.let_go()
         return differentiable(grads, [slot.base for slot in self.slots], [slot.rest for slot in self.slots], scale)
-
-
-def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """The modules whose parameters are the unit's: its module, and those inside that are in no unit of their own."""
-    todo = [unit.module]
-    while todo:
-        module = todo.pop()
-        yield module
-        todo += [child for child in module.children() if unit_of(child) in (None, unit)]

@@ -133,8 +133,8 @@ def test_hybrid():
         "all_gather": (2 * UNITS + BLOCKS, _gathered(2, ALL // 2) + _gathered(2, ALL + BLOCKS * BLOCK)),
         "reduce_scatter": (UNITS, _reduced(4)),
     }
-    both = ("dp", "fsdp")
-    assert _used((2, 2), lambda m, mesh: sm.data_parallel(m, mesh, parameter="fsdp", optimizer=both, gradient=both, units=_Block)) == expected
+    axes = {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")}
+    assert _used((2, 2), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes)) == expected
 
 
 @pytest.mark.parametrize("form", TABLE)
@@ -238,3 +238,41 @@ class _Scaled(nn.Module):
 
     def forward(self, x):
         return x * self.g * self.w
+
+
+@pytest.mark.parametrize("form", ["ddp", "hsdp"])
+def test_replicated_parameters_are_summed_while_backward_goes_on(form):
+    """A unit's all_reduce is launched before backward comes to the units before it, and is done when backward is."""
+
+    def program(mesh):
+        made = sm.data_parallel(_model(), mesh, units=_Block) if form == "ddp" else sm.fully_shard(_model(), mesh, units=_Block)
+        x = torch.ones(2, D, dtype=torch.float64)
+        with sm.comm_budget() as used:
+            y = made[1](made[0](x))
+            seen = []
+            y.register_hook(lambda _: seen.append(used.by_op.get("all_reduce", (0, 0))[0]))
+            made[3](made[2](y)).sum().backward()
+        return seen, used.by_op["all_reduce"][0]
+
+    shape = (4,) if form == "ddp" else (2, 2)
+    for (before,), after in on_ranks(shape, program):
+        assert before >= 1
+        assert after == UNITS
+
+
+def test_a_penalty_on_the_parameters_beside_the_loss():
+    """What comes to a parameter around its unit, and from several forwards, is added to what the unit sums."""
+
+    def program(mesh, split):
+        torch.manual_seed(0)
+        made = _model()
+        if split:
+            sm.data_parallel(made, mesh, units=_Block)
+        x, total = torch.ones(2, D, dtype=torch.float64), sum(p.square().sum() for p in made.parameters())
+        total = total.to_local() if split else total
+        (made(x).sum() + made(2 * x).sum() + total).backward()
+        return [p.grad.full_tensor() if split else p.grad for p in made.parameters()]
+
+    for found, expected in zip(on_ranks((2,), program, True), on_ranks((2,), program, False), strict=True):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)

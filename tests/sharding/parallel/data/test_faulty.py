@@ -14,10 +14,13 @@ from tests.sharding.parallel.data.training import (
     Block,
     batch,
     check_gradients,
+    gradients,
     loss_of,
     mesh_of,
     model,
     on_ranks,
+    reference_gradients,
+    same,
 )
 
 KINDS = [RuntimeError, KeyboardInterrupt]
@@ -133,7 +136,7 @@ def test_unused_on_all_ranks(form):
     on_ranks((2, 2), program)
 
 
-@pytest.mark.parametrize("form", ["zero1", "fsdp"])
+@pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
 def test_unused_on_one_rank_is_an_error_that_names_it(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -142,8 +145,10 @@ def test_unused_on_one_rank_is_an_error_that_names_it(form):
         return str(caught.value)
 
     for text in on_ranks((4,), program):
-        assert "ranks [2] call reduce_scatter" in text
-        assert "without blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.b.weight, which took no part in the loss" in text
+        assert "ranks [2] call " in text
+        scalar = "blocks.1.g, " if form == "ddp" else ""
+        named = f"{scalar}blocks.1.norm.weight, blocks.1.norm.bias, blocks.1.b.weight"
+        assert f"blocks.1: sum gradients of 2 parameters, without {named}, which took no part in the loss" in text
 
 
 @pytest.mark.parametrize("form", SOME)
@@ -171,7 +176,30 @@ def test_find_unused_parameters(form):
             torch.testing.assert_close(found[name], x, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["zero1", "fsdp"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_whole_units_left_out_on_some_ranks(accumulate):
+    """With find_unused_parameters, where parameters are whole on each rank."""
+
+    def skipped(rank):
+        return (rank % 2,) if rank < 3 else (0, 1)
+
+    def program(mesh):
+        made = FORMS["ddp"](model(), mesh, find_unused_parameters=True)
+        for _ in range(2):
+            made.zero_grad()
+            with sm.accumulate_grads() if accumulate else torch.enable_grad():
+                loss_of(made, *batch(mesh, False), skip=skipped(mesh.get_rank())).backward()
+        return gradients(made)
+
+    def reference(m):
+        parts = zip(TOKENS.chunk(4), TARGETS.chunk(4), strict=True)
+        return sum(loss_of(m, *part, skip=skipped(rank)) for rank, part in enumerate(parts)) / 4
+
+    for found in on_ranks((4,), program):
+        same(found, reference_gradients(reference))
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp"])
 def test_a_unit_left_out_on_one_rank_is_an_error(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
@@ -182,16 +210,26 @@ def test_a_unit_left_out_on_one_rank_is_an_error(form):
     assert all("blocks.1: " in text for text in on_ranks((4,), program))
 
 
-def test_a_frozen_parameter_is_not_called_unused():
-    def program(mesh):
-        plain = model()
-        plain.blocks[0].requires_grad_(False)
-        made = sm.fully_shard(plain, mesh, units=Block)
-        reference = model()
-        reference.blocks[0].requires_grad_(False)
-        check_gradients(made, mesh, of=reference)
+@pytest.mark.parametrize("find", [False, True])
+@pytest.mark.parametrize("form", SOME)
+def test_frozen_parameters(form, find):
+    """They get no gradient, in accumulation and where unused ones count as zero neither, and are not called unused."""
 
-    on_ranks((4,), program)
+    def frozen():
+        made = model()
+        made.blocks[0].requires_grad_(False)
+        made.blocks[1].a.requires_grad_(False)
+        return made
+
+    def program(mesh):
+        made = FORMS[form](frozen(), mesh, find_unused_parameters=find)
+        check_gradients(made, mesh, of=frozen())
+        made.zero_grad()
+        with sm.accumulate_grads():
+            loss_of(made, *batch(mesh, False)).backward()
+        same(gradients(made), reference_gradients(made=frozen()))
+
+    on_ranks((2, 2), program)
 
 
 @pytest.mark.parametrize("form", SOME)
@@ -231,9 +269,8 @@ def test_a_tie_across_calls_is_refused():
     def program(mesh):
         made = _tied_blocks()
         sm.fully_shard(made.blocks[0], mesh)
-        with pytest.raises(ValueError, match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call") as caught:
+        with pytest.raises(ValueError, match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call"):
             sm.fully_shard(made.blocks[1], mesh)
-        return str(caught.value)
 
     on_ranks((2,), program)
 

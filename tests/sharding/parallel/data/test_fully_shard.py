@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy
 from tests.sharding.parallel.data.training import (
     BATCH,
     FORMS,
@@ -309,7 +310,7 @@ def test_conversion_to_another_dtype():
         assert all(x.grad.dtype is torch.float32 for x in made.parameters())
         same(gradients(made), reference_gradients(made=model().float()), 1e-5)
         made.blocks[0].a.double()
-        with pytest.raises(ValueError, match=r"blocks\.0 travel together and have several dtypes now: .*blocks\.0\.a\.weight"):
+        with pytest.raises(ValueError, match=r"blocks\.0 travel together and have several dtypes: .*blocks\.0\.a\.weight"):
             loss_of(made, *batch(mesh, False))
 
     on_ranks((4,), program)
@@ -393,15 +394,46 @@ def test_an_rnn():
     on_ranks((4,), program)
 
 
+@pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "hybrid"])
+def test_hooks_that_step_in_backward(form):
+    """`register_post_accumulate_grad_hook` sees each gradient once, complete."""
+
+    def program(mesh):
+        made = FORMS[form](model(), mesh)
+        seen = {}
+        for name, x in made.named_parameters():
+            x.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(whole(p.grad)))
+        loss_of(made, *batch(mesh, False)).backward()
+        same({name: found[0] for name, found in seen.items()}, reference_gradients())
+        assert all(len(found) == 1 for found in seen.values())
+
+    on_ranks((4,), program)
+
+
+@pytest.mark.parametrize("form", ["ddp", "fsdp"])
+def test_parametrizations(form):
+    """Parameters that modules compute others from, such as those of weight_norm."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(5, 7)), nn.Linear(7, 3)).double()
+    x = torch.randn(8, 5, dtype=torch.float64)
+
+    def program(mesh):
+        made = FORMS[form](copy.deepcopy(plain), mesh, units=None)
+        made(mine(mesh, x)).square().mean().backward()
+        same(gradients(made), reference_gradients(lambda m: m(x).square().mean(), plain))
+
+    on_ranks((4,), program)
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda m, mesh: sm.fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', 'fsdp'\)"),
-        (lambda m, mesh: sm.fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' fits no module of Model; its modules are \['embedding'"),
-        (lambda m, mesh: sm.fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is the size of none of the axes {'fsdp': 2}"),
+        (lambda m, mesh: sm.fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
+        (lambda m, mesh: sm.fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' fits no module of Model; its modules are \['emb"),
+        (lambda m, mesh: sm.fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is the size of none of .*'fsdp': 2}"),
         (lambda m, mesh: sm.data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
         (lambda m, mesh: sm.data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
         (lambda m, mesh: sm.fully_shard(sm.fully_shard(m, mesh), mesh), r"Model is a unit already"),
@@ -428,3 +460,54 @@ def test_an_input_on_another_mesh_is_refused():
 
     on_ranks((2,), program)
 
+
+# -- torch's names -----------------------------------------------------------------------------------------------------
+
+
+def _on_torch_mesh():
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    made = sm.fully_shard(model(), mesh, units=Block)
+    assert made.blocks[0].a.weight.spec.axes == ("shard",)
+    check_gradients(made, made.norm.weight.mesh)
+
+
+def test_a_mesh_of_torch(world4):
+    world4(_on_torch_mesh)
+
+
+def test_policies_of_torch():
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+
+    def program(mesh):
+        policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        made = sm.fully_shard(model(), mesh, units=Block, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
+        with sm.comm_budget() as used:
+            loss_of(made, *batch(mesh, False)).backward()
+        plain = sm.fully_shard(model(), mesh, units=Block)
+        with sm.comm_budget() as without:
+            loss_of(plain, *batch(mesh, False)).backward()
+        assert used.by_op["all_gather"][1] * 4 == without.by_op["all_gather"][1]
+        assert used.by_op["reduce_scatter"][1] * 2 == without.by_op["reduce_scatter"][1]
+
+    on_ranks((2,), program)
+
+
+def test_offloading_on_a_mesh_of_cpus_changes_nothing():
+    def program(mesh):
+        found = []
+        for policy in (CPUOffloadPolicy(), None):
+            made = sm.fully_shard(model(), mesh, units=Block, offload_policy=policy)
+            check_gradients(made, mesh)
+            found.append(gradients(made))
+        assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+        assert all(x._local.device.type == "cpu" for x in made.parameters())
+
+    on_ranks((4,), program)
+
+
+def test_offloading_replicated_parameters_is_refused():
+    def program(mesh):
+        with pytest.raises(ValueError, match=r"replicated over \['dp'\] of .*; split over all axes, axes=\('dp', 'fsdp'\)"):
+            sm.fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
+
+    on_ranks((2, 2), program)

@@ -39,7 +39,8 @@ def _values(shape, form):
     def program(mesh):
         sm.manual_seed(3)
         made = materialize(FORMS[form](_made(), mesh))
-        assert not made.shift.is_meta and type(made.shift) is torch.Tensor
+        assert not made.shift.is_meta
+        assert type(made.shift) is torch.Tensor
         return values(made)
 
     return on_ranks(shape, program)
@@ -119,10 +120,10 @@ def test_modules_of_torch(kind):
 
 def test_errors_name_the_modules():
     def program(mesh):
-        with pytest.raises(ValueError, match="LayerNorm has no unit, .*; call fully_shard first"):
+        with pytest.raises(ValueError, match=r"LayerNorm has no unit, .*; call fully_shard first"):
             materialize(nn.LayerNorm(3, device="meta"))
         made = sm.fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
-        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to give values to the tensors on meta of 1 \(_Scaled\); define it, or pass"):
+        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to give values to .* on meta of 1 \(_Scaled\); define it, or pass"):
             materialize(made)
 
     on_ranks((2,), program)

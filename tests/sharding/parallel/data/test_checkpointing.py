@@ -1,0 +1,112 @@
+"""`torch.utils.checkpoint` around units, inside them and inside modules of theirs: right gradients, and less memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardmesh as sm
+from tests.sharding.parallel.data.training import (
+    FORMS,
+    batch,
+    gradients,
+    loss_of,
+    model,
+    on_ranks,
+    reference_gradients,
+    same,
+)
+
+
+class _Around(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def _around_units(form, mesh, reentrant):
+    made = FORMS[form](model(), mesh)
+    for i, block in enumerate(made.blocks):
+        made.blocks[i] = _Around(block, reentrant)
+    return made
+
+
+def _around_inside(form, mesh, reentrant):
+    """The units are the modules that checkpoint."""
+    made = model()
+    for i, block in enumerate(made.blocks):
+        made.blocks[i] = _Around(block, reentrant)
+    return FORMS[form](made, mesh, units="blocks.?")
+
+
+def _part_of_a_unit(form, mesh, reentrant):
+    made = FORMS[form](model(), mesh)
+    for block in made.blocks:
+        inner = nn.Sequential(block.norm, block.a, nn.Tanh(), block.b)
+        block.forward = lambda x, block=block, inner=inner: x + block.g * checkpoint(inner, x, use_reentrant=reentrant)
+    return made
+
+
+def _as_named(found):
+    return {name.replace(".inner", ""): x for name, x in found.items()}
+
+
+@pytest.mark.parametrize("form", ["ddp", "zero1", "fsdp", "hybrid"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("place", [_around_units, _around_inside, _part_of_a_unit])
+def test_gradients(form, reentrant, place):
+    def program(mesh):
+        made = place(form, mesh, reentrant)
+        for _ in range(2):
+            made.zero_grad()
+            loss_of(made, *batch(mesh, False)).backward()
+            same(_as_named(gradients(made)), reference_gradients())
+
+    on_ranks((2, 2), program)
+
+
+def test_units_are_gathered_as_often_as_without():
+    """A unit that is checkpointed is gathered once for its recomputation and its backward."""
+
+    def program(mesh, place):
+        made = FORMS["fsdp"](model(), mesh) if place is None else place("fsdp", mesh, False)
+        for _ in range(2):
+            with sm.comm_budget() as used:
+                loss_of(made, *batch(mesh, False)).backward()
+        return used.by_op
+
+    expected = on_ranks((4,), program, None)[0]
+    assert on_ranks((4,), program, _around_units)[0] == expected
+    assert on_ranks((4,), program, _around_inside)[0] == expected
+
+
+def test_sharded_inputs():
+    def program(mesh):
+        made = _around_units("fsdp", mesh, False)
+        loss_of(made, *batch(mesh, True)).backward()
+        same(_as_named(gradients(made)), reference_gradients())
+
+    on_ranks((4,), program)
+
+
+def test_activations_are_not_kept():
+    """Between forward and backward a checkpointed unit keeps its input and output, and nothing of what it computed."""
+    wide = 64
+
+    def saved(mesh, around):
+        made = FORMS["fsdp"](model(f=wide), mesh)
+        if around:
+            for i, block in enumerate(made.blocks):
+                made.blocks[i] = _Around(block, False)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+            loss_of(made, *batch(mesh, False))
+        return sum(x.numel() for x in kept if x.shape[-1:] == (wide,))
+
+    assert on_ranks((2,), saved, True) == [0, 0]
+    assert min(on_ranks((2,), saved, False)) > 0

@@ -1,0 +1,316 @@
+"""Where values lie: gathered parameters and gradients are views, what is held is what must be, and nothing outlives its use."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardmesh as sm
+from shardmesh import P
+from tests.sharding.parallel.data.training import Block, batch, loss_of, mesh_of, model, on_ranks
+
+D, LAYERS = 32, 4
+
+
+def _layers():
+    return nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(LAYERS)])
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the elements that copies of weights write."""
+
+    NAMES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "constant_pad_nd", "index_select", "stack")
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(func._schema.name.endswith(f"::{name}") for name in self.NAMES):
+            x = out if isinstance(out, torch.Tensor) else args[0]
+            self.elements += x.numel()
+        return out
+
+
+def _unit(module):
+    return module.__dict__["_shardmesh_unit"]
+
+
+# -- views -------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_in_use_are_views_of_one_buffer():
+    def program(mesh):
+        made, seen = sm.fully_shard(model(), mesh, units=Block), []
+        made.blocks[0].a.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
+        made.blocks[0].b.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
+        loss_of(made, *batch(mesh, False))
+        assert len(seen) == 3
+        assert len(set(seen)) == 1
+
+    on_ranks((4,), program)
+
+
+def test_parameters_at_rest_and_their_gradients_are_views_of_one_piece():
+    def program(mesh):
+        made = sm.fully_shard(model(), mesh, units=Block)
+        loss_of(made, *batch(mesh, False)).backward()
+        cut = [x for x in made.blocks[0].parameters() if x.dim() and x._local.numel()]
+        for tensors in ([x._local for x in cut], [x.grad._local for x in cut]):
+            assert len({x.untyped_storage().data_ptr() for x in tensors}) == (1 if tensors else 0)
+
+    on_ranks((4,), program)
+
+
+def _copied_by_gathering():
+    made, x = sm.fully_shard(_layers(), mesh_of(4), units=nn.Linear), torch.ones(1, D)
+    with torch.no_grad():
+        made(x)
+        for layer in made:
+            layer.weight.mul_(2)  # so that they are gathered again
+        with _Copies() as copies:
+            made(x)
+    return copies.elements
+
+
+def test_gathering_copies_nothing(world4):
+    """The pieces are sent from where they lie and received where they are used."""
+    assert world4(_copied_by_gathering) == [0] * 4
+
+
+def _copied_by_summing():
+    loss = sm.fully_shard(_layers(), mesh_of(4), units=nn.Linear)(torch.ones(1, D)).sum()
+    with _Copies() as copies:
+        loss.backward()
+    return copies.elements
+
+
+def test_summing_copies_each_gradient_once(world4):
+    """Autograd makes a gradient where it likes; it is copied into its place in the buffer, and from there nothing is."""
+    assert max(world4(_copied_by_summing)) <= LAYERS * D * D
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _whole_buffers(made):
+    return sum(bucket.levels.is_there for layer in made for bucket in _unit(layer)._buckets)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_at_most_two_units_are_whole(directly):
+    """The one that runs and the next one, forward and backward, also where the layers are called one by one."""
+
+    def program(mesh):
+        made, seen = sm.fully_shard(_layers(), mesh, units=nn.Linear), {"forward": [], "backward": []}
+
+        def watch(layer, args):
+            seen["forward"].append(_whole_buffers(made))
+            args[0].register_hook(lambda _: seen["backward"].append(_whole_buffers(made)))
+
+        for layer in made:
+            layer.register_forward_pre_hook(watch)
+        for _ in range(2):
+            x = torch.ones(2, D, requires_grad=True)
+            y = made(x) if not directly else made[3](made[2](made[1](made[0](x))))
+            y.sum().backward()
+            assert _whole_buffers(made) == 0
+        return max(seen["forward"]), max(seen["backward"])
+
+    most = on_ranks((2,), program)
+    assert all(1 <= forward <= 2 and backward <= 2 for forward, backward in most), most
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes that large storages made inside hold at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(x, torch.Tensor) and x.device.type != "meta":
+                self._watch(x.untyped_storage())
+        return out
+
+    def _watch(self, storage):
+        number, size = storage._cdata, storage.nbytes()
+        if size >= D * D and number not in self._seen:
+            self._seen.add(number)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, number, size)
+
+    def _gone(self, number, size):
+        self._seen.discard(number)
+        self.now -= size
+
+
+def _peak(layers, reshard_after_forward=True):
+    made = nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(layers)])
+    made = sm.fully_shard(made, mesh_of(4), units=nn.Linear, reshard_after_forward=reshard_after_forward)
+    x = torch.ones(2, D)
+    made(x).sum().backward()
+    made.zero_grad()
+    with _Live() as live:
+        made(x).sum().backward()
+    return live.peak
+
+
+def test_peak_memory(world4):
+    """Each rank's part of all parameters and gradients, two units gathered, and the gradients of two, as autograd made them and in the
+    buffer that is summed. With whole parameters kept it is all units gathered."""
+    layers, unit = 12, D * D * 4
+    found = world4(_peak, layers)
+    assert max(found) <= 2 * layers * unit // 4 + 2 * unit + 2 * 2 * unit
+    assert min(world4(_peak, layers, False)) >= 2 * layers * unit // 4 + layers * unit
+
+
+def test_nothing_is_left_after_a_step():
+    """No whole parameter, no gradient buffer and no graph is alive, without the garbage collector's help."""
+
+    def program(mesh):
+        made = sm.fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
+        gc.collect()
+        gc.disable()
+        try:
+            alive = []
+            made[1].register_forward_pre_hook(lambda m, _: alive.append(weakref.ref(m.weight)))
+            made(torch.ones(1, D)).sum().backward()
+            return [x() is None for x in alive], _unit(made[1])._use, _unit(made[1])._prepared
+        finally:
+            gc.enable()
+
+    for gone, use, prepared in on_ranks((2,), program):
+        assert all(gone)
+        assert use is None
+        assert prepared is None
+
+
+def test_a_forward_without_backward_leaves_nothing():
+    def program(mesh):
+        made = sm.fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
+        for _ in range(2):
+            made(torch.ones(1, D))
+        return _whole_buffers(made)
+
+    assert on_ranks((2,), program) == [0, 0]
+
+
+def test_the_model_can_go():
+    def program(mesh):
+        made = sm.fully_shard(_layers(), mesh, units=nn.Linear)
+        made(torch.ones(1, D)).sum().backward()
+        gone = weakref.ref(made[0].weight)
+        del made
+        gc.collect()
+        return gone() is None
+
+    assert all(on_ranks((2,), program))
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def _gathers(program):
+    """The paths of the units, in the order in which their gathers are launched."""
+
+    def rank(mesh):
+        made = sm.fully_shard(model(blocks=3), mesh, units=Block)
+        order = []
+        for name in ("", "blocks.0", "blocks.1", "blocks.2"):
+            for bucket in _unit(made.get_submodule(name))._buckets:
+                start = bucket.flat.start_gather
+                bucket.flat.start_gather = lambda *a, start=start, name=name, **k: (order.append(name), start(*a, **k))[1]
+        return program(made, mesh, order)
+
+    return on_ranks((2,), rank)[0]
+
+
+def _steps(made, mesh, order, *skips):
+    found = []
+    for skip in skips:
+        order.clear()
+        loss = loss_of(made, *batch(mesh, False), skip=skip)
+        forward = [*order]
+        order.clear()
+        loss.backward()
+        with torch.no_grad():
+            for x in made.parameters():
+                x.mul_(0.9)
+        found.append((forward, [*order]))
+    return found
+
+
+def test_each_unit_is_gathered_while_the_one_before_runs():
+    """Forward: in the order of the modules, the first time too. Backward: the other way round."""
+
+    def program(made, mesh, order):
+        seen = []
+        for i, block in enumerate(made.blocks):
+            block.register_forward_pre_hook(lambda *_, i=i: seen.append((i, order[-1])))
+        found = _steps(made, mesh, order, (), ())
+        return found, seen
+
+    found, seen = _gathers(program)
+    assert found == 2 * [(["", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"])]
+    assert seen == 2 * [(0, "blocks.1"), (1, "blocks.2"), (2, "blocks.2")]
+
+
+def test_units_that_are_skipped():
+    """The order of the last forward is what is expected of the next; a wrong guess costs a gather, never a wrong value."""
+    found = _gathers(lambda made, mesh, order: _steps(made, mesh, order, (), (1,), (1,)))
+    assert found[1][0].count("blocks.1") == 1
+    assert found[1][1] == ["blocks.2", "blocks.0"]
+    assert found[2] == (["", "blocks.0", "blocks.2"], ["blocks.2", "blocks.0"])
+
+
+def test_a_unit_called_twice_in_a_forward():
+    def program(made, mesh, order):
+        made.blocks.append(made.blocks[0])
+        return _steps(made, mesh, order, (), ())[1]
+
+    forward, backward = _gathers(program)
+    assert forward.count("blocks.0") == 2
+    assert set(backward) == {"blocks.0", "blocks.1", "blocks.2"}
+
+
+# -- parameters that are split already ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")])
+@pytest.mark.parametrize("on", ["mesh", "part"])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_parameters_split_over_another_axis(spec, on, sharded):
+    """They stay split over it while they are used: only the ranks of `dp` gather, and the gradients are those of one process."""
+    torch.manual_seed(0)
+    whole, x = nn.Linear(5, 7, bias=False).double(), torch.randn(8, 5, dtype=torch.float64)
+    whole(x).square().mean().backward()
+
+    def program(mesh):
+        mesh = sm.init_device_mesh(mesh.device_type, (2, 2), axis_names=("dp", "tp"))
+        made = nn.Linear(5, 7, bias=False).double()
+        there = mesh if on == "mesh" else mesh["tp"]
+        made.weight = nn.Parameter(sm.distribute_tensor(whole.weight.detach(), there, spec, src_data_rank=None))
+        sm.fully_shard(made, mesh)
+        assert set(made.weight.spec.axes) == {"dp", "tp"}
+        if sharded:
+            given = sm.distribute_tensor(x, mesh, P("dp"), src_data_rank=None)
+        else:
+            given = sm.distribute_tensor(x.chunk(2)[mesh.get_local_rank("dp")], mesh["tp"], P(), src_data_rank=None)
+        made(given).square().mean().backward()
+        torch.testing.assert_close(made.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-12, atol=1e-12)
+        assert made.weight.grad.layout is made.weight.layout
+        assert made.state_dict()["weight"].layout is made.weight.layout
+
+    on_ranks((4,), program)
+
