@@ -65,7 +65,7 @@ def mismatch(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int,
 
 
 _NAMED = {"operation": "operation", "reduction": "reduction", "source": "source", "dtype": "dtype", "shape": "shape",
-          "layout": "layout", "lineage": "value", "route": "route"}  # fmt: skip
+          "layout": "layout", "purpose": "purpose", "lineage": "value", "route": "route"}  # fmt: skip
 
 
 def _field(here: Sequence[Member], odd: Sequence[int]) -> str:
@@ -84,6 +84,8 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
     """The field, where the record keeps several in one."""
     if name == "reduction" and op == "broadcast":
         return "source"
+    if name == "layout" and not all(" @ " in note for note in (one, other)):
+        return "purpose"
     tensors = [note.partition(" @ ")[0] for note in (one, other)]  # f32[8, 4]
     if name != "layout" or tensors[0] == tensors[1] or "tensors (" in one + other:
         return name

@@ -52,8 +52,8 @@ class Verdict:
             "mesh" (they made different meshes), "lost" (one died or cannot be reached), "left" (one ended its program), "raised" (one
             raised).
         ranks: global ranks to blame; none where votes are equal, so that nobody is blamed by a guess.
-        field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "lineage", "source", "route",
-            "splits"; of
+        field: what differs in a mismatch: "operation", "reduction", "dtype", "shape", "layout", "purpose",
+            "lineage", "source", "route", "splits"; of
             meshes "shape", "axis names", "rank order" or "device type"; "" where nothing does.
         seen: what each rank did, the blamed ones first.
         text: all of it, for people; what the error says.

@@ -82,6 +82,7 @@ ODD_CALLS = {
     "dtype": {"dtype": torch.float64},
     "shape": {"size": 8},
     "layout": {"note": "f32[4] @ P('x') -> P(None)"},
+    "purpose": {"note": "blocks.0: sum gradients of 3 parameters"},
 }
 
 

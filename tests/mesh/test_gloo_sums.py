@@ -1,0 +1,88 @@
+"""Sums over gloo ranks: parts go to those who need them, and are added there in the order of ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmesh.mesh import current_world
+
+ROWS = 37  # torch.sum adds the first 32 in another order than the rest
+
+
+class Called(TorchDispatchMode):
+    """The collectives that torch is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def contribution(rank, dtype):
+    """Of sizes so different that the order of adding shows."""
+    values = torch.rand(8, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10.0 ** (3 * (rank % 3))
+    return values.to(dtype)
+
+
+def summed(dtype, async_op):
+    group = current_world().group(range(8))
+    x, out = contribution(group.rank, dtype), torch.full((ROWS,), -1, dtype=dtype)
+    with Called() as called:
+        work = group.reduce_scatter(out, x, "sum", async_op=async_op)
+        if work is not None:
+            work.wait()
+            work.wait()  # which changes nothing
+    return out, x, called.names
+
+
+def expected(rank, dtype):
+    """In the order of ranks; torch adds numbers of 16 bits in 32."""
+    wide = torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
+    total = torch.zeros(ROWS, dtype=wide)
+    for other in range(8):
+        total = total + contribution(other, dtype)[rank].to(wide)
+    return total.to(dtype)
+
+
+def test_sums_bit_for_bit_and_without_gloos_reduce_scatter(world8):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
+        for async_op in (False, True):
+            for rank, (out, x, names) in enumerate(world8(summed, dtype, async_op)):
+                assert torch.equal(out, expected(rank, dtype)), dtype
+                assert torch.equal(x, contribution(rank, dtype)), "what is sent stays as it was"
+                assert names == ["alltoall_base_"]
+
+
+def of_nothing_and_in_inference_mode():
+    group = current_world().group(range(4))
+    group.reduce_scatter(torch.empty(0), torch.empty(0), "sum")
+    with torch.inference_mode():
+        out = torch.zeros(2)
+        work = group.reduce_scatter(out, torch.ones(8), "sum", async_op=True)
+    work.wait()
+    leaf = torch.zeros(2, requires_grad=True)
+    group.reduce_scatter(leaf.detach(), torch.ones(8), "sum")
+    return out.tolist(), leaf.tolist()
+
+
+def test_of_nothing_in_inference_mode_and_into_a_leaf(world4):
+    assert world4(of_nothing_and_in_inference_mode) == [([4.0, 4.0], [4.0, 4.0])] * 4
+
+
+def largest():
+    group = current_world().group(range(4))
+    out = torch.zeros(1)
+    with Called() as called:
+        group.reduce_scatter(out, torch.arange(4.0) * (group.rank + 1), "max")
+    return out.item(), called.names
+
+
+def test_other_reductions_are_gloos_own(world4):
+    for rank, (value, names) in enumerate(world4(largest)):
+        assert value == 4 * rank
+        assert "alltoall_base_" not in names
