@@ -9,9 +9,9 @@ The model is one language model in plain PyTorch with AdamW (train_model.py), th
 the same processes and take turns step by step in random order (see measure.py); a round's time is that of its slowest rank. Before
 that each makes the same first steps, and its losses must be those of one process to 1e-4, or the benchmark fails.
 
-Times are medians, and ratios those of medians. "CPU" is what all threads of a process computed, the mean of the ranks: it is no longer
-for what others did on the machine meanwhile. Calls, bytes received and memory are the most of any rank; how they are counted, see
-train_counts.py. "at rest" is what is held between steps.
+Times are medians, ratios of times medians of the rounds' ratios. "CPU" is what all threads of a process computed, the mean of the ranks:
+it is no longer for what others did on the machine meanwhile. Calls, bytes received and memory are the most of any rank; how they are
+counted, see train_counts.py. "at rest" is what is held between steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import atexit
 import logging
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure import Times
 from report import environment, environment_line, markdown, show, write_json, write_markdown
 from train_contestants import MAKERS, PAIRS, Pair, Setup, Training, alone, loss_of_batch
 from train_counts import CountedCollectives, Memory
@@ -49,7 +51,7 @@ class Effort:
     rounds: int
 
 
-FULL = Effort(4, Size(layers=4, d=256, heads=4, f=688, s=128, b=8), rounds=12)
+FULL = Effort(4, Size(layers=4, d=256, heads=4, f=688, s=128, b=8), rounds=15)
 QUICK = Effort(2, Size(layers=2, d=16, heads=2, f=32, s=8, b=4, vocabulary=32), rounds=2)
 
 
@@ -103,7 +105,7 @@ def losses_alone(setup: Setup) -> list[float]:
 def first_steps(make: Callable[[], Training]) -> tuple[Training, Use]:
     """A contestant that has made its first steps."""
     memory, losses = Memory(), []
-    with memory.watched():
+    with memory:
         training = make()
         losses += [training.step() for _ in range(FIRST_STEPS - 2)]
         losses.append(memory.measured(training.step))
@@ -151,10 +153,16 @@ def _mb(count: int) -> str:
 def pair_row(pair: Pair, found: dict[str, Found]) -> list[str]:
     """Ours by theirs."""
     ours, theirs = found[pair.ours], found[pair.theirs]
-    ratios = [(one.median, other.median) for one, other in ((ours.cost.wall, theirs.cost.wall), (ours.cost.cpu, theirs.cost.cpu))]
-    ratios += [(getattr(ours.use, what), getattr(theirs.use, what)) for what in ("peak", "calls", "received")]
-    step, *others = (f"{one / other:.2f}" if other else "-" for one, other in ratios)
+    times = ((ours.cost.wall, theirs.cost.wall), (ours.cost.cpu, theirs.cost.cpu))
+    ratios = [_ratio(one, other) for one, other in times]
+    ratios += [getattr(ours.use, what) / getattr(theirs.use, what) for what in ("peak", "calls", "received")]
+    step, *others = (f"{ratio:.2f}" for ratio in ratios)
     return [pair.name, step, "-" if pair.goal is None else f"{pair.goal:.2f}", *others]
+
+
+def _ratio(ours: Times, theirs: Times) -> float:
+    """The middle one of the rounds' ratios: what the machine did in a round, it did to both."""
+    return statistics.median(one / other for one, other in zip(ours.rounds, theirs.rounds, strict=True))
 
 
 def of_ranks(uses: Sequence[Use]) -> Use:

@@ -26,8 +26,6 @@ from train_model import Block, Size, batch, cross_entropy, make_model
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel import styles
-from shardmesh.sharding.parallel.plan import parallelize
 
 OPTIMIZER, RATE = torch.optim.AdamW, 1e-3
 
@@ -132,7 +130,7 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
 
 
 def our_ddp(setup: Setup) -> Training:
-    return trained(sm.data_parallel(make_model(setup.size), setup.line, src_data_rank=None), setup.own_rows)
+    return trained(sm.data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None), setup.own_rows)
 
 
 def their_ddp(setup: Setup) -> Training:
@@ -144,7 +142,7 @@ def _their_ddp(setup: Setup) -> nn.Module:
 
 
 def our_zero(setup: Setup) -> Training:
-    return trained(sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", src_data_rank=None), setup.own_rows)
+    return trained(sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None), setup.own_rows)
 
 
 def their_zero(setup: Setup) -> Training:
@@ -161,12 +159,12 @@ _BY_POSITION = P(None, "tp")
 def our_plan() -> dict[str, Any]:
     """Activations between layers lie split by position, logits by byte value."""
     return {
-        "embedding": styles.rowwise(out=_BY_POSITION),
-        "blocks.*_norm": styles.sequence(1, out=P()),
-        "*.q": styles.colwise(), "*.k": styles.colwise(), "*.v": styles.colwise(), "*.o": styles.rowwise(out=_BY_POSITION),
-        "*.gate": styles.colwise(), "*.up": styles.colwise(), "*.down": styles.rowwise(out=_BY_POSITION),
-        "norm": styles.sequence(1, out=P()),
-        "head": styles.colwise(),
+        "embedding": sm.rowwise(out=_BY_POSITION),
+        "blocks.*_norm": sm.sequence(1, out=P()),
+        "*.q": sm.colwise(), "*.k": sm.colwise(), "*.v": sm.colwise(), "*.o": sm.rowwise(out=_BY_POSITION),
+        "*.gate": sm.colwise(), "*.up": sm.colwise(), "*.down": sm.rowwise(out=_BY_POSITION),
+        "norm": sm.sequence(1, out=P()),
+        "head": sm.colwise(),
     }  # fmt: skip
 
 
@@ -193,7 +191,7 @@ def their_outer_plan() -> dict[str, Any]:
 
 
 def our_tensor_parallel(setup: Setup) -> Training:
-    model = parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
+    model = sm.parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
     return trained(model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
 
 
@@ -210,7 +208,7 @@ def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
 
 
 def our_two_axes(setup: Setup) -> Training:
-    model = parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
+    model = sm.parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
     sm.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
     return trained(model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))

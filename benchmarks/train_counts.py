@@ -4,30 +4,26 @@ Collectives are counted where everybody's arrive: at torch's dispatcher, as `c10
 all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, what comes from others for an all_to_all, and the buffer for a
 broadcast, except at its root.
 
-Memory is what torch's CPU allocator has handed out: `torch.profiler` sees each of its blocks come and go. So parameters, gradients,
-optimizer state, gathered buffers, activations and temporaries inside operators count, and what gloo holds does not.
+Memory is the blocks behind the tensors that live at one time, as one sees them between two operators: parameters, gradients, optimizer
+state, gathered buffers and activations count; temporaries inside an operator and what gloo holds do not.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager
-from pathlib import Path
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _MOVES_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
-_MARK = "the step that is measured"
 
 
 class CountedCollectives(TorchDispatchMode):
@@ -47,6 +43,8 @@ class CountedCollectives(TorchDispatchMode):
         return sum(self.by_name.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # what DTensor makes of it comes by here then
         name = func.overloadpacket.__name__
         if func.namespace in _NAMESPACES and name not in _MOVES_NOTHING:
             self.by_name[name] = self.by_name.get(name, 0) + 1
@@ -100,43 +98,46 @@ def _group(x: Any) -> dist.ProcessGroup | None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-class Memory:
-    """What the allocator has handed out since `watched` began.
+class Memory(TorchDispatchMode):
+    """Follows the blocks of memory behind all tensors that operators inside give back, until they are let go.
 
     Attributes:
         peak: the most at any time inside `measured`, in bytes.
         rest: how much it was when that began.
     """
 
-    peak = rest = 0
-
-    @contextmanager
-    def watched(self) -> Iterable[None]:  # type: ignore[misc]
-        gc.collect()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
-            yield
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            found.export_chrome_trace(str(path))
-            self.rest, self.peak = _rest_and_peak(json.loads(path.read_text())["traceEvents"])
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.rest = 0
+        self._blocks: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._measuring = False
 
     def measured(self, call: Callable[[], Any]) -> Any:
         """Make the call whose peak is wanted."""
         gc.collect()
-        with record_function(_MARK):
+        self.peak = self.rest = self._now()
+        self._measuring = True
+        try:
             return call()
+        finally:
+            self._measuring = False
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.device.type == "cpu":
+                self._follow(x.untyped_storage())
+        if self._measuring:
+            self.peak = max(self.peak, self._now())
+        return out
 
-def _rest_and_peak(events: list[dict[str, Any]]) -> tuple[int, int]:
-    """Bytes handed out when the marked call began, and the most while it ran."""
-    mark = next(event for event in events if event.get("name") == _MARK)
-    start, stop = mark["ts"], mark["ts"] + mark["dur"]
-    changes = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    now = rest = peak = 0
-    for when, change in changes:
-        now += change
-        if when < start:
-            rest = peak = now
-        elif when <= stop:
-            peak = max(peak, now)
-    return rest, peak
+    def _follow(self, block: torch.UntypedStorage) -> None:
+        key = block._cdata
+        if key not in self._blocks:
+            self._blocks[key] = weakref.ref(block, lambda _: self._blocks.pop(key, None))
+
+    def _now(self) -> int:
+        blocks = (ref() for ref in list(self._blocks.values()))
+        return sum(block.nbytes() for block in blocks if block is not None)

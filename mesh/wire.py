@@ -62,3 +62,15 @@ def decode(y: Tensor, out: Tensor, op: str) -> None:
         y = (y if op in ("sum", "product") else y ^ _SIGN_BIT).view(torch.uint64)
     if y.data_ptr() != flat.data_ptr() or y.dtype != flat.dtype:
         flat.copy_(y)
+
+
+def add_up(parts: Tensor, out: Tensor) -> None:
+    """Writes the sum of the rows of `parts`, which it uses up, into out.
+
+    One after the other, so that the bits depend on nothing else (`torch.sum` changes its order with the place); 16 bits are added in 32.
+    """
+    with torch.inference_mode():  # which may write to tensors of both kinds
+        total = parts[0].to(torch.float32) if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
+        for part in parts[1:]:
+            total.add_(part)
+        out.view(-1).copy_(total)

@@ -23,13 +23,13 @@ from ..mesh.counter import described
 from ..mesh.errors import ImplicitCommError
 from ..mesh.group import CollectiveRecord, Observer, World, current_world
 from ..mesh.source import DESCRIBERS, OperatorCall, user_call
-from . import dispatch, gradients, tensor
+from . import backward, dispatch, gradients, tensor
 from .decide import Decision, name_of
 from .rules.registry import HANDLERS
 from .tensor import ShardedTensor
 
 MODES = ("allow", "warn", "forbid")
-_ASKED_IN = frozenset({gradients.__name__, tensor.__name__})  # where functions are that read values or ask for gradients
+_ASKED_IN = frozenset({backward.__name__, gradients.__name__, tensor.__name__})  # where functions are that read values or ask for gradients
 
 
 class implicit:

@@ -334,7 +334,7 @@ class ShardedTensor(Tensor):
         Communication: that of the backward of each redistribution, and at the end one bucketed reduction per set of axes
         and dtype for leaves that are replicated (not inside `accumulate_grads()`).
         """
-        gradients.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+        backward.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
 
     def register_hook(self, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
         """Call `hook` with the gradient when it is computed; the hook sees it in the layout dual to this tensor's."""
@@ -440,6 +440,6 @@ def _called_by(func: Any) -> bool:
 
 
 # These make ShardedTensors, and its methods call them.
-from . import arrays, boundary, dispatch, gradients, reshard, show  # noqa: E402
+from . import arrays, backward, boundary, dispatch, gradients, reshard, show  # noqa: E402
 
 ShardedTensor.__torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]

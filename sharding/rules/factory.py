@@ -132,10 +132,10 @@ def _make_dual(tensor: Any, tangent: Any, level: int) -> Any:
 
 
 def _register_autograd() -> None:
-    from .. import gradients
+    from .. import backward
 
-    handler(also=(torch.autograd.grad,))(gradients.grad)
-    handler(also=(torch.autograd.backward,))(gradients.backward)
+    handler(also=(torch.autograd.grad,))(backward.grad)
+    handler(also=(torch.autograd.backward,))(backward.backward)
 
 
 _register_autograd()

@@ -1,0 +1,97 @@
+"""The benchmark of layers: that it runs and finds everybody's losses equal, and that what it counts is right."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardmesh as sm
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def train(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("train")
+
+
+@pytest.mark.slow
+def test_quick_run(train, tmp_path):
+    figures, document = tmp_path / "figures.json", tmp_path / "tables.md"
+    command = [sys.executable, str(BENCHMARKS / "train.py"), "--quick", "--json", str(figures), "--markdown", str(document)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = {one["contestant"]: one for one in json.loads(figures.read_text())["contestants"]}
+    assert list(found) == list(train.MAKERS)
+    assert all(one["wall"]["min_us"] > 0 and one["peak"] >= one["rest"] > 0 for one in found.values())
+    units = 3  # two blocks, and what is around them: gathered in forward and again in backward, and summed
+    assert [found[name]["calls"] for name in ("ours FSDP", "torch FSDP2")] == [3 * units] * 2
+    assert [found[name]["calls"] for name in ("ours FSDP, kept", "torch FSDP2, kept")] == [2 * units] * 2
+    assert found["ours TP + SP"]["calls"] < found["DTensor TP + SP"]["calls"]
+    text = document.read_text()
+    assert all(f"| {pair.name} |" in text for pair in train.PAIRS)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def use(train, *losses):
+    return train.Use(calls=1, received=4, peak=8, rest=2, losses=losses)
+
+
+def test_losses_that_differ_are_an_error(train):
+    train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.00005, 2.0])
+    with pytest.raises(RuntimeError, match=r"ours has the losses \(1\.0, 2\.0\), one process has \(1\.0, 2\.001\)"):
+        train.check_losses({"ours": use(train, 1.0, 2.0)}, [1.0, 2.001])
+
+
+def test_of_ranks_the_most_counts(train):
+    uses = [train.Use(1, 40, 80, 20, (1.0,)), train.Use(3, 30, 90, 10, (1.0,))]
+    assert train.of_ranks(uses) == train.Use(3, 40, 90, 20, (1.0,))
+
+
+def test_memory_is_what_lives_between_two_operators(train):
+    memory = train.Memory()
+
+    def step():
+        x = torch.zeros(1000)  # 4000 bytes
+        y = x + 1
+        del x
+        return y.view(10, 100) + kept[:100]  # 4000 bytes, while y lives
+
+    with memory:
+        kept = torch.zeros(500)  # 2000 bytes
+        memory.measured(step)
+    assert (memory.rest, memory.peak) == (2000, 10_000)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def differences():
+    """On a gloo rank: what `CountedCollectives` says of some calls of ours, and what `comm_budget` does."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        counts = importlib.import_module("train_counts")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
+    part = sm.from_local(torch.ones(3, 8), mesh, sm.P("x"), shape=(12, 8))
+    pending = sm.from_local(torch.ones(12, 8), mesh, sm.P(unreduced={"x"}), shape=(12, 8))
+    with counts.CountedCollectives() as counted, sm.comm_budget() as used:
+        for x, spec in ((part, sm.P()), (part, sm.P(None, "x")), (pending, sm.P()), (pending, sm.P("x"))):
+            x.redistribute(spec)
+    return counted.calls, counted.received, used.launches, used.bytes_received
+
+
+def test_bytes_are_those_of_comm_budget(world4):
+    for calls, received, launches, bytes_received in world4(differences):
+        assert (calls, received) == (launches, bytes_received)
+        assert (calls, received) == (4, 288 + 72 + 576 + 288)
