@@ -40,7 +40,7 @@ def split(
     modules = {"": module} | dict(_chosen(module, units))
     found = _parameters(module, ignored)
     bases = [_base(one, options.mesh) for one in found]  # all are checked before anything moves
-    made = {name: Unit(name, inner, options, keep) for name, inner in modules.items()}
+    made = {name: Unit(name, inner, options if inner is module else options.inside, keep) for name, inner in modules.items()}
     belongs = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
         mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
@@ -156,7 +156,8 @@ def _split(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTen
     if x.is_meta:
         return ShardedTensor._make_guarded(torch.empty(rest.local_shape, dtype=rest.dtype, device="meta"), rest)
     if isinstance(x, ShardedTensor):
-        return ShardedTensor._make_guarded(redistribute_local(x._local.detach(), base, rest), rest)
+        part = redistribute_local(x._local.detach(), base, rest)
+        return ShardedTensor._make_guarded(part.clone() if part.numel() < x._local.numel() else part, rest)  # not all, held by a view
     return distribute_tensor(x.detach(), rest.mesh, rest.spec, src_data_rank=src)  # type: ignore[arg-type]
 
 

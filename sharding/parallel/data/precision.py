@@ -19,7 +19,7 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: in which parameters are gathered and used; None for their own.
         reduce_dtype: in which gradients are summed over ranks; None for `param_dtype`.
-        output_dtype: to which floating outputs of the module are cast; None to leave them.
+        output_dtype: to which floating outputs of the module are cast; None to leave them. Units inside, named by `units`, leave them.
         cast_forward_inputs: whether floating inputs of the module are cast to `param_dtype`.
 
     Communication: none of its own; gathering moves `param_dtype`, reducing `reduce_dtype`.

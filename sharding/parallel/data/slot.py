@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -88,3 +88,8 @@ class Options:
     transport: str | None = None
     unused_differ: bool = False
     offload: CPUOffloadPolicy | None = None
+
+    @property
+    def inside(self) -> Options:
+        """Of units inside the module that is split: what they give is not its output."""
+        return replace(self, policy=replace(self.policy, output_dtype=None))

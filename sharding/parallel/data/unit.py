@@ -319,7 +319,8 @@ class Unit:
             return self._hold(grads, scale)
         with carrying(world, mixed(_SUMMING, self._parameters())):
             waits = [(bucket, self._start(bucket, grads, scale)) for bucket in self._buckets]
-        return lambda: self._deliver(put_together(self._uncut(grads, scale), waits))
+        uncut = self._uncut(grads, scale)  # now: what waits would hold on to all gradients
+        return lambda: self._deliver(put_together(uncut, waits))
 
     def _start(self, bucket: Bucket, grads: Grads, scale: float) -> Callable[[], Grads]:
         parameters = self._parameters()
