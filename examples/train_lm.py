@@ -5,7 +5,7 @@
     python examples/train_lm.py --single                     the same model and data in one process, without a mesh
     python examples/train_lm.py --compare                    both, and their losses side by side
     torchrun --nproc-per-node 8 examples/train_lm.py --mesh fsdp=2,tp=4 --size small --device cuda
-    python examples/train_lm.py --parallel dp=2,fsdp=2       by the library's layers: dp, zero1, zero2, fsdp, tp and sp, as they fit together
+    python examples/train_lm.py --parallel dp=2,fsdp=2       by the library's layers: dp, zero1, zero2, fsdp, tp, sp
     python examples/train_lm.py --parallel tp=4 --save out/checkpoints --resume         goes on from the newest checkpoint, of any mesh
 
 The model is plain PyTorch. With `--mesh` all is done by hand: a table says where each weight is stored (`STORED`), and calls of
@@ -384,7 +384,8 @@ def layer_axes(text: str) -> dict[str, int]:
     pairs = [part.strip().partition("=") for part in text.split(",")]
     axes = {name: int(size) for name, _, size in pairs if name in LAYERS and size.isdecimal() and int(size) > 0}
     if len(axes) < len(pairs) or {"tp", "sp"} <= set(axes):
-        raise argparse.ArgumentTypeError(f"{text!r}: write sizes of axes among {', '.join(LAYERS)}, of tp and sp only one: such as fsdp=2,tp=2")
+        known = ", ".join(LAYERS)
+        raise argparse.ArgumentTypeError(f"{text!r}: write sizes of axes among {known}, of tp and sp only one: such as fsdp=2,tp=2")
     return axes
 
 

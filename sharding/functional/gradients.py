@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
 from ...mesh.source import DESCRIBERS
-from .. import gradients
+from .. import backward
 from ..random import replay_random
 from ..tensor import ShardedTensor
 from .collectives import psum
@@ -176,11 +176,11 @@ def _derivatives(outs: Sequence[Tensor], inputs: Sequence[Tensor], directions: S
         for cotangent, out in zip(cotangents, outs, strict=True):
             mapping.checker.note(cotangent, mapping.checker.gradient(mapping.checker.of(out).type.dual_over(mapping.checker.names)))
     ways: Any = {"allow_unused": True, "materialize_grads": True}
-    found = gradients.grad(outs, inputs, cotangents, create_graph=True, **ways) if outs else ()
+    found = backward.grad(outs, inputs, cotangents, create_graph=True, **ways) if outs else ()
     used = [(g, d) for g, d in zip(found, directions, strict=True) if g.requires_grad] if outs else []
     if not used:
         return [torch.zeros_like(out) for out in outs]
-    return gradients.grad([g for g, _ in used], cotangents, [d for _, d in used], create_graph=_thread.nested, **ways)
+    return backward.grad([g for g, _ in used], cotangents, [d for _, d in used], create_graph=_thread.nested, **ways)
 
 
 def stop_gradient(x: Any) -> Any:
@@ -313,7 +313,7 @@ def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence
         connected = [(out, seed) for out, seed in zip(outs, seeds or [None] * len(outs), strict=True) if out.requires_grad]
         if not connected:
             return [torch.zeros_like(x) for x in inputs]
-        found = gradients.grad(
+        found = backward.grad(
             [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
             create_graph=_thread.nested, allow_unused=True, materialize_grads=True,
         )  # fmt: skip
@@ -330,7 +330,7 @@ def _seeds(mapping: Mapping, record: Record, outs: Sequence[Tensor], given: Sequ
 def _seed(loss: Tensor, share: float) -> Any:
     if not isinstance(loss, ShardedTensor):
         return torch.full_like(loss, share)
-    return ShardedTensor._make(gradients.seed(loss, None) * share, loss._layout.dual)
+    return ShardedTensor._make(backward.seed(loss, None) * share, loss._layout.dual)
 
 
 def _reduced(mapping: Mapping, record: Record, found: Iterable[Tensor]) -> list[Tensor]:

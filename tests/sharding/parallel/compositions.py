@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
+from shardmesh.mesh.group import CollectiveRecord
 from tests.device import DEVICE
 from tests.sharding.parallel.models import GPT, Block, Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, megatron, on_axes
 from tests.sharding.ranks import collectives
 
+Used = dict[str, tuple[int, int]]  # by collective: calls, and bytes that a rank receives
+
 STEPS, BATCHES, S = 20, 3, 5  # another batch in each of three steps; sequences are odd, so uneven over tp
 EVEN = Config()
-UNEVEN = Config(vocabulary=13, d=10, heads=3, kv_heads=None, f=15, bias=True)
+UNEVEN = Config(vocabulary=13, d=10, heads=3, f=15, bias=True)
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,10 @@ class Case:
     def b(self) -> int:
         """Samples: where ranks may have different numbers of them, they do."""
         ranks = math.prod(self.sizes[axis] for axis in self.data)
-        return ranks + 1 if self.inputs == "global" and self.config is not EVEN else max(ranks, 4)
+        return ranks + 1 if self.inputs == "global" and self.config != EVEN else max(ranks, 4)
 
     def __str__(self) -> str:
-        sizes = "even" if self.config is EVEN else "uneven"
+        sizes = "even" if self.config == EVEN else "uneven"
         return "-".join([self.form, self.tp or "alone", self.inputs, sizes, "x".join(map(str, self.shape))])
 
 
@@ -74,7 +77,7 @@ class Case:
 Split = Callable[..., Any]
 
 FORMS: dict[str, Callable[[tuple[str, ...]], dict[str, Any]]] = {  # from the data axes to what `data_parallel` is told
-    "ddp": lambda axes: {},
+    "ddp": lambda _: {},
     "zero1": lambda axes: {"optimizer": axes},
     "zero2": lambda axes: {"optimizer": axes, "gradient": axes},
     "fsdp": lambda axes: {"axes": axes},
@@ -125,11 +128,14 @@ def torch_plan(tp: str) -> dict[str, Any]:
 # -- training it -------------------------------------------------------------------------------------------------------
 
 
-def batch(case: Case, mesh: sm.DeviceMesh | None, step: int, s: int = S) -> list[Any]:
-    """Inputs and targets of a step: all of them without a mesh."""
-    pair = tokens(case.b, s, case.config.vocabulary, seed=step % BATCHES)
-    if mesh is None:
-        return list(pair)
+def batch_of(config: Config, b: int, step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a step, each [b, s]."""
+    return tokens(b, S, config.vocabulary, seed=step % BATCHES)
+
+
+def batch(case: Case, mesh: sm.DeviceMesh, step: int) -> list[Any]:
+    """This rank's, or sharded ones."""
+    pair = batch_of(case.config, case.b, step)
     if case.inputs == "global":
         return [sm.device_put(x, mesh, P(case.data or None), src_data_rank=None) for x in pair]
     ranks = math.prod(case.sizes[axis] for axis in case.data)
@@ -149,36 +155,50 @@ def whole(x: Any) -> Tensor:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """With an eps as large as gradients are: without, steps would be the same for gradients that are too large by a factor."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-2, eps=1e-2)
 
 
-def step_of(case: Case, model: nn.Module, mesh: sm.DeviceMesh | None, step: int) -> Tensor:
+def loss_in(case: Case, model: nn.Module, mesh: sm.DeviceMesh, step: int) -> Tensor:
     inputs, targets = batch(case, mesh, step)
-    loss = loss_of(model(inputs), targets)
+    return loss_of(model(inputs), targets)
+
+
+def stepped(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """The loss, when the optimizer has stepped along its gradients."""
     loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
     return whole(loss)
 
 
-def train(case: Case, mesh: sm.DeviceMesh | None, model: nn.Module, steps: Sequence[int] = range(STEPS)) -> Tensor:
-    """The losses."""
-    optimizer, losses = adamw(model), []
-    for step in steps:
-        losses.append(step_of(case, model, mesh, step))
+def train(case: Case, mesh: sm.DeviceMesh, model: nn.Module) -> tuple[Tensor, list[Used], dict[str, int]]:
+    """The losses, what each step communicates until its gradients are there, and the rank's place."""
+    optimizer, losses, all_used = adamw(model), [], []
+    for step in range(STEPS):
+        with collectives() as records:
+            loss = loss_in(case, model, mesh, step)
+            loss.backward()
+        all_used.append(summed_up(records))
         optimizer.step()
         optimizer.zero_grad()
-    return torch.stack(losses)
-
-
-@cache
-def _by_one_process(b: int, config: Config) -> Tensor:
-    case = Case("ddp", "", "global", config, (b,) if config is EVEN else (b - 1,))
-    return train(case, None, gpt(config).to(DEVICE))
+        losses.append(whole(loss))
+    return torch.stack(losses), all_used, dict(zip(mesh.axis_names, mesh.coordinate or (), strict=True))
 
 
 def by_one_process(case: Case) -> Tensor:
     """The losses of one process."""
-    shape = case.b if case.config is EVEN else case.b
-    return _by_one_process(shape, case.config)
+    return _by_one_process(case.config, case.b)
+
+
+@cache
+def _by_one_process(config: Config, b: int) -> Tensor:
+    model, losses = gpt(config).to(DEVICE), []
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        inputs, targets = batch_of(config, b, step)
+        losses.append(stepped(optimizer, loss_of(model(inputs), targets)))
+    return torch.stack(losses)
 
 
 def on(case: Case, program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
@@ -186,11 +206,15 @@ def on(case: Case, program: Callable[[sm.DeviceMesh], Any]) -> list[Any]:
     return on_axes(case.shape, case.names, program)
 
 
-def used(step: Callable[[], Any]) -> dict[str, tuple[int, int]]:
+def used(step: Callable[[], Any]) -> Used:
     """Calls and bytes received of each collective of what a function does."""
     with collectives() as records:
         step()
-    found: dict[str, tuple[int, int]] = {}
+    return summed_up(records)
+
+
+def summed_up(records: Sequence[CollectiveRecord]) -> Used:
+    found: Used = {}
     for record in records:
         calls, received = found.get(record.op, (0, 0))
         found[record.op] = calls + 1, received + record.bytes_received

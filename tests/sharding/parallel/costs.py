@@ -1,6 +1,6 @@
 """What a step of a composition communicates, worked out on paper: calls and bytes that a rank receives.
 
-Letters: n ranks over which parameters are split, L blocks, g bytes of gradients, A bytes of an activation [b, s, d], T of a number per token.
+`cut` says where a unit's buffer is cut; all else is arithmetic on the shapes of the model and of the mesh.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardmesh.sharding.parallel.data.cut import Cutting, cut
-from tests.sharding.parallel.compositions import S, Case
+from tests.sharding.parallel.compositions import Case, S, Used
 from tests.sharding.parallel.models import Config
-
-Used = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,9 @@ class Parameter:
     @property
     def row(self) -> int:
         return math.prod(self.shape[1:])
+
+
+SHAPE = 27  # bytes of a pickled tuple of a number
 
 
 def chunk(size: int, parts: int, part: int) -> int:
@@ -130,16 +131,16 @@ class Paper:
         n = self.size(*self.shards)
         return times * [(n - 1) * cutting.piece * self.sum_bytes for cutting in self.cuttings()]
 
-    def reduced(self) -> list[int]:
-        """The bytes of each all_reduce of gradients at rest: one for each set of axes along which parameters have copies."""
-        others = [axis for axis in self.case.data if axis not in self.shards]
-        found: dict[int, int] = {}
+    def reduced(self) -> Iterator[tuple[int, int]]:
+        """The all_reduces of gradients at rest, by units: for each number of copies along other axes one, and its bytes."""
+        others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
         for unit, cutting in zip(self.units, self.cuttings(), strict=True):
+            found = dict[int, int]()
             for i, p in enumerate(unit):
-                copies = self.size(*others) * (self.tp if p.copied else 1)
+                copies = others * (self.tp if p.copied else 1)
                 first, last = cutting.rows_of(i, self.part, p.mine[0])
                 found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
-        return [2 * (copies - 1) * held // copies for copies, held in found.items()]
+            yield from ((copies, 2 * (copies - 1) * held // copies) for copies, held in found.items() if copies > 1)
 
     # -- tensor parallelism, of sharded inputs -------------------------------------------------------------------------
 
@@ -157,6 +158,30 @@ class Paper:
             return {"all_reduce": (2 * times, 2 * times * 2 * (self.tp - 1) * whole // self.tp)}
         mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])  # uneven: exchanges take the places of both collectives
         return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
+
+    def with_torch_styles(self) -> Used:
+        """Each module of the plan takes plain tensors and gives plain ones.
+
+        tp: forward, sums of the embedding, o_proj and down_proj, and the logits gathered. Backward, sums for all that takes a whole
+            input, the gradients of those first outputs again, and for each replicated output 5 numbers to see that replicas agree.
+        sp: the sums are scattered along the sequence, and gathered before attention, the MLP and the head, when ranks have told each other
+            how long their parts are; backward the other way.
+        """
+        n, layers, whole = self.tp, self.case.config.layers, self.tokens_here() * self.case.config.d * 8
+        sums = 2 * layers + 1
+        if self.case.tp == "tp":
+            times, checks = sums + (5 * layers + 1) + sums, sums + 1
+            return plus(self._logits(), {"all_reduce": (times + checks, times * 2 * (n - 1) * whole // n + checks * 5 * _scalar(n))})
+        lengths = {"all_gather_object": (sums, sums * (n - 1) * SHAPE)}
+        return plus(self._logits(), self.activations(), lengths, {"all_reduce": (1, 5 * _scalar(n))})
+
+    def _logits(self) -> Used:
+        """Gathered, and the sum of their gradients scattered; uneven parts by exchanges."""
+        n, tokens, size = self.tp, self.tokens_here() * 8, self.case.config.vocabulary
+        if size % n == 0:
+            return dict.fromkeys(("all_gather", "reduce_scatter"), (1, (n - 1) * tokens * size // n))
+        mine = chunk(size, n, self.coordinate["tp"])
+        return {"all_to_all": (2, (size - mine + (n - 1) * mine) * tokens)}
 
     def loss(self) -> Used:
         """Of the vocabulary's parts: the largest logit and the sum, backward a gradient of it, per token; the rest are scalars."""
@@ -187,15 +212,24 @@ def collective(op: str, received: list[int]) -> Used:
     return {op: (sum(one > 0 for one in received), sum(received))}
 
 
-def of_data(paper: Paper, micro_batches: int = 1) -> Used:
-    """What data parallelism communicates in a step."""
+def of_data(paper: Paper, micro_batches: int = 0) -> Used:
+    """What data parallelism communicates in a step; what is reduced at the end of `accumulate_grads` is reduced in one call."""
+    copies: dict[int, list[int]] = {}
+    for number, received in paper.reduced():
+        copies.setdefault(number, []).append(received)
+    reduced = [sum(one) for one in copies.values()] if micro_batches else [x for one in copies.values() for x in one]
     return plus(
-        collective("all_gather", paper.gathered(micro_batches)),
-        collective("reduce_scatter", paper.summed(micro_batches)),
-        collective("all_reduce", paper.reduced()),
+        collective("all_gather", paper.gathered(micro_batches or 1)),
+        collective("reduce_scatter", paper.summed(micro_batches or 1)),
+        {"all_reduce": (len(reduced), sum(reduced))},
     )
 
 
 def expected(paper: Paper) -> Used:
     """What a step with sharded inputs communicates."""
     return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())
+
+
+def expected_of_plain(paper: Paper) -> Used:
+    """What a step with plain inputs communicates: the loss is each rank's own."""
+    return plus(of_data(paper), paper.with_torch_styles() if paper.tp > 1 else {})

@@ -23,8 +23,8 @@ from shardmesh.sharding.training.norms import norms
 from shardmesh.sharding.training.sampler import DistributedSampler
 from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
-from tests.sharding.parallel.models import Block, Config, gpt, loss_of, tokens
 from tests.sharding.optimizers.test_muon import PLACES, data, placed
+from tests.sharding.parallel.models import Block, Config, gpt, loss_of, tokens
 from tests.sharding.ranks import on_mesh
 
 STEPS, BATCH = 5, 8

@@ -1,0 +1,266 @@
+"""docs/parallel.md: its programs run, its rows are the forms that they name, and cost what its formulas say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel.data.schedule import units_in
+from tests.device import DEVICE, made_here
+from tests.docs.pages import DOCS, blocks, unknown_names
+from tests.sharding.parallel import models
+from tests.sharding.parallel.plans import on_axes
+from tests.sharding.ranks import collectives
+
+PAGE = (DOCS / "parallel.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading."""
+    lines = PAGE.split(f"{heading}\n", 1)[1].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|---"))
+    table = lines[first + 1 :]
+    until = next((i for i, line in enumerate(table) if not line.startswith("|")), len(table))
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table[:until]]
+
+
+def test_names():
+    assert unknown_names(PAGE) == []
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """What the first program shards: two matrices of the names in its plan."""
+
+    def __init__(self, d: int = 8) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(d, 2 * d, bias=False), nn.Linear(2 * d, d, bias=False)
+
+    def forward(self, x):
+        return x + self.wo(torch.tanh(self.wq(x)))
+
+
+def _program(words: str) -> str:
+    (found,) = [block for block in blocks(PAGE, "python") if words in block]
+    return found.replace('"cuda"', f'"{DEVICE}"')
+
+
+def _run(words: str, names: dict[str, Any]) -> dict[str, Any]:
+    exec(compile(_program(words), "docs/parallel.md", "exec"), names)
+    return names
+
+
+def _ranks(count: int, program: Any) -> list[Any]:
+    def rank() -> Any:
+        with made_here():
+            return program()
+
+    return sm.simulate(count)(rank)()
+
+
+def test_the_first_program():
+    """And the programs about units and micro-batches, with what it has made."""
+
+    def program():
+        model = nn.Sequential(*[Block() for _ in range(2)]).double()
+        names = _run("sm.rowwise()}", {"torch": torch, "model": model, "Block": Block})
+        assert model[0].wq.weight.spec.dims[0] == ("tp", "fsdp")
+        x = sm.device_put(torch.ones(4, 8, dtype=torch.float64), names["mesh"], P("fsdp"), src_data_rank=None)
+        before = model[0].wq.weight.full_tensor().detach().clone()
+        _run("accumulate_grads", names | {"sm": sm, "micro_batches": [x, 2 * x], "loss": lambda model, batch: model(batch).square().mean()})
+        return (model[0].wq.weight.full_tensor() - before).abs().max().item()
+
+    assert min(_ranks(8, program)) > 0
+
+
+def test_the_program_of_units():
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
+        model = nn.Sequential(Block(), Block())
+        _run("units=Block)            #", {"sm": sm, "model": model, "mesh": mesh, "Block": Block})
+        return len(units_in(model))
+
+    assert _ranks(3, program) == [3, 3, 3]
+
+
+def test_the_rows_that_it_shows():
+    """w_1 [5, 4] and w_2 [7, 4] on 3 ranks."""
+    shown = re.findall(r"w_\d \[(\d), 4\]: (P\(.*?\)}\))", PAGE)
+    assert len(shown) == 2
+
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
+        model = nn.Sequential(*[nn.Linear(4, int(rows), bias=False) for rows, _ in shown])
+        sm.fully_shard(model, mesh)
+        return [x.spec.cuts[0] for x in model.parameters()]
+
+    assert _ranks(3, program)[0] == [eval(spec).cuts[0] for _, spec in shown]
+
+
+def test_the_plan():
+    config = models.Config()
+    inputs, targets = models.tokens()
+    expected = models.loss_of(models.gpt(config).to(DEVICE)(inputs), targets)
+
+    def program(mesh):
+        model = models.gpt(config).to(DEVICE)
+        _run("PLAN", {"sm": sm, "mesh": mesh, "heads": config.heads, "model": model})
+        placed = [sm.device_put(x, mesh, P("fsdp"), src_data_rank=None) for x in (inputs, targets)]
+        logits = model(placed[0])
+        assert logits.spec.dims[2] == ("tp",)
+        torch.testing.assert_close(models.loss_of(logits, placed[1]).full_tensor(), expected, rtol=1e-12, atol=0)
+
+    on_axes((2, 2), ("fsdp", "tp"), program)
+
+
+def test_the_program_of_sequences():
+    inputs, _ = models.tokens()
+    expected = models.gpt().to(DEVICE)(inputs).square().mean()
+
+    def program(mesh):
+        model = sm.parallelize(models.gpt().to(DEVICE), mesh, {}, src_data_rank=None)
+        ids = sm.device_put(inputs, mesh, P(None, "cp"), src_data_rank=None)
+        with collectives() as records:
+            found = _run("context_parallel(", {"sm": sm, "model": lambda ids: model(ids).square().mean(), "ids": ids})["loss"]
+        assert {record.op for record in records} == {"permute"}
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
+
+    on_axes((4,), ("cp",), program)
+
+
+def test_every_program_of_the_page_is_run():
+    assert len(blocks(PAGE, "python")) == 5
+
+
+# -- the table of forms ------------------------------------------------------------------------------------------------
+
+
+def _axes(cell: str, mesh: sm.DeviceMesh) -> tuple[str, ...]:
+    given = eval(cell.strip("`")) if cell != "both" else mesh.axis_names
+    return (given,) if isinstance(given, str) else given
+
+
+@pytest.mark.parametrize("row", rows("## Data parallelism: one table"), ids=lambda row: row[3])
+def test_a_row_is_the_form_that_it_names(row):
+    names = ("dp", "fsdp") if "fsdp" in "".join(row[:3]) else ("dp",)
+    programs = [code for code in re.findall(r"`(.*?)`", row[4]) if code.startswith("sm.")]
+    assert programs
+
+    def program(mesh):
+        for code in programs:
+            model = nn.Linear(8, 8)
+            eval(code, {"sm": sm, "model": model, "mesh": mesh})
+            form = units_in(model)[0].options.form
+            found = form.parameter, form.gradient, form.optimizer
+            assert [set(axes) for axes in found] == [set(_axes(cell, mesh)) for cell in row[:3]]
+
+    on_axes((2, 2)[: len(names)] if len(names) == 2 else (4,), names, program)
+
+
+# -- what a row costs --------------------------------------------------------------------------------------------------
+
+D, WIDE, BLOCKS, M = 8, 16, 3, 2
+BLOCK_SIZE, ROOT_SIZE = 2 * D * WIDE, D * D  # each cut falls between two rows, so nothing is lost
+ALL = BLOCKS * BLOCK_SIZE + ROOT_SIZE
+BYTES = {"p": 2, "g": 4, "q": 8}  # of an element: as gathered, as summed, as it is
+HALF = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _model():
+    return nn.Sequential(nn.Linear(D, D, bias=False), *[Block(D) for _ in range(BLOCKS)]).double()
+
+
+BY_ROW = {
+    "DDP": ((4,), {}),
+    "ZeRO-1": ((4,), {"optimizer": "dp"}),
+    "ZeRO-2": ((4,), {"optimizer": "dp", "gradient": "dp"}),
+    "FSDP": ((4,), {"axes": "dp"}),
+    "FSDP, `reshard_after_forward=False`": ((4,), {"axes": "dp", "reshard_after_forward": False}),
+    "FSDP, gradients whole": ((4,), {"parameter": "dp", "optimizer": "dp"}),
+    "HSDP, n = fsdp": ((2, 2), {"axes": "fsdp"}),
+    "hpZ, n = dp fsdp": ((2, 2), {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")}),
+}
+COSTS = {row[0]: row[1:] for row in rows("### What a row costs")}
+
+
+def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Module:
+    layer: Any = sm.fully_shard if "axes" in said else sm.data_parallel
+    return layer(model, mesh, units=Block, mp_policy=HALF, **said)
+
+
+def _gathered(model: nn.Module) -> int:
+    """Bytes of gathered parameters on this rank: there, or under way."""
+    levels = [bucket.levels for unit in units_in(model) for bucket in unit._buckets]
+    coming = [one.flat.cutting.parts * one.flat.cutting.piece * BYTES["p"] for one in levels if one._coming is not None]
+    return sum(held.nbytes for one in levels for _, held in one._held.values()) + sum(coming)
+
+
+def _gradients(model: nn.Module) -> int:
+    waiting = [bucket.waiting for unit in units_in(model) for bucket in unit._buckets if bucket.waiting is not None]
+    return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(x.nbytes for x in waiting)
+
+
+def _measured(mesh: sm.DeviceMesh, said: dict[str, Any]) -> dict[str, Any]:
+    """Of the second of two steps, of M micro-batches each."""
+    model, seen, while_accumulating = _split(_model(), mesh, said), [], 0
+    optimizer, at_rest = torch.optim.AdamW(model.parameters(), foreach=True), sum(x._local.nbytes for x in model.parameters())
+
+    def look(*_):
+        seen.append(_gathered(model))
+
+    for block in model[1:]:
+        block.wo.register_forward_hook(lambda _, __, out: (look(), out.register_hook(look))[0])
+    for _ in range(2):
+        with collectives() as records, sm.accumulate_grads():
+            for _ in range(M):
+                model(torch.ones(2, D, dtype=torch.float64) * (1 + mesh.get_rank())).square().mean().backward()
+                while_accumulating = _gradients(model)
+        gradients = sum(x.grad._local.nbytes for x in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "gathered": sum(r.bytes_received for r in records if r.op == "all_gather"),
+        "summed": sum(r.bytes_received for r in records if r.op in ("reduce_scatter", "all_reduce")),
+        "parameters": (at_rest + _gathered(model), at_rest + max(seen)),
+        "gradients": (while_accumulating, gradients),
+        "optimizer state": sum(x._local.nbytes for state in optimizer.state.values() for x in state.values() if x.ndim),
+    }
+
+
+def _number(formula: str, names: dict[str, float]) -> float:
+    """A formula as the page writes it: letters side by side are multiplied."""
+    return eval(re.sub(r"(?<=[\w)]) +(?=[\w(])", " * ", formula), dict(names))
+
+
+def _cell(row: str, column: int) -> str:
+    return COSTS[row][column].replace("as FSDP, and", f"{COSTS['FSDP'][column]} +").replace("as FSDP", COSTS["FSDP"][column])
+
+
+@pytest.mark.parametrize("row", BY_ROW)
+def test_a_row_costs_what_its_formulas_say(row):
+    shape, said = BY_ROW[row]
+    n = 2 if row.startswith("HSDP") else 4
+    names = {letter: size * ALL for letter, size in BYTES.items()} | {"n": n, "m": M, "dp": 2, "fsdp": 2, "o": ROOT_SIZE / ALL}
+    names["u"] = BYTES["p"] * (ROOT_SIZE + 2 * BLOCK_SIZE)
+    gathered, summed, parameters, gradients, state = (_cell(row, column) for column in range(5))
+    for found in on_axes(shape, ("dp", "fsdp")[: len(shape)], lambda mesh: _measured(mesh, said)):
+        assert found["gathered"] == _number(gathered, names)
+        assert found["summed"] == _number(summed, names)
+        assert found["optimizer state"] == _number(state, names)
+        while_accumulating, _, at_last = gradients.partition(" while micro-batches accumulate, then ")
+        assert found["gradients"] == (_number(while_accumulating, names), _number(at_last or while_accumulating, names))
+        between, _, in_use = parameters.partition("; in use + ")
+        assert found["parameters"][0] == _number(between, names)
+        assert found["parameters"][1] <= _number(between, names) + (_number(in_use, names) if in_use else 0)
+
+
+def test_every_row_is_measured():
+    assert set(COSTS) == set(BY_ROW)

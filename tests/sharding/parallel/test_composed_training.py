@@ -1,0 +1,239 @@
+"""Training of compositions: micro-batches, clipping, mixed precision, Muon, and checkpoints from one composition to another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import shardmesh as sm
+from tests.device import DEVICE
+from tests.sharding.parallel.compositions import (
+    EVEN,
+    STEPS,
+    UNEVEN,
+    Case,
+    adamw,
+    batch_of,
+    by_one_process,
+    loss_in,
+    made,
+    on,
+    stepped,
+    train,
+    used,
+    whole,
+)
+from tests.sharding.parallel.costs import Paper, of_data
+from tests.sharding.parallel.models import gpt, loss_of
+
+MICRO, MAX_NORM = 2, 0.05
+
+
+def here(mesh):
+    return dict(zip(mesh.axis_names, mesh.coordinate, strict=True))
+
+
+def parity(found, expected, rtol=1e-12):
+    torch.testing.assert_close(torch.stack(found).mean(0), torch.stack(expected), rtol=rtol, atol=0)
+
+
+# -- micro-batches, and clipping ---------------------------------------------------------------------------------------
+
+ODD, SMALL = replace(UNEVEN, layers=1), replace(EVEN, layers=1)
+CLIPPED = [
+    Case("ddp", "", "plain", ODD, (4,)),
+    Case("zero1", "tp", "global", ODD, (2, 2)),
+    Case("zero2", "", "plain", SMALL, (4,)),
+    Case("fsdp", "sp", "global", ODD, (2, 2)),
+    Case("hsdp", "", "global", ODD, (2, 2)),
+    Case("hybrid", "", "plain", ODD, (2, 2)),
+]
+
+
+def _accumulated(optimizer, model, losses):
+    """A step along the clipped mean of the gradients of several losses; their mean, and the norm of the gradients before."""
+    kept = []
+    with sm.accumulate_grads():
+        for loss in losses:
+            (loss / MICRO).backward()
+            kept.append(whole(loss))
+    norm = sm.clip_grad_norm_(model.parameters(), MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([torch.stack(kept).mean(), norm])
+
+
+def _clipped_by_one_process(case):
+    model = gpt(case.config).to(DEVICE)
+    optimizer, found = adamw(model), []
+    for step in range(STEPS):
+        batches = (batch_of(case.config, case.b, MICRO * step + i) for i in range(MICRO))
+        found.append(_accumulated(optimizer, model, (loss_of(model(inputs), targets) for inputs, targets in batches)))
+    return found
+
+
+@pytest.mark.parametrize("case", CLIPPED, ids=str)
+def test_micro_batches_and_clipping(case):
+    """Every step is clipped: the norms are those of one process, too."""
+
+    def program(mesh):
+        model = made(case, mesh)
+        optimizer = adamw(model)
+        return torch.stack([
+            _accumulated(optimizer, model, (loss_in(case, model, mesh, MICRO * step + i) for i in range(MICRO)))
+            for step in range(STEPS)
+        ])  # fmt: skip
+
+    expected = _clipped_by_one_process(case)
+    assert min(norm for _, norm in expected) > MAX_NORM
+    parity(on(case, program), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CLIPPED if case.inputs == "plain"], ids=str)
+def test_calls_and_bytes_of_micro_batches(case):
+    """Split gradients are summed for each micro-batch, whole ones once."""
+
+    def backward(model, mesh):
+        with sm.accumulate_grads():
+            for i in range(MICRO):
+                loss_in(case, model, mesh, i).backward()
+
+    def program(mesh):
+        model = made(case, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            found = used(lambda: backward(model, mesh))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found, here(mesh)
+
+    for found, coordinate in on(case, program):
+        assert found == of_data(Paper(case, coordinate), MICRO)
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def test_float32():
+    case = Case("fsdp", "sp", "global", replace(UNEVEN, dtype=torch.float32), (2, 2))
+    found = on(case, lambda mesh: train(case, mesh, made(case, mesh))[0])
+    torch.testing.assert_close(torch.stack(found).mean(0), by_one_process(case), rtol=1e-5, atol=0)
+
+
+HALF = torch.bfloat16
+MIXED = sm.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32)  # the logits, no block
+
+
+def _mixed_by_hand(case, ranks):
+    """Each rank's loss in bfloat16, gradients summed in float32, and a step of the float32 parameters."""
+    model = gpt(case.config).to(DEVICE)
+    model.cos, model.sin = model.cos.to(HALF), model.sin.to(HALF)  # as what goes into a block is
+    optimizer, found = adamw(model), []
+    for step in range(STEPS):
+        parts = zip(*[x.chunk(ranks) for x in batch_of(case.config, case.b, step)], strict=True)
+        losses, sums = [], {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+        for inputs, targets in parts:
+            halves = {name: p.detach().to(HALF).requires_grad_() for name, p in model.named_parameters()}
+            losses.append(loss_of(functional_call(model, halves, (inputs,)).float(), targets))
+            for (name, _), grad in zip(halves.items(), torch.autograd.grad(losses[-1], list(halves.values())), strict=True):
+                sums[name] += grad.float()
+        for name, p in model.named_parameters():
+            p.grad = sums[name] / ranks
+        optimizer.step()
+        found.append(torch.stack(losses).mean().detach())
+    return found
+
+
+@pytest.mark.parametrize(("form", "shape"), [("ddp", (4,)), ("zero1", (4,)), ("hsdp", (2, 2)), ("hybrid", (2, 2))])
+def test_mixed_precision_is_that_made_by_hand(form, shape):
+    case = Case(form, "", "plain", replace(EVEN, dtype=torch.float32), shape)
+    case = replace(case, config=replace(case.config, vocabulary=31))
+    found = on(case, lambda mesh: train(case, mesh, made(case, mesh, mp_policy=MIXED))[0])
+    parity(found, _mixed_by_hand(case, 4), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("form", "shape"), [("fsdp", (4,)), ("zero2", (2, 2)), ("hybrid", (2, 2))])
+def test_bytes_of_mixed_precision(form, shape):
+    """Parameters travel in 2 bytes, gradients in 4."""
+    case = Case(form, "", "plain", replace(UNEVEN, dtype=torch.float32), shape)
+
+    def program(mesh):
+        model = made(case, mesh, mp_policy=MIXED)
+        for step in range(2):
+            found = used(lambda step=step: loss_in(case, model, mesh, step).backward())
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        return found, here(mesh)
+
+    for found, coordinate in on(case, program):
+        assert found == of_data(Paper(case, coordinate, param_bytes=2, sum_bytes=4))
+
+
+# -- Muon --------------------------------------------------------------------------------------------------------------
+
+
+def _muon(model):
+    named = list(model.named_parameters())
+    return sm.Muon(named, lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=1e-2, ns_dtype=torch.float64)
+
+
+def _by_muon(model, losses):
+    optimizer = _muon(model)
+    return torch.stack([stepped(optimizer, loss) for loss in losses])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fsdp", "tp", "global", UNEVEN, (2, 2)),
+        Case("zero1", "", "plain", UNEVEN, (4,)),
+    ],
+    ids=str,
+)
+def test_muon(case):
+    def program(mesh):
+        model = made(case, mesh)
+        return _by_muon(model, (loss_in(case, model, mesh, step) for step in range(STEPS)))
+
+    model = gpt(case.config).to(DEVICE)
+    batches = (batch_of(case.config, case.b, step) for step in range(STEPS))
+    expected = _by_muon(model, (loss_of(model(inputs), targets) for inputs, targets in batches))
+    parity(on(case, program), list(expected))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Case("fsdp", "tp", "global", UNEVEN, (2, 2)), Case("zero1", "", "global", UNEVEN, (2, 1))),
+        (Case("hsdp", "", "plain", EVEN, (2, 2)), Case("fsdp", "sp", "global", EVEN, (2, 2))),
+    ],
+    ids=str,
+)
+def test_another_composition_goes_on_from_a_checkpoint(before, after, tmp_path):
+    """Half of the steps by one, half by the other: the losses are those of one process all along."""
+    half = STEPS // 2
+
+    def losses(case, mesh, model, optimizer, steps):
+        return torch.stack([stepped(optimizer, loss_in(case, model, mesh, step)) for step in steps])
+
+    def first(mesh):
+        model = made(before, mesh)
+        optimizer = adamw(model)
+        found = losses(before, mesh, model, optimizer, range(half))
+        sm.save(sm.state_dict(model, optimizer), tmp_path)
+        return found
+
+    def second(mesh):
+        model = made(after, mesh)
+        optimizer = adamw(model)
+        sm.load_state_dict(model, sm.load(tmp_path, like=sm.state_dict(model, optimizer)), optimizer)
+        return losses(after, mesh, model, optimizer, range(half, STEPS))
+
+    assert before.b == after.b
+    found = [torch.stack(on(case, program)).mean(0) for case, program in ((before, first), (after, second))]
+    torch.testing.assert_close(torch.cat(found), by_one_process(before), rtol=1e-12, atol=0)
