@@ -167,10 +167,10 @@ def _peak(layers, reshard_after_forward=True):
 
 
 def test_peak_memory(world4):
-    """Each rank's part of all gradients, two units gathered, the gradients of one, and two sums under way: the buffer that is summed, and
-    what has arrived of it. With whole parameters kept it is all units gathered."""
+    """Each rank's part of all gradients, two units gathered, the gradients of one, and two sums under way: the buffer that is summed,
+    what has arrived of it and the part that stays. With whole parameters kept it is all units gathered."""
     layers, unit = 12, D * D * 4
-    assert max(world4(_peak, layers)) <= layers * unit // 4 + 2 * unit + unit + 2 * 2 * unit + unit // 4
+    assert max(world4(_peak, layers)) <= layers * unit // 4 + 2 * unit + unit + 2 * (unit + unit + unit // 4)
     assert min(world4(_peak, layers, False)) >= layers * unit
 
 
