@@ -44,7 +44,7 @@ class ShardedTensor(Tensor):
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
-    _touched: int = 0  # how often `.data` was asked for, through which values may have been written unseen
+    _touched: int = 0  # how often `.data` was asked for or assigned: values may have been written unseen
     _reduced_grad: ShardedTensor | None
     _arrived_grad: ShardedTensor | None
     from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
@@ -369,6 +369,7 @@ class ShardedTensor(Tensor):
             shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
         self._local.data, self._layout, self._lineage = value._local.data, value._layout, value._lineage
+        self._touched += 1
 
     # -- copies and files ----------------------------------------------------------------------------------------------
 

@@ -111,6 +111,7 @@ def same_on_this_rank():
     return wrong, sum(case.back is not None for case in raw.CASES)
 
 
+@pytest.mark.slow
 def test_raw_and_ours_give_the_same(world8):
     for wrong, looked_at in world8(same_on_this_rank):
         assert wrong == []

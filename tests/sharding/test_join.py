@@ -162,13 +162,14 @@ def test_a_language_model_on_short_and_missing_batches():
 
     def train(batches, mesh):
         torch.manual_seed(0)
-        model = train_lm.GPT(dataclasses.replace(size, s=8)).double()
+        reshard = train_lm.leave if mesh is None else train_lm.reshard
+        model = train_lm.GPT(dataclasses.replace(size, s=8), reshard).double()
         if mesh is not None:
             sm.distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)
         losses = []
         for batch in batches:
             ids = batch if mesh is None else sm.make_array_from_process_local_data(mesh, P("fsdp"), batch)
-            loss = F.cross_entropy(model(ids[:, :-1]), train_lm.reshard(ids[:, 1:].flatten(), train_lm.TOKENS))
+            loss = F.cross_entropy(model(ids[:, :-1]), reshard(ids[:, 1:].flatten(), train_lm.TOKENS))
             descend(dict(model.named_parameters()), loss)
             losses.append(loss.item())
         return losses, [train_lm.whole(p).detach() for p in model.parameters()]

@@ -364,8 +364,8 @@ def test_the_same_error_everywhere_before_anything_is_sent(world4, name):
 
 
 LOUD_ONCE_MOVED = {
-    "a view that had to be moved": (lambda mesh: _into_a_view(_x(mesh, NESTED)), RuntimeError, "base would not change"),
-    "a view of such a view": (lambda mesh: _into_a_view(_x(mesh, NESTED), slice(2, 9)), RuntimeError, "base would not change"),
+    "a view that had to be moved": (lambda mesh: _into_a_view(_x(mesh, UNEVEN)), RuntimeError, "base would not change"),
+    "a view of such a view": (lambda mesh: _into_a_view(_x(mesh, UNEVEN), slice(2, 9)), RuntimeError, "base would not change"),
     "an out of another shape": (lambda mesh: torch.add(_x(mesh), 1, out=_x(mesh)[0]), NotImplementedError, "out="),
 }
 

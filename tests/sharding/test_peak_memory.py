@@ -181,7 +181,7 @@ def test_layouts_and_bytes_are_those_of_the_program_on_real_ranks(world4, specs,
 
 def gpt(size):
     with torch.device("meta"):
-        model = train_lm.GPT(size)
+        model = train_lm.GPT(size, train_lm.reshard)
     return sm.distribute_module(model, None, train_lm.place_weights, src_data_rank=None)
 
 
@@ -224,7 +224,7 @@ def test_a_training_step_for_1024_ranks():
 
 def really_and_evaluated(mesh):
     size = train_lm.SIZES["tiny"]
-    model = sm.distribute_module(train_lm.GPT(size), mesh, train_lm.place_weights, src_data_rank=None)
+    model = sm.distribute_module(train_lm.GPT(size, train_lm.reshard), mesh, train_lm.place_weights, src_data_rank=None)
     found = eval_shape(gpt_step, model, *batch(mesh, size), rank=mesh.get_rank())
     with PeakMemory("cpu") as memory, sm.comm_report() as report:
         inputs = [sm.zeros(at.shape, device_mesh=mesh, placements=at.spec, dtype=at.dtype) for at in batch(mesh, size)]

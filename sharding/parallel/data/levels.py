@@ -22,7 +22,7 @@ from .flat import FlatBucket
 from .slot import Options
 
 _WHOLE: tuple[str, ...] = ()
-Version = tuple[int, int, int]
+Version = tuple[int, int, int, int]
 
 
 class Levels:
@@ -148,12 +148,13 @@ class Levels:
 
 
 def _version(x: ShardedTensor, moves: int) -> Version:
-    """What changes when a parameter is written: where it lies, how often it was written, how often `.data` was asked for or assigned.
+    """What changes when a parameter is written or replaced: where it lies, how often it was written, how often `.data` was asked for or
+    assigned, and which object it is. It changes on all ranks at once, on those with an empty part too.
 
     Tensors of inference mode do not count, and are taken for written each time.
     """
     local = x._local
-    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched + moves
+    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched + moves, id(x)
 
 
 _never = iter(range(-1, -(1 << 62), -1))

@@ -210,6 +210,21 @@ def test_values_written_between_forwards_are_used(form):
     on_ranks((2, 2), program)
 
 
+@pytest.mark.parametrize("write", WRITES)
+def test_ranks_without_a_part_know_that_values_were_written(write):
+    def program(mesh):
+        made, reference = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
+        reference.load_state_dict(made.state_dict())
+        made = sm.data_parallel(made, mesh, optimizer=mesh.axis_names)  # the one row is on one rank
+        for _ in range(2):
+            torch.testing.assert_close(made(torch.ones(2, 3)), reference(torch.ones(2, 3)))
+            with torch.no_grad():
+                write(made)
+                write(reference)
+
+    on_ranks((4,), program)
+
+
 def test_a_parameter_written_between_forward_and_backward():
     def program(mesh):
         made = FORMS["fsdp, let go"](model(), mesh)
