@@ -199,14 +199,19 @@ class Layout:
 
     @cached_property
     def largest_local_numel(self) -> int:
-        """Elements of the largest box: of evenly cut intervals the first part is the longest."""
-        numel = 1
+        """Elements of the largest box."""
+        return math.prod(self.largest_local_shape)
+
+    @cached_property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """Per dim the length of the longest part: of evenly cut intervals the first is."""
+        lengths = []
         for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
             length = size if sized is None else sized.longest
             for _, parts in chunked:
                 length = -(-length // parts)
-            numel *= length
-        return numel
+            lengths.append(length)
+        return tuple(lengths)
 
     @cached_property
     def nbytes(self) -> int:

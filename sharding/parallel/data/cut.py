@@ -33,6 +33,11 @@ class Cutting:
     offsets: tuple[int, ...]
     rows: tuple[int, ...]
 
+    @property
+    def length(self) -> int:
+        """Elements of the buffer."""
+        return self.parts * self.piece
+
     def rows_of(self, tensor: int, part: int, count: int) -> tuple[int, int]:
         """The first row of a tensor of `count` rows that lies in a piece, and the row behind its last one."""
         start, row = self.offsets[tensor], self.rows[tensor]

@@ -39,7 +39,7 @@ class FlatBucket:
 
     def __init__(self, mesh: DeviceMesh, axes: tuple[str, ...], bases: Sequence[Layout], transport: str | None = None) -> None:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
-        self._largest = [_largest_local_shape(base) for base in bases]
+        self._largest = [base.largest_local_shape for base in bases]  # buffers are alike on all ranks
         lengths, rows = (tuple(math.prod(s[i:]) for s in self._largest) for i in (0, 1))
         self.cutting = cut(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
         self.layouts = [self._at_rest(i, base) for i, base in enumerate(bases)]
@@ -108,7 +108,7 @@ class FlatBucket:
 
     def _make_flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]) -> Layout:
         copies = math.prod(self.mesh.size(axis) for axis in self._others)
-        length = copies * self.cutting.parts * self.cutting.piece
+        length = copies * self.cutting.length
         return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
 
     def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], note: Note) -> Callable[[], Tensor]:
@@ -124,7 +124,7 @@ class FlatBucket:
 
     def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         """Gradients in the places of their parameters, zero where there is none."""
-        whole = torch.empty(self.cutting.parts * self.cutting.piece, dtype=dtype, device=self.mesh.device)
+        whole = torch.empty(self.cutting.length, dtype=dtype, device=self.mesh.device)
         places = self.wholes_in(whole)
         if any(grad is None for grad in grads) or sum(x.numel() for x in places) < whole.numel():
             whole.zero_()
@@ -151,12 +151,6 @@ def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:
         buffer.as_strided(shape, strides, first + start) if math.prod(shape) else buffer.new_empty(shape)
         for shape, strides, start in places
     ]
-
-
-def _largest_local_shape(base: Layout) -> tuple[int, ...]:
-    """Per dim the most that any rank holds: buffers are alike on all ranks."""
-    shapes = {tuple(stop - start for start, stop in box) for _, box in base.boxes()}
-    return tuple(map(max, zip(*shapes, strict=True)))
 
 
 def _rows_by_part(base: Layout) -> list[int]:

@@ -83,7 +83,7 @@ class Bucket:
             return
         if self.waiting is None:
             device = self.flat.mesh.device
-            self.waiting = torch.zeros(self.flat.cutting.parts * self.flat.cutting.piece, dtype=self.sum_dtype, device=device)
+            self.waiting = torch.zeros(self.flat.cutting.length, dtype=self.sum_dtype, device=device)
         places = self.flat.wholes_in(self.waiting)
         given = [(place, grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
         torch._foreach_add_([place for place, _ in given], [grad.to(self.sum_dtype) for _, grad in given])
