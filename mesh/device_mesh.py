@@ -192,6 +192,19 @@ class DeviceMesh(AbstractMesh):
         name = self._one_axis(mesh_dim if axis is None else axis, "get_local_rank")
         return self._member("get_local_rank")[self.axis_index(name)]
 
+    def place_along(self, axes: Sequence[str], rank: int | None = None) -> int:
+        """The place of a rank, by default this one, along axes taken together, major to minor.
+
+        Raises: MeshError outside the mesh.
+        """
+        coordinate = self.coordinate_of(self.world.rank if rank is None else rank)
+        if coordinate is None:
+            raise errors.MeshError(f"rank {self.world.rank} is outside {self!r}, and has no place along {tuple(axes)}")
+        place = 0
+        for axis in axes:
+            place = place * self.size(axis) + coordinate[self.axis_index(axis)]
+        return place
+
     def _one_axis(self, axis: str | int | None, what: str) -> str:
         if axis is None and self.ndim > 1:
             raise errors.MeshError(f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}.")

@@ -76,7 +76,7 @@ class DistributedSampler(Sampler[int]):
         if num_replicas is None or rank is None:
             mesh = given_or_current(mesh)
             self.axes = data_axes("DistributedSampler", mesh, axes)
-            num_replicas, rank = mesh.size(self.axes), place_along(mesh, self.axes)
+            num_replicas, rank = mesh.size(self.axes), mesh.place_along(self.axes)
         if not 0 <= rank < num_replicas:
             raise ValueError(f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to {num_replicas - 1}")
         self.num_replicas, self.rank = num_replicas, rank
@@ -158,14 +158,3 @@ def data_axes(what: str, mesh: DeviceMesh, axes: str | Sequence[str] | None) -> 
     names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     mesh.size(names)  # which knows them
     return names
-
-
-def place_along(mesh: DeviceMesh, axes: Sequence[str], rank: int | None = None) -> int:
-    """The place of a rank, by default this one, along axes taken together, major to minor. Raises: MeshError outside the mesh."""
-    coordinate = mesh.coordinate_of(mesh.world.rank if rank is None else rank)
-    if coordinate is None:
-        raise MeshError(f"rank {mesh.world.rank} is outside {mesh!r}, and has no place along {tuple(axes)}")
-    place = 0
-    for axis in axes:
-        place = place * mesh.size(axis) + coordinate[mesh.axis_index(axis)]
-    return place

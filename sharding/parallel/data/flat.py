@@ -62,10 +62,7 @@ class FlatBucket:
     @cached_property
     def _part(self) -> int:
         """The number of this rank's piece."""
-        part = 0
-        for axis in self.axes:
-            part = part * self.mesh.size(axis) + self.mesh.get_local_rank(axis)
-        return part
+        return self.mesh.place_along(self.axes)
 
     def shards_in(self, shard: Tensor) -> list[Tensor]:
         """This rank's part of each parameter, as views of its piece."""
