@@ -86,6 +86,7 @@ from .sharding.layout import Layout
 from .sharding.lengths import check_lengths
 from .sharding.local_map import local_map
 from .sharding.module import distribute_module, shard_parameter
+from .sharding.named_sharding import NamedSharding
 from .sharding.optimizers.muon import Muon
 from .sharding.optimizers.shampoo import Shampoo
 from .sharding.parallel.context.attention import context_parallel, context_parallel_attention
@@ -116,7 +117,7 @@ from .sharding.rules.check import check_rule
 from .sharding.rules.custom import register_rule
 from .sharding.show import visualize
 from .sharding.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
-from .sharding.tensor import ShardedTensor
+from .sharding.tensor import ShardedTensor, typeof
 from .sharding.training.average import EMA
 from .sharding.training.batch_norm import convert_sync_batchnorm
 from .sharding.training.batch_report import BatchReport, batch_report
@@ -158,6 +159,7 @@ __all__ = [
     "MeshMismatchError",
     "MixedPrecisionPolicy",
     "Muon",
+    "NamedSharding",
     "P",
     "Partial",
     "PartitionSpec",
@@ -306,6 +308,7 @@ __all__ = [
     "straggler_report",
     "to_local",
     "top_k_routing",
+    "typeof",
     "unbalance_sequence",
     "value_and_grad",
     "visualize",

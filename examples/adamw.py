@@ -132,7 +132,7 @@ def main(ranks: int = 4) -> float:
     pairs = [(ours.full_tensor(), other) for ours, other in both]
     difference = max((ours - other).abs().max().item() for ours, other in pairs)
     if mesh.get_rank() == 0:
-        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; the m of w1 lies as {state.m['w1'].layout}")
+        print(f"AdamW: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; the m of w1 lies as {sm.typeof(state.m['w1'])}")
         print(f"largest difference from torch.optim.AdamW in one process, of any parameter or loss: {difference:.1e}")
     return difference
 

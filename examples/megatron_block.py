@@ -122,7 +122,7 @@ def main(ranks: int = 4) -> float:
 
     difference, of_grads = largest_difference(ours, expected), largest_difference(grads, expected_grads)
     if mesh.get_rank() == 0:
-        print(f"transformer block on (dp={ranks // tp}, tp={tp}): output {ours.layout}")
+        print(f"transformer block on (dp={ranks // tp}, tp={tp}): output {sm.typeof(ours)}")
         print(f"largest relative difference from one process: output {difference:.1e}, gradients {of_grads:.1e}")
     return max(difference, of_grads)
 

@@ -240,7 +240,7 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
     Raises: TypeError for a ShardedTensor.
     """
     if isinstance(data, ShardedTensor):
-        raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data.layout}")
+        raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}")
     if isinstance(data, Tensor):
         return data.detach().to(mesh.device, dtype, copy=True, memory_format=torch.contiguous_format)
     if hasattr(data, "__array__"):

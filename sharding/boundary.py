@@ -58,7 +58,7 @@ def from_local(
     """
     if isinstance(local_tensor, ShardedTensor):
         raise TypeError(
-            f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor.layout}"
+            f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
         )
     if stride is not None and (shape is None or len(stride) != len(shape)):
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")

@@ -182,7 +182,7 @@ def explain(
     accumulate_dtype: torch.dtype | None = None,
     transport: str | None = None,
 ) -> Explanation:
-    """explain(x.layout, dst) -> the steps, bytes and bounds of `redistribute`, without running it.
+    """explain(typeof(x), dst) -> the steps, bytes and bounds of `redistribute`, without running it.
 
     Args:
         src: a `Layout`, or a `ShardedTensor`.
@@ -205,7 +205,7 @@ def explain(
         1 collective, about 11 us, peak 256 bytes in a rank
         into a rank 48 bytes, the lower bound
     """
-    before = src if isinstance(src, Layout) else src.layout
+    before = src if isinstance(src, Layout) else src._layout
     after = dst if isinstance(dst, Layout) else before.replace(dst)
     return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport))
 

@@ -145,10 +145,10 @@ def _check_places(
 
 def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) -> None:
     if place is None:
-        raise ValueError(f"local_map: argument {i} is sharded, {x.layout}, and its in_placements are None; say how it must lie")
-    if not redistribute and x.layout.replace(place) is not x.layout:
+        raise ValueError(f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; say how it must lie")
+    if not redistribute and x._layout.replace(place) is not x._layout:
         raise ValueError(
-            f"local_map: argument {i} lies as {x.layout}, and in_placements ask for {place}; "
+            f"local_map: argument {i} lies as {x._layout}, and in_placements ask for {place}; "
             "redistribute it, or pass redistribute_inputs=True"
         )
 
@@ -163,7 +163,7 @@ def _is_one_each(placements: tuple[Any, ...]) -> bool:
 
 def _check_result(i: int, x: Any, place: SpecLike) -> None:
     if isinstance(x, ShardedTensor):
-        raise TypeError(f"local_map: result {i} is a ShardedTensor, {x.layout}; the function works on parts and returns parts")
+        raise TypeError(f"local_map: result {i} is a ShardedTensor, {x._layout}; the function works on parts and returns parts")
     if isinstance(x, Tensor) != (place is not None):
         raise ValueError(
             f"local_map: result {i} is {'a tensor' if isinstance(x, Tensor) else repr(x)}, and its out_placements are {place}; "

@@ -121,7 +121,7 @@ def _tie(tied: list[Places]) -> None:
     """Put one sharded tensor in all places that shared one."""
     for places in tied:
         sharded = [table[name] for table, name in places if isinstance(table[name], ShardedTensor)]
-        layouts = {x.layout for x in sharded}
+        layouts = {x._layout for x in sharded}
         if len(layouts) > 1:
             names = [name for _, name in places]
             raise ValueError(

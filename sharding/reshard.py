@@ -88,7 +88,7 @@ def redistribute(
             pending cannot be quantised, a tensor that requires grad is donated or has `out`, or the mesh is another one and
             more than the plain move is asked for.
 
-    Communication: the plan's; `explain(x.layout, placements)` prints it. To another mesh: a reduction of what is pending,
+    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of what is pending,
         and one all_to_all over the ranks of both.
 
     Example:

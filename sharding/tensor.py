@@ -20,6 +20,7 @@ from torch import Tensor
 from ..mesh.device_mesh import DeviceMesh, unpickled_mesh
 from .layout import Layout, make_layout
 from .lineage import carrying, root
+from .named_sharding import NamedSharding
 from .redistribute import redistribute_local
 from .spec import P, Placement, make_spec
 
@@ -34,8 +35,8 @@ class ShardedTensor(Tensor):
     """A tensor laid out on a mesh. Made by `distribute_tensor`, `device_put`, `from_local` or a factory.
 
     Attributes:
-        layout: mesh, spec, global shape and dtype.
         shape: the global shape.
+        sharding: mesh and spec; `shardmesh.typeof` gives the whole layout, with shape and dtype.
         spec: how dims lie on axes, as a `P`.
         placements: the same per axis, as torch spells it.
         mesh: the `DeviceMesh`; also `device_mesh`.
@@ -90,9 +91,9 @@ class ShardedTensor(Tensor):
     # -- where it lies -------------------------------------------------------------------------------------------------
 
     @property
-    def layout(self) -> Layout:  # type: ignore[override]
-        """Mesh, spec, global shape and dtype."""
-        return self._layout
+    def sharding(self) -> NamedSharding:
+        """Mesh and spec."""
+        return NamedSharding(self._layout.mesh, self._layout.spec)
 
     @property
     def spec(self) -> P:
@@ -391,6 +392,27 @@ class ShardedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = getattr(self, "_is_param", False)
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
+
+
+def typeof(x: ShardedTensor) -> Layout:
+    """Return the layout of a sharded tensor: mesh, spec, global shape and dtype.
+
+    Raises:
+        TypeError: `x` is a plain tensor, or no tensor.
+
+    Communication: none.
+
+    Example:
+        >>> def main():
+        ...     mesh = init_device_mesh("cpu", (4,), axis_names=("x",))
+        ...     return typeof(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
+        >>> print(simulate(4)(main)()[0])
+        f32[8, 3] @ P('x', None) on (x=4)
+    """
+    if isinstance(x, (ShardedTensor, DonatedTensor)):
+        return x._layout
+    what = f"a plain tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
+    raise TypeError(f"typeof takes a ShardedTensor, got {what}; place it with distribute_tensor or device_put first")
 
 
 class DonatedTensor(Tensor):

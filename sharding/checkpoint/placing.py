@@ -63,9 +63,9 @@ def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Seq
     """Each box that has elements, with the ranks that hold it. Plain tensors are the same everywhere."""
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
-    if leaf.layout not in known:
-        known[leaf.layout] = holders_of(leaf.layout)
-    return known[leaf.layout]
+    if leaf._layout not in known:
+        known[leaf._layout] = holders_of(leaf._layout)
+    return known[leaf._layout]
 
 
 def holders_of(layout: Layout) -> dict[Box, list[int]]:

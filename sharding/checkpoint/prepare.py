@@ -136,8 +136,8 @@ def _line(name: str, leaf: Any, world: World) -> str:
     """
     if isinstance(leaf, ShardedTensor):
         if leaf.mesh.world is not world:
-            raise ValueError(f"save: {name!r} is {leaf.layout} on a mesh of another world than the one that saves")
-        return f"{leaf.layout} of ranks {leaf.mesh.ranks.tolist()}"
+            raise ValueError(f"save: {name!r} is {leaf._layout} on a mesh of another world than the one that saves")
+        return f"{leaf._layout} of ranks {leaf.mesh.ranks.tolist()}"
     if isinstance(leaf, PerRank):
         _check_value(name, leaf.value)
         return "PerRank"
@@ -180,5 +180,5 @@ def _reduced(leaf: ShardedTensor) -> ShardedTensor:
 def _copy(leaf: Any) -> Any:
     """A copy on the host."""
     if isinstance(leaf, ShardedTensor):
-        return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf.layout, leaf._lineage)
+        return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf._layout, leaf._lineage)
     return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

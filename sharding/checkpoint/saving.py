@@ -156,7 +156,7 @@ def _part(rank: int) -> str:
 def part_of(leaf: Tensor, box: Box) -> Tensor:
     """A box of the global tensor, cut out of what this rank holds."""
     if isinstance(leaf, ShardedTensor):
-        return leaf._local.detach()[slices(box, box_origin(leaf.layout.box))]
+        return leaf._local.detach()[slices(box, box_origin(leaf._layout.box))]
     return leaf.detach()[slices(box)]
 
 

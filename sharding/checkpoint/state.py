@@ -91,7 +91,7 @@ def optimizer_layouts(parameters: Mapping[Any, Tensor]) -> Callable[[Path, Seque
 
     def layout_of(path: Path, shape: Sequence[int]) -> Layout | None:
         parameter = parameters.get(_key(path[1], parameters)) if len(path) == 3 and path[0] == "state" else None
-        return parameter.layout if isinstance(parameter, ShardedTensor) and tuple(shape) == tuple(parameter.shape) else None
+        return parameter._layout if isinstance(parameter, ShardedTensor) and tuple(shape) == tuple(parameter.shape) else None
 
     return layout_of
 

@@ -84,7 +84,7 @@ def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: 
 
 def _want(like: Any, path: Path, world: World) -> Want:
     if isinstance(like, Layout | ShardedTensor):
-        layout = like if isinstance(like, Layout) else like.layout
+        layout = like if isinstance(like, Layout) else like._layout
         if layout.spec.unreduced:
             raise ValueError(f"load: {name_of(path)!r} is to be {layout}, with values pending, and what is stored is not; leave that off")
         return layout
@@ -105,7 +105,7 @@ def _as_stored(like: Followed, structure: Structure, path: Path, stored: Stored,
             return Value(own_name(name, world.rank), own.value if isinstance(own, PerRank) else None, optional=True)
         if entry.shape is None:
             return Value(name)
-        lies = own.layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
+        lies = own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
         layout = lies or like.layout_of(inner, entry.shape)
         return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 

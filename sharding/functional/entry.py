@@ -63,7 +63,7 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     """
     if not isinstance(leaf, Tensor) or spec is STATIC:
         if isinstance(leaf, ShardedTensor):
-            raise TypeError(f"{path} is sharded, {leaf.layout}, and its spec is None, which is for what is passed as it is; write a P")
+            raise TypeError(f"{path} is sharded, {leaf._layout}, and its spec is None, which is for what is passed as it is; write a P")
         _check_no_parts(path, leaf, spec)
         return Entrance(path)
     src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)

@@ -108,7 +108,7 @@ def check_kind(path: str, x: Any, spec: Any, partly: bool) -> None:
     if isinstance(x, Tensor) and spec in (None, STATIC):
         raise TypeError(f"{path} is a tensor, and its out_specs are None, which is for what is no tensor; write a P (P() if replicated)")
     if isinstance(x, ShardedTensor) and not partly:
-        raise TypeError(f"{path} is a ShardedTensor, {x.layout}; a mapped function works on parts and returns parts")
+        raise TypeError(f"{path} is a ShardedTensor, {x._layout}; a mapped function works on parts and returns parts")
     if partly and isinstance(x, Tensor) and not isinstance(x, ShardedTensor):
         raise TypeError(f"{path} is a plain tensor, and some axes are not manual: make it a ShardedTensor on the mesh of these")
 

@@ -14,7 +14,7 @@ def bring(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:
 
     Communication: as `redistribute_many`, of the others.
     """
-    moving = [i for i, (x, target) in enumerate(zip(tensors, targets, strict=True)) if x.layout is not target]
+    moving = [i for i, (x, target) in enumerate(zip(tensors, targets, strict=True)) if x._layout is not target]
     found = list(tensors)
     if moving:
         moved = redistribute_many([tensors[i] for i in moving], [targets[i].spec for i in moving])

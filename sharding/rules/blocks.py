@@ -46,7 +46,7 @@ def splits(x: Any, dims: Iterable[int]) -> bool:
 
 def settled(x: Any) -> Any:
     """The tensor with everything pending reduced, so that using it several times communicates once."""
-    return x.redistribute(x.spec.with_unreduced({})) if x.layout.pending else x
+    return x.redistribute(x.spec.with_unreduced({})) if x._layout.pending else x
 
 
 def with_dim(layout: Layout, dim: int, cuts: Sequence[Cut], size: int) -> Layout:
@@ -63,7 +63,7 @@ def whole(x: ShardedTensor, *dims: int) -> ShardedTensor:
     """
     chosen = {d % x.ndim for d in dims}
     cuts = [() if d in chosen else old for d, old in enumerate(x.spec.cuts)]
-    return x.redistribute(P.of_cuts(cuts, x.layout.pending))
+    return x.redistribute(P.of_cuts(cuts, x._layout.pending))
 
 
 def part_sizes(layout: Layout, dim: int) -> list[int]:

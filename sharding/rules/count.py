@@ -61,7 +61,7 @@ def _isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inv
 def _summed(x: Any, local: Tensor) -> Any:
     """This rank's counts of what it holds of x, as a pending sum over the axes that split x."""
     check_inside(x.mesh)
-    return wrap(local, Layout.of(x.mesh, P(unreduced=all_splitting_axes(x.layout)), local.shape, local.dtype))
+    return wrap(local, Layout.of(x.mesh, P(unreduced=all_splitting_axes(x._layout)), local.shape, local.dtype))
 
 
 @form("bincount")

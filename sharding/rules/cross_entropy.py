@@ -159,8 +159,8 @@ def _labels_beside(x: Any, target: Any, at: int) -> Any:
 def _at_labels(x: Any, labels: Any, at: int, ignore_index: int, *peak: Any) -> Any:
     """x at each row's label, less the peak; pending over the axes that split the classes."""
     dtype = accumulator_dtype(x.dtype)
-    take = partial(_hits, x.layout, at, ignore_index)
-    return from_parts(reduced(x.layout.replace(dtype=dtype), (at,)), take, x, labels, *peak)
+    take = partial(_hits, x._layout, at, ignore_index)
+    return from_parts(reduced(x._layout.replace(dtype=dtype), (at,)), take, x, labels, *peak)
 
 
 def _hits(layout: Layout, at: int, ignore_index: int, x: Tensor, labels: Tensor, peak: Tensor | None = None) -> Tensor:

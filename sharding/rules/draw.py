@@ -53,7 +53,7 @@ def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: An
     """Overwrite x, in place, with random numbers; as in torch, its history ends here."""
     _no_generator(generator)
     _check_fillable(x)
-    x._local.copy_(values(x.layout, *parameters))
+    x._local.copy_(values(x._layout, *parameters))
     x._sync_requires_grad()
     return x
 
@@ -64,9 +64,9 @@ def _check_fillable(x: Any) -> None:
         raise TypeError(
             "a plain tensor cannot be filled with the random numbers of a ShardedTensor; make it a ShardedTensor with distribute_tensor"
         )
-    if x.layout.pending:
+    if x._layout.pending:
         raise ValueError(
-            f"cannot fill {x.layout} with random numbers while a reduction is pending; redistribute it first"
+            f"cannot fill {x._layout} with random numbers while a reduction is pending; redistribute it first"
         )
     check_base(x)
 
@@ -118,7 +118,7 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     _no_generator(generator)
     _check_fillable(x)
     chances = _as_operand(p, x).detach().expand(x.shape).redistribute(x.spec)
-    units = random.units(x.layout)
+    units = random.units(x._layout)
     if x.mesh.coordinate is not None:
         x._local.copy_(_truths(chances._local, units))
         x._sync_requires_grad()
@@ -190,7 +190,7 @@ def _run_bernoulli(input: Any, p: None = None, *, generator: Any = None) -> Any:
     """True with the probability that the element says."""
     _no_generator(generator)
     x = settled(input)
-    return _draw(x.layout, _truths, x)
+    return _draw(x._layout, _truths, x)
 
 
 def _truths(p: Tensor, units: laws.Units) -> Tensor:
@@ -200,8 +200,8 @@ def _truths(p: Tensor, units: laws.Units) -> Tensor:
 
 def _run_bernoulli_like(input: Any, p: float, *, generator: Any = None) -> Any:
     _no_generator(generator)
-    drawn = random.bernoulli(settled_layout(input.layout), p)
-    layout = settled_layout(input.layout)
+    drawn = random.bernoulli(settled_layout(input._layout), p)
+    layout = settled_layout(input._layout)
 
     def values(local: Tensor) -> Tensor:
         return drawn.to(local.dtype) + _nothing_of(local) if local.requires_grad else drawn.to(local.dtype)
@@ -218,7 +218,7 @@ def _poisson(input: Any, generator: Any = None) -> Callable[..., Any]:
 def _run_poisson(input: Any, generator: Any = None) -> Any:
     _no_generator(generator)
     x = settled(input)
-    return _draw(x.layout, _counts, x)
+    return _draw(x._layout, _counts, x)
 
 
 def _counts(rate: Tensor, units: laws.Units) -> Tensor:
@@ -243,7 +243,7 @@ def _check_sharded(name: str, *tensors: Any) -> None:
 def _run_binomial(count: Any, prob: Any, generator: Any = None) -> Any:
     _no_generator(generator)
     count, prob = _aligned(count.detach(), prob)
-    return _draw(count.layout, laws.binomial, count, prob)
+    return _draw(count._layout, laws.binomial, count, prob)
 
 
 @form("normal")
@@ -258,7 +258,7 @@ def _run_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
     """A standard normal tensor, scaled and shifted by each element's own."""
     _no_generator(generator)
     tensors = _aligned(*[x for x in (mean, std) if isinstance(x, Tensor)])
-    layout = tensors[0].layout
+    layout = tensors[0]._layout
     centered = random.normal(layout)
 
     def values(*locals: Tensor) -> Tensor:
@@ -294,8 +294,8 @@ def _run_multinomial(input: Any, num_samples: int, replacement: bool = False, *,
     """
     _no_generator(generator)
     x = settled(whole(input.detach(), -1))
-    layout = with_dim(x.layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
-    units = random.units(layout if replacement else x.layout)
+    layout = with_dim(x._layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
+    units = random.units(layout if replacement else x._layout)
     return from_parts(layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x)
 
 
@@ -318,7 +318,7 @@ def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float 
 
     def run(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
         """Softmax of what is perturbed; where hard, its one-hot maximum with the gradient of the softmax."""
-        layout = settled_layout(logits.layout)
+        layout = settled_layout(logits._layout)
         noise = ShardedTensor._make(random.draw(laws.gumbel, layout), layout)
         soft = ((logits + noise) / tau).softmax(dim)
         return _one_hot_maximum(soft.detach(), dim) - soft.detach() + soft if hard else soft
@@ -355,11 +355,11 @@ def _run_rrelu(
     if in_place:
         _check_fillable(input)
     x = settled(input)
-    slopes = random.uniform(x.layout, lower, upper)
+    slopes = random.uniform(x._layout, lower, upper)
     if in_place and x.mesh.coordinate is not None:
         x._local.mul_(_rectified(x._local.detach(), slopes))
         x._sync_requires_grad()
-    return input if in_place else from_parts(x.layout, lambda local: local * _rectified(local.detach(), slopes), x)
+    return input if in_place else from_parts(x._layout, lambda local: local * _rectified(local.detach(), slopes), x)
 
 
 def _rectified(local: Tensor, slopes: Tensor) -> Tensor:

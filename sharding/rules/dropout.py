@@ -131,7 +131,7 @@ def _run(apply: Apply, linear: bool, mask: Layout, input: Any, p: float = 0.5, *
         return input
     x = input if linear else settled(input)
     kept = _kept(mask, p)
-    return from_parts(x.layout, lambda local: apply(local, kept, p), x)
+    return from_parts(x._layout, lambda local: apply(local, kept, p), x)
 
 
 def _run_in_place(apply: Apply, mask: Layout, input: Any, p: float = 0.5, *_: Any, **__: Any) -> Any:
@@ -197,7 +197,7 @@ def _native_dropout(input: Any, p: float, train: bool | None) -> Callable[..., A
         _check(p)
         kept = _kept(mask, p if on else 0)
         x = input if linear else settled(input)
-        dropped = from_parts(x.layout, lambda local: _scale(local, kept, p if on else 0), x)
+        dropped = from_parts(x._layout, lambda local: _scale(local, kept, p if on else 0), x)
         return dropped, ShardedTensor._make(kept, mask)
 
     return run

@@ -58,7 +58,7 @@ def _run(
 ) -> Any:
     x = settled(input)
     kind = _KINDS[extreme]
-    value = from_parts(reduced(x.layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
+    value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
     if x.requires_grad and torch.is_grad_enabled():
         value = _with_gradient(x, settled(value), dims, nan_is_equal)
     return value if keepdim else value.squeeze(dims)
@@ -76,7 +76,7 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
     if nan_is_equal:
         equal = equal | ((x != x) & (value != value))
     count = settled(equal.sum(dims, keepdim=True))
-    return from_parts(value.layout, partial(_Shared.apply, x.layout, value.layout), x, value, equal, count)
+    return from_parts(value._layout, partial(_Shared.apply, x._layout, value._layout), x, value, equal, count)
 
 
 class _Shared(torch.autograd.Function):

@@ -23,7 +23,7 @@ def _like(
     x: ShardedTensor, dtype: torch.dtype | None, device: Any, requires_grad: bool, make: Callable[[Layout], Tensor]
 ) -> Any:
     _check_device(x, device)
-    layout = settled(x.layout).replace(dtype=dtype)
+    layout = settled(x._layout).replace(dtype=dtype)
     out = ShardedTensor._make(make(layout), layout)
     return out.requires_grad_() if requires_grad else out
 

@@ -52,10 +52,10 @@ def _kaiming_uniform(
 def _eye(n: int, m: int | None = None, *, out: Any, **_: Any) -> Any:
     """`torch.eye(n, m, out=x)`, as `nn.init.eye_` calls it: every rank writes its part."""
     shape = (n, n if m is None else m)
-    if tuple(out.shape) != shape or out.layout.pending:
-        raise ValueError(f"eye: out= is {out.layout}, and the result {list(shape)}; give a tensor of that shape that is not pending")
+    if tuple(out.shape) != shape or out._layout.pending:
+        raise ValueError(f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that shape that is not pending")
     check_base(out)
     if out.mesh.coordinate is not None:
-        rows, columns = [torch.arange(*interval, device=out.device) for interval in out.layout.box]
+        rows, columns = [torch.arange(*interval, device=out.device) for interval in out._layout.box]
         out._local.copy_(rows.unsqueeze(1) == columns)
     return out

@@ -201,16 +201,16 @@ def _padded(mode: str, before: int, size: int, start: int, stop: int) -> list[In
 
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
     """`input` with the chosen indices of a dim replaced by `src`, which goes where the input has them."""
-    if input.layout.pending != src.layout.pending or input.dtype is not src.dtype:
+    if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
         input, src = settled(input), settled(src)
-    cut = Piece(input.layout, {dim: chosen})
+    cut = Piece(input._layout, {dim: chosen})
     wanted = cut.cut.replace(dtype=src.dtype)
 
     def local_scatter(local: Tensor, part: Tensor) -> Tensor:
         index = cut.index[dim]
-        return torch.slice_scatter(local, redistribute_local(part, src.layout, wanted), dim, index.start, index.stop, index.step or 1)
+        return torch.slice_scatter(local, redistribute_local(part, src._layout, wanted), dim, index.start, index.stop, index.step or 1)
 
-    return from_parts(input.layout, local_scatter, input, src)
+    return from_parts(input._layout, local_scatter, input, src)
 
 
 @form("slice_scatter")

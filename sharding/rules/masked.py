@@ -69,7 +69,7 @@ def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
     x = by_rows(input.detach(), input.ndim)
     found = torch.nonzero(x._local)
     if x.ndim and len(found):
-        found[:, 0] += x.layout.box[0][0]
+        found[:, 0] += x._layout.box[0][0]
     places = end_to_end(x.mesh, x.spec.dims[0] if x.ndim else (), found, (x.ndim,), [()])
     return places if not as_tuple else places.unbind(1) if x.ndim else _place_of_number(places)
 
@@ -145,12 +145,12 @@ def _unique(input: Any, sorted: bool = True, return_inverse: bool = False, retur
     """Every rank's distinct values are gathered, and the distinct ones among these found."""
     x = settled(input.detach())
     values, inverse, counts = torch.unique(x._local, return_inverse=True, return_counts=True)
-    proposed = end_to_end(x.mesh, all_splitting_axes(x.layout), values)
-    numbers = wrap(counts, proposed.layout.replace(dtype=torch.int64))
+    proposed = end_to_end(x.mesh, all_splitting_axes(x._layout), values)
+    numbers = wrap(counts, proposed._layout.replace(dtype=torch.int64))
     final, places = torch.unique(whole(proposed, 0)._local, return_inverse=True)
     results = [replicated(final, x)]
     if return_inverse:
-        results.append(wrap(places[inverse + proposed.layout.box[0][0]], x.layout.replace(dtype=torch.int64)))
+        results.append(wrap(places[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)))
     if return_counts:
         results.append(replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, whole(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)

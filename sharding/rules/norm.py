@@ -413,8 +413,8 @@ def _run_local_response_norm(
 ) -> Any:
     """Each rank fetches the channels beside its own."""
     x = settled(input)
-    fetch = Fetch(x.layout, x.layout, 1, around)
-    sums = from_parts(x.layout, lambda local: _window_sums(fetch(local), x.layout.box, x.shape[1], size), x * x)
+    fetch = Fetch(x._layout, x._layout, 1, around)
+    sums = from_parts(x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x)
     return x / (sums * (alpha / size) + k) ** beta
 
 

@@ -152,8 +152,8 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
     totals = [_sum_of_squares(x, dtype) for x in tensors]
     norms: dict[int, Any] = {}
-    for bucket in dict.fromkeys(total.layout for total in totals):
-        places = [i for i, total in enumerate(totals) if total.layout is bucket]
+    for bucket in dict.fromkeys(total._layout for total in totals):
+        places = [i for i, total in enumerate(totals) if total._layout is bucket]
         roots = safe_root(settled(torch.stack([totals[i] for i in places])))
         norms.update(zip(places, roots.unbind(), strict=True))
     return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]

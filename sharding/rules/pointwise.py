@@ -201,7 +201,7 @@ def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: A
     name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
     where, _, kind = name.rpartition(".")
     if where != here:
-        raise ValueError(f"type({name!r}): {input.layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64")
+        raise ValueError(f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64")
     return input.to(torch.empty(0).type(f"torch.{kind}").dtype)
 
 

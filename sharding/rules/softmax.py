@@ -129,7 +129,7 @@ def log_sum_exp(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
 
     Communication: a reduction of one number for each row, and the same in backward.
     """
-    layout = reduced(x.layout.replace(dtype=peak.dtype), dims)
+    layout = reduced(x._layout.replace(dtype=peak.dtype), dims)
     return settled(from_parts(layout, partial(_SumOfExp.apply, dims), x, peak)).log()
 
 

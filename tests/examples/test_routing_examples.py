@@ -103,7 +103,7 @@ def stepped_on_mesh(spec: P) -> Any:
     params, grads = place(steps())
     with sm.comm_budget(launches=0):
         found, state = stepped(params, grads)
-    lie = [[x.layout for x in pytree.tree_leaves(tree)] for tree in (params, found, state.m, state.v)]
+    lie = [[sm.typeof(x) for x in pytree.tree_leaves(tree)] for tree in (params, found, state.m, state.v)]
     return pytree.tree_map(lambda p: p.full_tensor(), found), all(each == lie[0] for each in lie)
 
 
@@ -218,7 +218,7 @@ def orthogonalised() -> tuple[list[torch.Tensor], Any]:
     muon.by_owners(matrices)
     with sm.comm_budget(launches=2) as used:
         found = muon.by_owners(matrices)
-    assert all(x.layout is m.layout for x, m in zip(found, matrices, strict=True))
+    assert all(sm.typeof(x) is sm.typeof(m) for x, m in zip(found, matrices, strict=True))
     return [x.full_tensor() for x in found], used.by_op
 
 

@@ -47,7 +47,7 @@ def test_a_callback_is_asked_once_for_this_ranks_box(mesh):
 
         with sm.comm_budget(launches=0):
             x = from_callback(shape, mesh, spec, part)
-        assert asked == [tuple(slice(*interval) for interval in x.layout.box)]
+        assert asked == [tuple(slice(*interval) for interval in sm.typeof(x).box)]
         assert x.spec == sm.Layout.of(mesh, spec, shape).spec
         assert torch.equal(x.full_tensor(), whole)
         assert not x.requires_grad
@@ -137,7 +137,7 @@ def test_parts_of_any_lengths_make_up_a_tensor(mesh):
         assert x.spec == sm.Layout.of(mesh, spec, shape).spec
         assert torch.equal(x.full_tensor(), whole)
         with sm.comm_budget(launches=0):
-            assert from_local_data(mesh, spec, part, shape).layout is x.layout
+            assert sm.typeof(from_local_data(mesh, spec, part, shape)) is sm.typeof(x)
 
 
 @every_rank(2, 3)
@@ -244,7 +244,7 @@ def test_ranks_outside_the_mesh(everyone):
         from_arrays((5,), mesh, P("x"), [part] if inside else [], dtype=torch.float32),
     ]
     for x in made:
-        assert x.layout is sm.Layout.of(mesh, P("x"), (5,))
+        assert sm.typeof(x) is sm.Layout.of(mesh, P("x"), (5,))
         assert len(x.addressable_shards) == inside
         moved = x.redistribute(everyone, [Replicate()])
         assert torch.equal(moved.to_local(), whole)
@@ -321,7 +321,7 @@ def test_a_bare_spec_is_enough(mesh):
             assert sm.arange(8, placements=where).spec == P("a")
             assert torch.equal(sm.device_put(whole, where).full_tensor(), whole)
         assert sm.device_put(sm.ones((4, 8), P("a")), P(None, "b")).spec == P(None, "b")
-    assert sm.device_put(sm.ones((4, 8), mesh, P("a")), P("b")).layout is sm.Layout.of(mesh, P("b"), (4, 8))
+    assert sm.typeof(sm.device_put(sm.ones((4, 8), mesh, P("a")), P("b"))) is sm.Layout.of(mesh, P("b"), (4, 8))
     with mesh["a"]:
         assert sm.zeros((4, 8), P("a")).mesh is mesh["a"]
         with pytest.raises(ValueError, match="names axis 'b', but the mesh has axes"):

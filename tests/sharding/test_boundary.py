@@ -38,13 +38,13 @@ def test_from_local_finds_the_global_shape(mesh_shape, spec):
         with collectives() as records:
             x = sm.from_local(local, mesh, spec)
         assert x.shape == (5, 3)
-        assert x.layout is sm.Layout.of(mesh, spec, (5, 3), torch.float64)
+        assert sm.typeof(x) is sm.Layout.of(mesh, spec, (5, 3), torch.float64)
         assert torch.equal(x.full_tensor(), X)
         assert x.to_local().data_ptr() == local.data_ptr()
         splits = any(mesh.size(axis) > 1 for axis in spec.axes)
         assert launched(records) == ["all_gather_object"] * splits
         with collectives() as records:
-            assert sm.from_local(local, mesh, x.placements, shape=(5, 3)).layout is x.layout
+            assert sm.typeof(sm.from_local(local, mesh, x.placements, shape=(5, 3))) is sm.typeof(x)
         assert records == []
 
     on_mesh(mesh_shape, program)
@@ -241,10 +241,10 @@ def test_distribute_tensor_takes_the_data_of_one_rank(source, spec):
         mine = X + mesh.world.rank
         with collectives() as records:
             x = sm.distribute_tensor(mine, mesh, spec, src_data_rank=source)
-        assert x.layout is sm.Layout.of(mesh, spec, X.shape, X.dtype)
+        assert sm.typeof(x) is sm.Layout.of(mesh, spec, X.shape, X.dtype)
         assert len(records) == (source is not None)
         if source is None:
-            assert torch.equal(x.to_local(), part(mesh, P(*spec.dims), mine)) or x.layout.pending
+            assert torch.equal(x.to_local(), part(mesh, P(*spec.dims), mine)) or sm.typeof(x).pending
         else:
             torch.testing.assert_close(x.full_tensor(), X + source, rtol=1e-15, atol=0)
 
@@ -362,7 +362,7 @@ def test_every_dtype_reduces(dtype, kind):
         (lambda m: place(m, X).redistribute([Shard(0)]), ["1 placements", "2 axes"]),
         (lambda m: place(m, X).redistribute(P("a"), P("b")), ["a mesh and placements"]),
         (lambda m: place(m, X.long()).redistribute(P(unreduced={"a": "avg"})), ["average", "i64"]),
-        (lambda m: sm.plan(place(m, X).layout, place(m, X.float()).layout), ["dtype", "float64", "float32"]),
+        (lambda m: sm.plan(sm.typeof(place(m, X)), sm.typeof(place(m, X.float()))), ["dtype", "float64", "float32"]),
     ],
 )
 def test_bad_placements(make, words):
@@ -387,7 +387,7 @@ def test_the_ways_to_say_where(mesh):
         sm.reshard(x, P(None, "b")),
         sm.device_put(x, mesh, P(None, "b")),
     ]
-    assert {y.layout for y in ways} == {sm.Layout.of(mesh, P(None, "b"), X.shape, X.dtype)}
+    assert {sm.typeof(y) for y in ways} == {sm.Layout.of(mesh, P(None, "b"), X.shape, X.dtype)}
     assert x.redistribute(x.placements) is x
     assert x.redistribute() is x
 

@@ -228,11 +228,11 @@ BAD = {
     "dropout probability": (lambda m: nn.functional.dropout(x(m), 1.5), ["1.5", "between 0 and 1"]),
     # plans
     "plan between shapes": (
-        lambda m: sm.plan(x(m).layout, x(m).T.layout),
+        lambda m: sm.plan(sm.typeof(x(m)), sm.typeof(x(m).T)),
         ["f32[5, 3] @ P('a', None)", "f32[3, 5] @ P(None, 'a')", "shape"],
     ),
     "plan between dtypes": (
-        lambda m: sm.plan(x(m).layout, x(m).double().layout),
+        lambda m: sm.plan(sm.typeof(x(m)), sm.typeof(x(m).double())),
         ["dtype", "torch.float32 is not torch.float64"],
     ),
 }

@@ -135,8 +135,8 @@ def test_dtypes(dtype):
 
     def program(mesh):
         x = place(whole, mesh, P("a"))
-        fetch = Fetch(x.layout, x.layout, 0, lambda start, stop: [(6 - stop, 6 - start)])
-        assert torch.equal(fetch(x._local), fetched(x.layout, whole, 0, [(6 - x.layout.box[0][1], 6 - x.layout.box[0][0])]))
+        fetch = Fetch(sm.typeof(x), sm.typeof(x), 0, lambda start, stop: [(6 - stop, 6 - start)])
+        assert torch.equal(fetch(x._local), fetched(sm.typeof(x), whole, 0, [(6 - sm.typeof(x).box[0][1], 6 - sm.typeof(x).box[0][0])]))
 
     on_mesh((3,), program)
 

@@ -138,8 +138,8 @@ def really(mesh, rows, specs):
         before = memory.live
         result = mlp_step(*arguments)
         sizes = before, memory.of(result), memory.peak
-    layouts = [x.layout for x in arguments]
-    return layouts, ([str(x.layout) for x in result], report.by_op, report.by_axis, *sizes)
+    layouts = [sm.typeof(x) for x in arguments]
+    return layouts, ([str(sm.typeof(x)) for x in result], report.by_op, report.by_axis, *sizes)
 
 
 def without_values(layouts, rank):
@@ -229,7 +229,7 @@ def really_and_evaluated(mesh):
     with PeakMemory("cpu") as memory, sm.comm_report() as report:
         inputs = [sm.zeros(at.shape, device_mesh=mesh, placements=at.spec, dtype=at.dtype) for at in batch(mesh, size)]
         result = gpt_step(model, *inputs)
-    really = [str(x.layout) for x in result[1].values()], report.by_op, report.by_axis
+    really = [str(sm.typeof(x)) for x in result[1].values()], report.by_op, report.by_axis
     said = [str(at) for at in found.result[1].values()], found.report.by_op, found.report.by_axis
     return really, said, memory.peak, found.peak_bytes
 

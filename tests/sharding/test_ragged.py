@@ -265,12 +265,12 @@ def test_distribute_and_from_local(data, mesh, shape):
 
     def program(mesh):
         x = sm.distribute_tensor(whole, mesh, spec)
-        assert x.to_local().shape == x.layout.local_shape
-        if not x.layout.pending:
-            assert torch.equal(x.to_local(), whole[slices(x.layout.box)])
+        assert x.to_local().shape == sm.typeof(x).local_shape
+        if not sm.typeof(x).pending:
+            assert torch.equal(x.to_local(), whole[slices(sm.typeof(x).box)])
         again = sm.from_local(x.to_local(), mesh, spec)
-        assert again.layout is x.layout
-        assert sm.from_local(x.to_local(), mesh, x.placements, shape=shape).layout is x.layout
+        assert sm.typeof(again) is sm.typeof(x)
+        assert sm.typeof(sm.from_local(x.to_local(), mesh, x.placements, shape=shape)) is sm.typeof(x)
 
     on_mesh(mesh.shape, program)
 
@@ -284,10 +284,10 @@ def test_redistribution_and_its_gradient(move):
     def program(mesh):
         x = sm.distribute_tensor(whole, mesh, before, src_data_rank=None).requires_grad_()
         y = x.redistribute(after)
-        assert y.layout is x.layout.replace(after)
+        assert sm.typeof(y) is sm.typeof(x).replace(after)
         reference.equal(y.full_tensor(), whole)
         (y * sm.distribute_tensor(weight, mesh, src_data_rank=None)).sum().backward()
-        assert x.grad.layout is x.layout.grad
+        assert sm.typeof(x.grad) is sm.typeof(x).grad
         reference.equal(x.grad.full_tensor(), weight)
 
     on_mesh(mesh_shape, program)
@@ -301,11 +301,11 @@ def test_new_tensors_are_the_same_as_on_any_layout(spec):
             for where in (spec, P()):
                 sm.manual_seed(5)
                 made.append(make(8, 3, device_mesh=mesh, placements=where))
-            assert made[0].layout.spec == spec.padded(2)
+            assert sm.typeof(made[0]).spec == spec.padded(2)
             assert torch.equal(made[0].full_tensor(), made[1].full_tensor())
         assert sm.empty(8, 3, device_mesh=mesh, placements=spec).to_local().shape == made[0].to_local().shape
         for like in (torch.zeros_like, torch.rand_like):
-            assert like(made[0]).layout is made[0].layout
+            assert sm.typeof(like(made[0])) is sm.typeof(made[0])
 
     on_mesh((3,), program)
 
@@ -313,7 +313,7 @@ def test_new_tensors_are_the_same_as_on_any_layout(spec):
 @every_rank(3)
 def test_arange(mesh):
     x = sm.arange(8, device_mesh=mesh, placements=ROWS)
-    assert torch.equal(x.to_local(), torch.arange(8)[slices(x.layout.box)])
+    assert torch.equal(x.to_local(), torch.arange(8)[slices(sm.typeof(x).box)])
 
 
 @every_rank(3)
@@ -400,9 +400,9 @@ def test_optimizers_equal_one_process(how):
     def program(mesh):
         places = (ROWS, P("a", sizes={"a": (0, 8, 0)}))
         parameters = [nn.Parameter(sm.device_put(x, mesh, spec)) for x, spec in zip((X, X[:, 0]), places, strict=True)]
-        layouts = [p.layout for p in parameters]
+        layouts = [sm.typeof(p) for p in parameters]
         for p, q, layout in zip(trained(*parameters), plain, layouts, strict=True):
-            assert p.layout is layout
+            assert sm.typeof(p) is layout
             torch.testing.assert_close(p.detach().full_tensor(), q.detach())
 
     on_mesh((3,), program)
@@ -413,13 +413,13 @@ def test_state_dicts_copies_and_files(mesh):
     module = nn.Linear(3, 8, dtype=torch.float64)
     module.weight = nn.Parameter(sm.device_put(X, mesh, ROWS))
     state = module.state_dict()
-    assert state["weight"].layout is module.weight.layout
+    assert sm.typeof(state["weight"]) is sm.typeof(module.weight)
     module.load_state_dict({"weight": X + 1, "bias": module.bias.detach()})
     assert torch.equal(module.weight.detach().full_tensor(), X + 1)
     module.load_state_dict({"weight": sm.device_put(X, mesh, P(None, "a")), "bias": module.bias.detach()})
     assert module.weight.spec == ROWS.padded(2)
     for again in (copy.deepcopy(module.weight), saved_and_loaded(module.weight)):
-        assert again.layout is module.weight.layout
+        assert sm.typeof(again) is sm.typeof(module.weight)
         assert torch.equal(again.detach().full_tensor(), X)
 
 
@@ -436,7 +436,7 @@ def test_gradients_arrive_in_the_layout_of_the_leaf(mesh):
     with collectives() as records:
         (x * x).sum(1).exp().sum().backward()
     assert records == []
-    assert x.grad.layout is x.layout.grad
+    assert sm.typeof(x.grad) is sm.typeof(x).grad
     plain = X.clone().requires_grad_()
     (plain * plain).sum(1).exp().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)

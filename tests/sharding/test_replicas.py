@@ -45,7 +45,7 @@ def holders(leaf, mesh: sm.DeviceMesh, rank: int) -> list[int]:
     """By the boxes, not by the axes: the ranks that hold the same box as this one."""
     if not isinstance(leaf, sm.ShardedTensor):
         return mesh.ranks.reshape(-1).tolist()
-    boxes = {int(mesh.ranks[at]): box for at, box in leaf.layout.boxes()}
+    boxes = {int(mesh.ranks[at]): box for at, box in sm.typeof(leaf).boxes()}
     return [r for r, box in boxes.items() if box == boxes[rank]]
 
 
@@ -82,7 +82,7 @@ def test_one_flipped_bit_is_found_and_named(seed):
                 assert_replicated(tree | {name: corrupted(leaf, changed)} if own else tree)
             start = [0] * len(index)
             if isinstance(leaf, sm.ShardedTensor):
-                start = [low for low, _ in leaf.layout.box_at(mesh.coordinate_of(guilty))]
+                start = [low for low, _ in sm.typeof(leaf).box_at(mesh.coordinate_of(guilty))]
             assert caught.value.path == f"['{name}']"
             assert caught.value.ranks == ((guilty,) if len(together) > 2 else ())
             assert list(caught.value.index) == [i + low for i, low in zip(index, start, strict=True)]

@@ -105,7 +105,7 @@ def test_one_launch_for_a_bucket(mesh):
     with collectives() as records:
         whole = sm.redistribute_many([*shards, *others], [P()] * 7)
     assert launched(records) == ["all_gather"] * 3  # over a, over b, over a in another dtype
-    assert all(w.is_fully_replicated if hasattr(w, "is_fully_replicated") else w.layout.is_fully_replicated for w in whole)
+    assert all(w.is_fully_replicated if hasattr(w, "is_fully_replicated") else sm.typeof(w).is_fully_replicated for w in whole)
     with collectives() as records:
         back = sm.redistribute_many(whole, [x.spec for x in (*shards, *others)])
     assert not records
@@ -270,8 +270,8 @@ def test_what_donate_and_out_refuse():
 @every_rank(2, 2)
 def test_rounds(mesh):
     x, dst = place(mesh, P("a", "b")), P(("b", "a"))
-    one, limit = sm.explain(x.layout, dst), 300
-    explained = sm.explain(x.layout, dst, max_bytes=limit)
+    one, limit = sm.explain(sm.typeof(x), dst), 300
+    explained = sm.explain(sm.typeof(x), dst, max_bytes=limit)
     assert one.peak_bytes > limit >= explained.peak_bytes
     assert explained.launches > 1
     with collectives() as records:
@@ -314,7 +314,7 @@ def test_sums_of_16_bit_floats_in_fp32(mesh):
         assert torch.equal(y.full_tensor(), torch.full((8, 2), 264.0, dtype=torch.bfloat16))
         assert {record.dtype for record in records} == {torch.bfloat16}
         assert launched(records)[0] == "all_to_all"
-        explained = sm.explain(x.layout, spec, accumulate_dtype=torch.float32)
+        explained = sm.explain(sm.typeof(x), spec, accumulate_dtype=torch.float32)
         assert sum(r.bytes_received for r in records) == explained.plan.bytes_received(mesh.coordinate)
 
 

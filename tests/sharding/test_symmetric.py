@@ -120,7 +120,7 @@ def buckets_and_gradients(folder):
     with collectives() as records:
         whole = sm.redistribute_many(xs, [P(None, "s")] * 3)
     assert launched(records) == ["all_to_all"]
-    assert records[0].bytes_received == sum(sm.explain(x.layout, P(None, "s")).plan.bytes_received(shared.coordinate) for x in xs)
+    assert records[0].bytes_received == sum(sm.explain(sm.typeof(x), P(None, "s")).plan.bytes_received(shared.coordinate) for x in xs)
     assert all(torch.equal(w.full_tensor(), t) for w, t in zip(whole, tensors, strict=True))
     sum((w * w).sum() for w in whole).backward()
     assert all(torch.equal(x.grad.full_tensor(), 2 * t) for x, t in zip(xs, tensors, strict=True))
@@ -151,7 +151,7 @@ def options(folder):
     assert into._local.eq(2 * t).all()
     assert pending._local.eq(t).all()
     low = pending.redistribute(P("s"), forward_dtype=torch.bfloat16)
-    assert torch.equal(low._local, (2 * t.bfloat16())[low.layout.box[0][0] : low.layout.box[0][1]])
+    assert torch.equal(low._local, (2 * t.bfloat16())[sm.typeof(low).box[0][0] : sm.typeof(low).box[0][1]])
     large = sm.Layout.of(shared, P("s"), (1 << 13, 1 << 13), torch.float32)
     assert all(step.symmetric is None for step in sm.plan(large, large.replace(P(None, "s"))).steps)  # too large to stage
     return True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardmesh import P, Replicate, Shard, ShardedTensor
+from shardmesh import P, Replicate, Shard, ShardedTensor, typeof
 from tests.sharding.linear import WEIGHT, sharded_linear
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place
 
@@ -124,7 +124,7 @@ def test_repr():
 def test_format_of_one_number_is_its_value_on_every_rank(mesh):
     """As for torch's own 0-d tensors, for pending, sharded and replicated ones alike."""
     loss = place(mesh, WEIGHT, Shard(0)).sum()
-    assert loss.layout.pending
+    assert typeof(loss).pending
     for number in (loss, loss.redistribute(P()), loss.requires_grad_()):
         assert f"{number}" == "66.0"
         assert f"{number:.2f}" == "66.00"

@@ -64,7 +64,7 @@ def test_any_move(case):
         plan = sm.explain(layout, dst, transport=transport)
         with collectives() as records:
             y = x.redistribute(dst, transport=transport)
-        assert y.layout.spec == x.redistribute(dst).layout.spec
+        assert sm.typeof(y).spec == sm.typeof(x.redistribute(dst)).spec
         assert all(r.dtype == torch.uint8 for r in records)
         moved = sum(not step.is_local for step in plan.steps)
         if limit:
@@ -77,7 +77,7 @@ def test_any_move(case):
         expected = sum(s.float() for s in shares)
         allowed = differs(transport, [s.float() for s in shares], moved, dtype)
         assert (whole - expected).abs().le(allowed.abs() + 1e-30).all(), (whole - expected, allowed)
-        return y._local, y.layout.box, bool(dst.unreduced)
+        return y._local, sm.typeof(y).box, bool(dst.unreduced)
 
     found = on_mesh(mesh_shape, program)
     if not found[0][2]:  # replicas hold the same bits
@@ -90,7 +90,7 @@ def test_bytes(mesh):
     """1.03 bytes an element, and no more than the records of the boxes."""
     x = sm.distribute_tensor(numbers((64, 512)), mesh, P("a"), src_data_rank=None)
     for dst, boxes in ((P(), 3 * [16 * 512]), (P(None, "a"), 3 * [16 * 128])):
-        explained = sm.explain(x.layout, dst, transport="int8")
+        explained = sm.explain(sm.typeof(x), dst, transport="int8")
         with collectives() as records:
             x.redistribute(dst, transport="int8")
         received = sum(r.bytes_received for r in records)

@@ -123,7 +123,7 @@ def _whole_of(part: Tensor, line: DeviceMesh, spec: P) -> ShardedTensor:
 
 def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTensor:
     query, key, value = _autocast(query, key, value)
-    way = _way(query.layout, key.layout, value.layout, options)
+    way = _way(query._layout, key._layout, value._layout, options)
     mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
     with carrying(mesh.world, lineage):
         given = bring([query, key, value], way.targets)
@@ -222,7 +222,7 @@ def _in_block(
     if attn_mask is not None or dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}): {_given(attn_mask, dropout_p)} for queries "
-            f"{query.layout}, and the other ranks' keys are seen in blocks, with is_causal or no mask, without dropout; leave it away, or "
+            f"{query._layout}, and the other ranks' keys are seen in blocks, with is_causal or no mask, without dropout; leave it away, or "
             "call this attention outside the block, where keys and values are gathered"
         )
     options = Options(block.axes, is_causal, scale, block.method, block.balanced)
@@ -235,14 +235,14 @@ def _given(attn_mask: Any, dropout_p: float) -> str:
 
 
 def _is_split(x: ShardedTensor, axes: tuple[str, ...]) -> bool:
-    return x.ndim > 2 and bool(set(splitting_axes(x.layout, x.ndim - 2)) & set(axes))
+    return x.ndim > 2 and bool(set(splitting_axes(x._layout, x.ndim - 2)) & set(axes))
 
 
 def _check_axes(block: _Block, x: ShardedTensor) -> None:
     unknown = [a for a in block.axes if a not in x.mesh.axis_names]
     if unknown:
         raise ValueError(
-            f"context_parallel({block.axes}): attention of {x.layout}, whose mesh has no axis {unknown[0]!r}; name one of "
+            f"context_parallel({block.axes}): attention of {x._layout}, whose mesh has no axis {unknown[0]!r}; name one of "
             f"{x.mesh.axis_names}"
         )
 
@@ -250,7 +250,7 @@ def _check_axes(block: _Block, x: ShardedTensor) -> None:
 def _check_order_known(block: _Block, query: ShardedTensor, key: ShardedTensor, is_causal: bool) -> None:
     if block.balanced and is_causal and query.mesh.size(block.axes) > 1:
         raise ValueError(
-            f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query.layout} and "
-            f"{key.layout}, which are not both split over {block.axes}, so that their order is not known; balance both, or call it "
+            f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query._layout} and "
+            f"{key._layout}, which are not both split over {block.axes}, so that their order is not known; balance both, or call it "
             "outside the block"
         )

@@ -150,7 +150,7 @@ def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "
     ranks = x.mesh.size(axes)
     sizes = balanced_sizes(size, ranks)
     order = [run for runs in balanced(size, ranks) for run in runs]
-    target = with_dim(x.layout, dim, [Cut(axes, sizes)], size)
+    target = with_dim(x._layout, dim, [Cut(axes, sizes)], size)
     return _fetched("balance_sequence", x, target, dim, order)
 
 
@@ -165,13 +165,13 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
     axes, dim = checked_axes("unbalance_sequence", x, dim, axis)
     size = x.shape[dim]
     order = [run for runs in balanced(size, x.mesh.size(axes)) for run in runs]
-    target = with_dim(x.layout, dim, [Cut((a,)) for a in axes], size)
+    target = with_dim(x._layout, dim, [Cut((a,)) for a in axes], size)
     return _fetched("unbalance_sequence", x, target, dim, _inverse(order))
 
 
 def _fetched(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
     known_local(x)
-    fetch = Fetch(x.layout, target, dim, lambda start, stop: _between(order, start, stop))
+    fetch = Fetch(x._layout, target, dim, lambda start, stop: _between(order, start, stop))
     lineage = mixed(seed_of(name), [x])
 
     def moved(local: Tensor) -> Tensor:
@@ -194,15 +194,15 @@ def checked_axes(name: str, x: Any, dim: int, axis: str | tuple[str, ...]) -> tu
         raise TypeError(f"{name}: takes a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first")
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not axes or any(a not in x.mesh.axis_names for a in axes):
-        raise ValueError(f"{name}: axis={axis!r} is not of {x.layout}; name one of {x.mesh.axis_names}")
+        raise ValueError(f"{name}: axis={axis!r} is not of {x._layout}; name one of {x.mesh.axis_names}")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"{name}: dim={dim} of {x.layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}")
+        raise ValueError(f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}")
     dim %= x.ndim
-    taken = [a for a in axes if x.layout.dim_of.get(a, dim) != dim or a in x.layout.pending]
+    taken = [a for a in axes if x._layout.dim_of.get(a, dim) != dim or a in x._layout.pending]
     if taken:
-        raise ValueError(f"{name}: {taken[0]!r} is to split dim {dim} of {x.layout}, and is in use; redistribute first")
+        raise ValueError(f"{name}: {taken[0]!r} is to split dim {dim} of {x._layout}, and is in use; redistribute first")
     if x.spec.dims[dim] not in ((), axes):
         raise ValueError(
-            f"{name}: dim {dim} of {x.layout} is split over {x.spec.dims[dim]}, and is to be split over {axes} alone; redistribute first"
+            f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]}, and is to be split over {axes} alone; redistribute first"
         )
     return axes, dim

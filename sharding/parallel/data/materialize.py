@@ -99,7 +99,7 @@ def _reset(module: nn.Module) -> object:
 
 
 def _clear_row(x: ShardedTensor, row: int) -> None:
-    start, stop = x.layout.box[0]
+    start, stop = x._layout.box[0]
     if start <= row < stop:
         x._local[row - start] = 0
 

@@ -80,14 +80,14 @@ def _of_sharded(
     capacity: float | None,
 ) -> ShardedTensor:  # fmt: skip
     _check(tokens, routing, leaves, axes, capacity)
-    lead, stacked = _token_cuts(tokens.layout, axes), _expert_cut(leaves, axes)
+    lead, stacked = _token_cuts(tokens._layout, axes), _expert_cut(leaves, axes)
     given: Any = [tokens, *routing, *leaves.values()]
     limit = None if capacity is None else math.ceil(capacity * routing.experts.numel() / given[3].shape[0])
     lineage = mixed(_SEED, given)
     with carrying(tokens.mesh.world, lineage):
         cuts = [[*lead, ()]] * 3 + [[[stacked]]] * len(leaves)
-        placed = bring(given, [x.layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)])
-        mixture = _Mixture(expert, structure, _peers(placed[3].layout, axes), placed[1].layout, limit)
+        placed = bring(given, [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)])
+        mixture = _Mixture(expert, structure, _peers(placed[3]._layout, axes), placed[1]._layout, limit)
         made = _mixed(mixture, lead, placed)
         made._lineage = lineage
         return made.redistribute(P.of_cuts([*tokens.spec.cuts[:-1], ()], {}))
@@ -118,7 +118,7 @@ def _of_plain(
 def _on_line(p: ShardedTensor, line: DeviceMesh, cut: Cut) -> ShardedTensor:
     """A parameter on the mesh of the experts' axes. Its gradient is the mean over these, and the sum over others."""
     split = p.redistribute(P.of_cuts([[cut]], {}))
-    others = P.of_cuts([[cut]], dict.fromkeys(split.layout.replicated_axes, "sum"))
+    others = P.of_cuts([[cut]], dict.fromkeys(split._layout.replicated_axes, "sum"))
     local = _Averaged.apply(split.to_local(grad_placements=others), 1 / line.size())
     return from_local(local, line, P.of_cuts([[cut]], {}), shape=p.shape)  # type: ignore[arg-type]
 
@@ -221,7 +221,7 @@ def _expert_cut(params: dict[str, Any], axes: tuple[str, ...]) -> Cut:
     found: dict[str, tuple[int, ...]] = {}
     for name, p in params.items():
         if p.spec.dims[0][: len(axes)] == axes:
-            sizes = part_sizes(p.layout, 0)
+            sizes = part_sizes(p._layout, 0)
             each = len(sizes) // p.mesh.size(axes)
             found[name] = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
     if len(set(found.values())) > 1:
@@ -263,7 +263,7 @@ def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
     _check_one_mesh(params)
     first = next(iter(params.values()))
     if not axes or any(a not in first.mesh.axis_names for a in axes):
-        raise ValueError(f"moe: axis={axes!r} for {next(iter(params))} {first.layout}; name one of {first.mesh.axis_names}")
+        raise ValueError(f"moe: axis={axes!r} for {next(iter(params))} {first._layout}; name one of {first.mesh.axis_names}")
     counts = {name: p.shape[0] if p.ndim else 0 for name, p in params.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
         raise ValueError(f"moe: dim 0 of each parameter is the experts, as many in all, one at least; they have {counts}")
@@ -280,8 +280,8 @@ def _check_one_mesh(given: dict[str, Any]) -> None:
 def _check_tokens(x: Any, experts: Any, weights: Any) -> None:
     if x.ndim < 2 or not x.is_floating_point() or experts.dtype is not torch.int64 or not weights.is_floating_point():
         raise ValueError(
-            f"moe: x is [tokens ... features], of a floating dtype, experts int64 and weights floating; got {x.layout}, {experts.layout} "
-            f"and {weights.layout}"
+            f"moe: x is [tokens ... features], of a floating dtype, experts int64 and weights floating; got {x._layout}, {experts._layout} "
+            f"and {weights._layout}"
         )
     if experts.shape != weights.shape or experts.shape[:-1] != x.shape[:-1]:
         raise ValueError(

@@ -34,7 +34,7 @@ def same_gradients(sharded: list[Any], plain: list[Tensor], loss: Tensor, plain_
     for x, y in zip(sharded, plain, strict=True):
         assert y.grad is not None
         if isinstance(x, sm.ShardedTensor):
-            assert x.grad.layout is x.layout
+            assert sm.typeof(x.grad) is sm.typeof(x)
             same(x.grad, y.grad)
         else:
             torch.testing.assert_close(x.grad, y.grad)

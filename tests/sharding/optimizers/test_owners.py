@@ -53,7 +53,7 @@ def test_there_and_back_from_any_layouts(data):
 
     def program(mesh):
         placed = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in zip(plain, specs, strict=True)]
-        owners = owners_of(tuple(x.layout for x in placed), units, torch.float64)
+        owners = owners_of(tuple(sm.typeof(x) for x in placed), units, torch.float64)
         with sm.comm_budget(launches=1) as there:
             wholes = owners.gather([x._local for x in placed])
         lacking = 0
@@ -78,7 +78,7 @@ def test_matrices_that_have_their_owner_cost_nothing_on_the_way():
     def program(mesh):
         specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
-        owners = owners_of(tuple(x.layout for x in placed), whole_units([(6, 2)] * 3, work), torch.float32)
+        owners = owners_of(tuple(sm.typeof(x) for x in placed), whole_units([(6, 2)] * 3, work), torch.float32)
         with sm.comm_budget(launches=0):
             wholes = owners.gather([x._local for x in placed])
             owners.scatter(wholes, [x._local for x in placed])
@@ -109,7 +109,7 @@ def test_blocks_of_a_matrix_have_owners_of_their_own():
 
     def program(mesh):
         placed = sm.distribute_tensor(x, mesh, P("a", sizes={"a": (1, 0, 5)}), src_data_rank=None)
-        owners = owners_of((placed.layout,), units, torch.float32)
+        owners = owners_of((sm.typeof(placed),), units, torch.float32)
         blocks = owners.gather([placed._local])
         for i in owners.mine:
             (a, b), (c, d) = units[i].box
