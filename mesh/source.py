@@ -11,7 +11,9 @@ The stack knows all this, so that nothing has to be noted down on the way, and a
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -48,6 +50,25 @@ def user_frame(above: int = 1) -> tuple[FrameType, int]:
     while frame.f_back is not None and is_inner(frame.f_code):
         frame, depth = frame.f_back, depth + 1
     return frame, depth
+
+
+_frames_lock = threading.RLock()  # reentrant: a collection before `gc.disable` may run a finalizer that asks for frames itself
+
+
+def frame_of_thread(ident: int | None) -> FrameType | None:
+    """Return the innermost frame of another thread, None if it has ended.
+
+    Garbage collection is off meanwhile: `sys._current_frames` holds the interpreter's lock of thread states while it allocates, and a
+    finalizer that starts a thread or lets another one run would wait for that lock for good (https://github.com/python/cpython/issues/106883).
+    """
+    with _frames_lock:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(ident or -1)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def user_line() -> tuple[str, int]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterable
 
-from .source import _INNER
+from .source import _INNER, frame_of_thread
 
 
 class RankEnded(BaseException):
@@ -45,7 +44,7 @@ class Worker(threading.Thread):
 
         The stack is read when somebody asks, which is when a run has gone wrong: nothing is noted down on the way.
         """
-        frame = sys._current_frames().get(self.ident or -1)
+        frame = frame_of_thread(self.ident)
         while frame is not None and frame.f_code.co_filename.startswith(_INNER):
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename == threading.__file__:

@@ -9,7 +9,7 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
-from ..source import is_inner
+from ..source import frame_of_thread, is_inner
 from . import judge, report
 from .page import H
 from .settings import monotonic_ns, settings
@@ -102,7 +102,7 @@ class Watchdog:
 
     def stack(self) -> str:
         """The main thread's stack; what is not the user's is left off but for the innermost frame."""
-        frame = sys._current_frames().get(threading.main_thread().ident or -1)
+        frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""
         summary = traceback.extract_stack(frame)
