@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
-from . import dispatch
+from . import dispatch, dtensor
 from .layout import Layout, dtype_name
 from .redistribute import redistribute_local
 from .reshard import redistribute
@@ -60,6 +60,8 @@ def from_local(
         raise TypeError(
             f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
         )
+    if dtensor.is_dtensor(local_tensor):
+        raise TypeError("from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute")
     if stride is not None and (shape is None or len(stride) != len(shape)):
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
@@ -342,6 +344,8 @@ def distribute_tensor(
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     """
+    if dtensor.is_dtensor(tensor):
+        tensor = dtensor.from_dtensor(tensor)
     device_mesh, placements = mesh_and_spec(device_mesh, placements, tensor)
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)

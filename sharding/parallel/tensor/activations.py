@@ -23,7 +23,7 @@ from ...boundary import from_local
 from ...cache import keep
 from ...layout import Layout
 from ...reshard import redistribute, redistribute_many
-from ...spec import Cut, P, Placement, _own_placement, placements_to_spec
+from ...spec import Cut, P, Placement, own_placement, placements_to_spec
 from ...tensor import ShardedTensor
 
 Where: TypeAlias = "P | Placement | None"
@@ -306,6 +306,6 @@ def as_where(given: Any, what: str) -> Where:
     if given is None or isinstance(given, P):
         return given
     try:
-        return _own_placement(given)
+        return own_placement(given)
     except TypeError:
         raise TypeError(f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}") from None
