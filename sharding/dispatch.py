@@ -28,6 +28,7 @@ from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
+from .rules.aten import public_call
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .spec import P
 from .tensor import ShardedTensor
@@ -265,6 +266,9 @@ def _decided(
     if not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
         decision = Decision(func, (), False, None)
         decision.run = _on_wrappers
+    elif (public := public_call(func)) is not None:
+        decision = Decision(func, (), False, None)
+        decision.form, decision.run = public, _run_form
     elif kwargs.get("out") is not None:
         decision = Decision(func, (), False, None)
         decision.run = _into_out
