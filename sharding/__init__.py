@@ -1,6 +1,6 @@
 """What is where, and how it gets somewhere else: layouts, plans, sharded tensors, operators and their gradients."""
 
-from . import tensor
+from . import compiler, tensor
 from .rules import (  # importing them fills the operator table
     assign,
     attention,
@@ -47,6 +47,7 @@ __all__ = [
     "attention",
     "calculus",
     "choose",
+    "compiler",
     "conv",
     "count",
     "cross_entropy",

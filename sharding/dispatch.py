@@ -22,6 +22,7 @@ from torch import Tensor
 from ..mesh.device_mesh import DeviceMesh
 from . import outside
 from .cache import keep
+from .compiler import not_compiled, refuse_jit_trace
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
@@ -51,6 +52,10 @@ _thread = _Thread()
 _moved_copies = _MovedCopies()
 
 
+@not_compiled(
+    "operators on ShardedTensors run eagerly: without fullgraph=True they are a break in the graph, and what works on plain tensors around "
+    "them is compiled"
+)
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -260,6 +265,7 @@ def _decided(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
 ) -> Decision:
     """A new decision, kept for the next call with this key."""
+    refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         refuse_without_value(func, operands)
     if not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
