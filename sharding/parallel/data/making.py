@@ -62,9 +62,12 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
     if units is None:
         return
     test, count = _test(units), 0
+    wrapped: set[nn.Module | None] = set()  # by torch.compile, which makes the wrapper the unit
     for name, inner in module.named_modules():
-        if name and unit_of(inner) is None and test(name, inner):
+        original = inner._modules.get("_orig_mod")
+        if name and inner not in wrapped and unit_of(inner) is None and test(name, original or inner):
             count += 1
+            wrapped.add(original)
             yield name, inner
     if not count:
         paths = [name for name, _ in module.named_modules() if name]

@@ -147,6 +147,21 @@ def test_blocks_are_full_graphs(how, order):
     assert max(on_mesh((2,), main)) > 0
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_layers_of_torch_compiled_before(full):
+    """Dynamo skips frames of torch.nn, unless the call of the wrapped module is inlined."""
+
+    def main(mesh):
+        sizes = []
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        made = nn.Sequential(*(torch.compile(layer, backend=counting(sizes), fullgraph=full) for layer in layers))
+        sm.fully_shard(made, mesh, units=nn.TransformerEncoderLayer)
+        made(torch.randn(2, 5, 8)).sum().backward()
+        return max(sizes, default=0)
+
+    assert max(on_mesh((2,), main)) >= 10
+
+
 def check_steps_again(made, mesh):
     x = torch.randn(8, 7, dtype=torch.float64).chunk(mesh.size())[mesh.get_rank()]
     for _ in range(2):
