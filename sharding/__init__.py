@@ -2,6 +2,7 @@
 
 from . import compiler, tensor
 from .rules import (  # importing them fills the operator table
+    accumulate,
     assign,
     attention,
     calculus,
@@ -43,6 +44,7 @@ from .rules import (  # importing them fills the operator table
 )
 
 __all__ = [
+    "accumulate",
     "assign",
     "attention",
     "calculus",
