@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,11 @@ from torch import Tensor
 
 from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
+from ..mesh.source import call_path
 from . import dispatch
 from .layout import Layout, dtype_name
-from .redistribute import redistribute_local
+from .redistribute import redistribute_grad, redistribute_local
+from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
 from .spec import P, SpecLike, as_spec
 from .tensor import ShardedTensor
@@ -95,12 +96,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = grads[0].dtype
-        return (
-            redistribute_local(grads[0], ctx.layout.dual.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)),
-            None,
-            None,
-        )
+        grad, dtype = grads[0], grads[0].dtype
+        layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
+        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=layout), None, None
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -237,7 +235,7 @@ def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 # -- local tensors out ------------------------------------------------------------------------------------------------
 
 
-def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None) -> Tensor:
+def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor:
     """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
 
     Args:
@@ -245,72 +243,50 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None) -> Tensor:
         grad_placements: how the gradients that flow into the local tensors make up the gradient of `x`. By default they
             are taken to be laid out as `x`, replicas equal; where replicas differ (each rank uses the value for another
             part of the work) that is an error in backward, and `[Partial()]` on the axis is the answer.
+        check: when backward compares the gradients of replicas. True: the first time that a signature is seen, which is the lines of the
+            program that lead to this call, the layout, and which one of these it is in the backward pass. "always": in each backward
+            pass. False: never; a gradient that differs between ranks is then used as each rank has it.
 
-    Communication: none forward. Backward: for replicated axes, a check that the replicas' gradients agree (40 bytes).
+    Raises:
+        RuntimeError: in backward, on every rank that compared: the gradients of replicas differ.
+        ValueError: another `check`.
+
+    Communication: none forward. Backward: for replicated axes, a comparison of 40 bytes where `check` asks for it.
     """
+    if check not in CHECKS:
+        raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     layout, local = x._layout, dispatch.known_local(x)
     if not local.requires_grad:
         return local
     if not torch.is_grad_enabled():
         return local.detach()
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    return leaving(local, layout, grad_layout, grad_placements is None)
+    return leaving(local, layout, grad_layout, check if grad_placements is None else False)
 
 
-def leaving(local: Tensor, layout: Layout, grad_layout: Layout, check: bool = False) -> Tensor:
+def leaving(local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False) -> Tensor:
     """A part of a tensor laid out as `layout`, whose gradient lies as `grad_layout`; with `check`, replicas must agree on it."""
     if grad_layout is layout.dual:  # the gradient goes on as it is
         return local.view_as(local)
-    return _Leave.apply(local, layout, grad_layout, check)  # type: ignore[return-value]
+    path = call_path() if check is True and layout.replicated_axes else None
+    return _Leave.apply(local, layout, grad_layout, check, path)  # type: ignore[return-value]
 
 
 class _Leave(torch.autograd.Function):
     """From sharded to local: nothing forward; backward declares the layout of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool) -> Tensor:
-        ctx.layout, ctx.grad_layout, ctx.check = layout, grad_layout, check
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str, path: int | None) -> Tensor:
+        ctx.layout, ctx.grad_layout, ctx.check, ctx.path = layout, grad_layout, check, path
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         if ctx.check:
-            _check_replicas_agree(grad, ctx.grad_layout)
-        return (
-            redistribute_local(grad, ctx.grad_layout.replace(dtype=dtype), ctx.layout.dual.replace(dtype=dtype)),
-            None,
-            None,
-            None,
-        )
-
-
-def _check_replicas_agree(grad: Tensor, layout: Layout) -> None:
-    """Compare checksums of the gradient over the replicated axes: of its values, to half the digits of its dtype, and of
-    where it is not finite.
-
-    Raises:
-        RuntimeError: on every rank of the axes, if the replicas differ.
-    """
-    mesh: Any = layout.mesh
-    if not layout.replicated_axes or mesh.coordinate is None:
-        return
-    values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
-    wide = values.double().flatten()
-    ramp = torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
-    finite = wide.isfinite()
-    wide = wide.where(finite, 0)
-    checks = torch.stack([(wide * ramp).sum(), (~finite * ramp).sum()])
-    extremes = torch.cat([checks, -checks, wide.abs().sum()[None]])
-    mesh.group(layout.replicated_axes).all_reduce(extremes, "max")
-    if extremes.is_meta:
-        return  # no values to compare
-    high, high_odd, low, low_odd, scale = extremes.tolist()
-    if high + low > math.sqrt(torch.finfo(values.dtype).eps) * scale or high_odd + low_odd > 1e-9:
-        raise RuntimeError(
-            f"the gradients of to_local() differ between the replicas on axes {layout.replicated_axes} of {layout}: each rank used the "
-            "value differently; say to_local(grad_placements=[Partial() on those axes]) so that they are summed"
-        )
+            check_replicas_agree(grad, ctx.grad_layout, ctx.path)
+        layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------
