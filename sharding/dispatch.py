@@ -24,6 +24,7 @@ from . import outside
 from .cache import keep
 from .compiler import not_compiled, refuse_jit_trace
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
+from .dtensor import is_dtensor
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout, dtype_name
 from .lineage import carrying, mixed, piece_of, seed_of
@@ -192,9 +193,8 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         )
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    what = (
-        f"{name_of(func)}: mixes a plain tensor {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
-    )
+    kind = "torch's DTensor" if is_dtensor(tensor) else "a plain tensor"
+    what = f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
     if tensor.ndim == 0:
         raise RuntimeError(
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "

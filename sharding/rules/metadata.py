@@ -75,7 +75,8 @@ def _is_same_size(input: Any, other: Any) -> bool:
 @handler("_has_compatible_shallow_copy_type")
 def _can_share_data(input: Any, other: Any) -> bool:
     """Whether `input.data = other` is possible: what `Module.to` asks before it changes a parameter in place."""
-    return isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
+    both = isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
+    return both and input._local.device.type == other._local.device.type
 
 
 _register()

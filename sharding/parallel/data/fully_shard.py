@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ....mesh.current import given_or_current
 from ....mesh.device_mesh import DeviceMesh
@@ -78,7 +76,7 @@ def fully_shard(
         >>> sm.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    mesh = _mesh(mesh)
+    mesh = given_or_current(mesh)
     names = _axes(module, mesh, axes)
     form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
     if offload:
@@ -122,18 +120,13 @@ def data_parallel(
     Example:
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = _mesh(mesh)
+    mesh = given_or_current(mesh)
     form = form_of(mesh, parameter, gradient, optimizer)
     options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters)
     return split(module, options, units, None, ignored_params, src_data_rank)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
-
-
-def _mesh(given: Any) -> DeviceMesh:
-    """The mesh that is meant: ours, torch's, or that of `with mesh:`."""
-    return DeviceMesh.from_torch(given) if isinstance(given, TorchMesh) else given_or_current(given)
 
 
 def _check_offload(module: nn.Module, mesh: DeviceMesh, form: Form) -> None:

@@ -24,7 +24,7 @@ from ...cache import keep
 from ...compiler import not_compiled, refuse_jit_trace
 from ...layout import Layout
 from ...reshard import redistribute, redistribute_many
-from ...spec import Cut, P, Placement, _own_placement, placements_to_spec
+from ...spec import Cut, P, Placement, own_placement, placements_to_spec
 from ...tensor import ShardedTensor
 
 Where: TypeAlias = "P | Placement | None"
@@ -311,6 +311,6 @@ def as_where(given: Any, what: str) -> Where:
     if given is None or isinstance(given, P):
         return given
     try:
-        return _own_placement(given)
+        return own_placement(given)
     except TypeError:
         raise TypeError(f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}") from None
