@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..cache import keep
-from ..dispatch import check_bases, known_local, refuse_without_value
+from ..dispatch import check_bases, known_local
 from ..layout import Layout
+from ..plain_operands import refuse_without_value
 from ..spec import P
 from ..tensor import ShardedTensor
 from .blocks import settled

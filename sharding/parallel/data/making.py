@@ -14,6 +14,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout, told_apart
 from ...module_repr import show_layouts_in_repr
+from ...plain_operands import prepare
 from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
@@ -50,6 +51,7 @@ def split(
     made[""].schedule.take(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
+    prepare(module)
     return module
 
 

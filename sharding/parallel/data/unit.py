@@ -20,7 +20,7 @@ from ...compiler import refuse_jit_trace
 from ...layout import Layout
 from ...lineage import carrying, mixed, seed_of
 from ...tensor import ShardedTensor
-from .buffers import ReplicatedBuffers
+from .buffers import BuffersInUse, any_sharded
 from .calls import Interception
 from .flat import FlatBucket
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
@@ -60,7 +60,8 @@ class Unit:
         self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with, at most until the model's forward ends
         self._with_graph = False
         self._prepared: tuple[Passage, list[Tensor], tuple[Tensor, ...]] | None = None
-        self._buffers, self._saving = ReplicatedBuffers(), None
+        self._buffers, self._saving = BuffersInUse(), None
+        self._projects_buffers = False
 
     @property
     def keep(self) -> str:
@@ -96,6 +97,7 @@ class Unit:
         for slot in slots:
             old = slot.value
             slot.replace(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
+        self._projects_buffers = any_sharded(own_modules(self))
         self.settle()
 
     def _bucket(self, dtype: torch.dtype, numbers: list[int]) -> Bucket:
@@ -163,6 +165,8 @@ class Unit:
             slot.put(self._as_used(mesh, slot.base, kept, value))
         if self.computes_on is not None:
             self._buffers.wrap(own_modules(self), self.computes_on)
+        elif self._projects_buffers:
+            self._buffers.project(own_modules(self), self._mesh_of)
         schedule.prefetch(self)
         if torch.is_grad_enabled() and self.keep != "all":
             self._saving = saving_places(self._find, self._gathered_again)
@@ -172,8 +176,11 @@ class Unit:
         """On which mesh each parameter is used."""
         if self.computes_on is not None or all(slot.own is None for slot in self.slots):
             return [self.computes_on] * len(self.slots)
-        whole, split, axes = self.options.mesh, self.options.form.optimizer, self.schedule.tensor_axes
-        return [mesh_of_parameter(slot.own, whole, split, axes) for slot in self.slots]
+        return [self._mesh_of(slot.own) for slot in self.slots]
+
+    def _mesh_of(self, own: DeviceMesh | None) -> DeviceMesh | None:
+        """Where inputs are plain: on which mesh a parameter or buffer is used that lay on `own`."""
+        return mesh_of_parameter(own, self.options.mesh, self.options.form.optimizer, self.schedule.tensor_axes)
 
     def _scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
         """With what the gradient of each parameter is multiplied."""
@@ -358,7 +365,9 @@ class Unit:
         if not mine:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
-        gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], summing(self._said_name, len(mine), missing))  # type: ignore[misc]
+        # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
+        with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
+            gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], summing(self._said_name, len(mine), missing))  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _travelling(self) -> list[int]:
