@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
-from .. import dispatch, engine_hooks
+from .. import dispatch
 from ..cache import keep
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
@@ -131,7 +131,6 @@ class Mapped:
         self._seed = seed_of(f"shard_map {self.name}")
         self._known: dict[Any, Known] = {}
         self._trusting = check in (True, False)
-        engine_hooks.keep_compiler_out()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharded = [x for x in args if type(x) is ShardedTensor]
@@ -177,7 +176,6 @@ class Mapped:
     # -- any call ------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine_hooks.keep_compiler_out()
         leaves, tree = leaves_of(args)
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()

@@ -69,7 +69,7 @@ def _nonlinear(*args: Any, **kwargs: Any) -> Rule:
     return broadcast(*tensors_of(*args, **kwargs))
 
 
-@rule(*with_in_place("add sub subtract __add__ __radd__ __iadd__ __sub__ __isub__"))
+@rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
 def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
     operands = tensors_of(input, other)
     alone = ((0,),) if _is_zero(input) or _is_zero(other) else ()  # as in Python's sum(), which starts with 0
