@@ -45,7 +45,8 @@ def fully_shard(
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
-        mesh: the mesh with every axis, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too.
+        mesh: the mesh with every axis, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too. For parameters that
+            `parallelize_module` has placed on another part of the same mesh, such as `mesh["tp"]`, a part is enough, as in torch.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: over the first, parameters are replicated (HSDP).
         units: what becomes a unit of its own: module classes, patterns of paths such as "blocks.*", or a function of path and module.
@@ -78,6 +79,7 @@ def fully_shard(
     """
     mesh = given_or_current(mesh)
     names = _axes(module, mesh, axes)
+    mesh = _with_tensor_axes(module, mesh)
     form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
     if offload:
         _check_offload(module, mesh, form)
@@ -151,6 +153,14 @@ def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
             "they are replicated"
         )
     return free[-1]
+
+
+def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, together with that of parameters which lie on another part of the same mesh, as tensor parallelism on `mesh["tp"]` does."""
+    for x in module.parameters():
+        if isinstance(x, ShardedTensor) and not set(x.mesh.axis_names) <= set(mesh.axis_names):
+            mesh = mesh.with_axes_of(x.mesh) or mesh
+    return mesh
 
 
 def _axes_in_use(module: nn.Module) -> set[str]:
