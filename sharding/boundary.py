@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.source import call_path
-from . import dispatch
+from . import dispatch, dtensor
 from .layout import Layout, dtype_name
 from .local_shapes import describes, global_shape
 from .redistribute import redistribute_grad, redistribute_local
@@ -41,7 +41,7 @@ def from_local(
     the same on every rank.
 
     Args:
-        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another.
+        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another, but for "meta".
         device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         run_check: compare dtypes and shapes with what the placements say on all ranks, also along replicated axes and where
@@ -69,6 +69,8 @@ def from_local(
         raise TypeError(
             f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
         )
+    if dtensor.is_dtensor(local_tensor):
+        raise TypeError("from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute")
     if stride is not None and (shape is None or len(stride) != len(shape)):
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
     if shape_check not in CHECKS:
@@ -145,19 +147,8 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does.
-
-    Raises:
-        ValueError: it is on the meta device, and so has no values to move.
-    """
-    if tensor.device.type == mesh.device_type:
-        return tensor
-    if tensor.is_meta:
-        raise ValueError(
-            f"the tensor is on {tensor.device} but the mesh is of device type {mesh.device_type!r}; "
-            f"move it with .to({mesh.device_type!r}), or make the mesh with device type {tensor.device.type!r}"
-        )
-    return tensor.to(mesh.device)
+    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does; on "meta" it stays there."""
+    return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device)
 
 
 # -- local tensors out ------------------------------------------------------------------------------------------------
@@ -227,7 +218,8 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype. A
-            leaf, or without gradient; moved to the mesh's kind of device where it is on another.
+            leaf, or without gradient; moved to the mesh's kind of device where it is on another, but for "meta": then the parts
+            are there too. A DTensor of torch's is converted and redistributed.
         device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
@@ -237,15 +229,17 @@ def distribute_tensor(
         A leaf that requires grad if `tensor` does.
 
     Raises:
-        ValueError: placements that do not fit the mesh or the tensor, a tensor without values (on "meta"), a bad
-            `src_data_rank`.
+        ValueError: placements that do not fit the mesh or the tensor, a bad `src_data_rank`.
         RuntimeError: a tensor with a gradient history, which would be lost.
 
-    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None.
+    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None, and none for a
+        tensor on "meta", which must be there on every rank.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     """
+    if dtensor.is_dtensor(tensor):
+        tensor = dtensor.from_dtensor(tensor)
     device_mesh, placements = mesh_and_spec(device_mesh, placements, tensor)
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)
@@ -286,6 +280,8 @@ def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
     mesh: Any = layout.mesh
     if mesh.coordinate is None:
         return tensor.new_empty(0)
+    if tensor.is_meta and mesh.device_type != "meta":
+        return tensor.new_empty(layout.local_shape)
     whole = layout.replace(layout.spec.with_unreduced({}))
     if src is None or mesh.size() == 1:
         local = tensor[slices(whole.box)].clone(memory_format=torch.contiguous_format)

@@ -42,7 +42,7 @@ class _Reducer:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
         before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
-        started: leaves whose gradients are being reduced while backward goes on, and what gives the sums.
+        started: leaves whose gradients are being reduced while backward goes on, what gives the sums, and their lineage.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
     """
@@ -51,7 +51,7 @@ class _Reducer:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]]]] = []
+        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
         self.made = 0
 
@@ -81,15 +81,15 @@ class _Reducer:
 
     def _finish_started(self) -> list[ShardedTensor]:
         started, self.started = self.started, []
-        for leaves, wait in started:
+        for leaves, wait, lineage in started:
             for leaf, grad in zip(leaves, wait(), strict=True):
-                _accumulate(leaf, grad)
-        return [leaf for leaves, _ in started for leaf in leaves]
+                _accumulate(leaf, grad, lineage)
+        return [leaf for leaves, *_ in started for leaf in leaves]
 
     def drop_started(self) -> None:
         """What a backward that failed has left under way."""
         started, self.started = self.started, []
-        for _, wait in started:
+        for _, wait, _ in started:
             wait()
 
     def give_up(self) -> None:
@@ -158,10 +158,11 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note) 
         note: what it is for, for messages.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
-    reducer = _reducer(leaves[0].mesh.world)
+    world = leaves[0].mesh.world
+    reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note)))
+        reducer.started.append((mine, _start_bucket(mine, given, note), unpacked(world.carried.lineage)))
     reducer.flush_at_end()
 
 
@@ -237,7 +238,7 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
             reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
-            _accumulate(leaf, grad)
+            _accumulate(leaf, grad, unpacked(leaf.mesh.world.carried.lineage))
 
 
 def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
@@ -311,7 +312,8 @@ def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTe
     return out
 
 
-def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
+def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
+    """Add to `.grad`; `lineage` is that of the value whose gradient was asked for."""
     old = getattr(leaf, "_reduced_grad", None)
     before = [] if old is None else [old]
     if old is None:
@@ -322,7 +324,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
         old._local += grad
         kept = old
     if not _without_copies(leaf):  # else it is known by its leaf alone, as on the ranks where it arrives whole
-        kept._lineage = mixed(unpacked(leaf.mesh.world.carried.lineage), [leaf, *before])
+        kept._lineage = mixed(lineage, [leaf, *before])
 
 
 # -- `.grad` -----------------------------------------------------------------------------------------------------------

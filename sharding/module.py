@@ -11,6 +11,7 @@ from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
 from .module_repr import show_layouts_in_repr
+from .plain_operands import prepare
 from .tensor import ShardedTensor
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
@@ -59,6 +60,7 @@ def distribute_module(
         _replicate_rest(submodule, mesh, src_data_rank)
         show_layouts_in_repr(submodule)
     _tie(tied)
+    prepare(module)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..cache import keep
-from ..dispatch import check_bases, known_local, refuse_without_value
+from ..dispatch import check_bases, known_local
 from ..layout import Layout
+from ..plain_operands import refuse_without_value
 from ..spec import P
 from ..tensor import ShardedTensor
 from .blocks import settled
@@ -47,6 +48,8 @@ def _aligned(lists: list[Sequence[Any]]) -> bool:
 def _is_alike(row: Sequence[Layout | int]) -> bool:
     """One place: layouts of the sharded tensors, numbers of dims of the plain ones."""
     layouts = [item for item in row if isinstance(item, Layout)]
+    if not layouts:  # plain tensors among sharded ones
+        return True
     places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
     numbers = all(item == 0 for item in row if not isinstance(item, Layout))
     return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)

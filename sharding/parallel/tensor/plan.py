@@ -22,6 +22,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout
 from ...module_repr import show_layouts_in_repr
+from ...plain_operands import prepare
 from ...spec import P, Placement
 from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
@@ -41,8 +42,8 @@ def parallelize(
 
     Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no pattern names lie whole on every
     rank. Tied ones stay tied. Styles speak of one axis of the mesh; what the others do, such as a batch split over "dp", stays as it is.
-    Parameters on the meta device stay there. `repr(module)` says from then on how everything lies. A forward that makes plain tensors
-    itself (positions, masks) is to be called inside `with sm.implicit_replication():`.
+    Parameters on the meta device stay there. `repr(module)` says from then on how everything lies. Plain tensors that a forward makes
+    itself (positions, masks) count as replicated; ranks compare them the first time.
 
     Args:
         module: any module.
@@ -123,6 +124,7 @@ def apply_plan(
         _register(submodule, hook)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
+    prepare(module)
     return module
 
 
