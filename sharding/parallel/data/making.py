@@ -22,7 +22,8 @@ from .schedule import own_modules, set_unit, unit_of, units_in
 from .slot import Options, Place, Slot, took
 from .unit import Unit
 
-Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
+OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
 _NAMED = 8  # so many modules are named in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and where it stands
 
@@ -76,7 +77,7 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
 
 def _test(units: Units) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, str):
-        return lambda name, _: fnmatch.fnmatchcase(name, units)
+        return lambda name, inner: units == type(inner).__name__ or fnmatch.fnmatchcase(name, units)
     if isinstance(units, type):
         return lambda _, inner: isinstance(inner, units)
     if callable(units):
