@@ -14,7 +14,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout, told_apart
 from ...module_repr import show_layouts_in_repr
-from ...plain_operands import prepare
+from ...prepared import prepare
 from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor

@@ -22,7 +22,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout
 from ...module_repr import show_layouts_in_repr
-from ...plain_operands import prepare
+from ...prepared import prepare
 from ...spec import P, Placement
 from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
