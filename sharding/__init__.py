@@ -1,7 +1,8 @@
 """What is where, and how it gets somewhere else: layouts, plans, sharded tensors, operators and their gradients."""
 
-from . import tensor
+from . import compiler, tensor
 from .rules import (  # importing them fills the operator table
+    accumulate,
     assign,
     attention,
     calculus,
@@ -28,6 +29,7 @@ from .rules import (  # importing them fills the operator table
     metadata,
     norm,
     optim,
+    optim_default,
     pointwise,
     pool,
     reduction,
@@ -43,10 +45,12 @@ from .rules import (  # importing them fills the operator table
 )
 
 __all__ = [
+    "accumulate",
     "assign",
     "attention",
     "calculus",
     "choose",
+    "compiler",
     "conv",
     "count",
     "cross_entropy",
@@ -69,6 +73,7 @@ __all__ = [
     "metadata",
     "norm",
     "optim",
+    "optim_default",
     "pointwise",
     "pool",
     "reduction",

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import outside, plain_operands
 from .cache import keep
+from .compiler import not_compiled, refuse_jit_trace
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout
@@ -44,6 +45,10 @@ class _MovedCopies:
 _moved_copies = _MovedCopies()
 
 
+@not_compiled(
+    "operators on ShardedTensors run eagerly: without fullgraph=True they are a break in the graph, and what works on plain tensors around "
+    "them is compiled"
+)
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -179,6 +184,7 @@ def _decided(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
 ) -> Decision:
     """A new decision, kept for the next call with this key."""
+    refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     if any(k is _PLAIN for k in key):

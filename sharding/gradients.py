@@ -26,9 +26,10 @@ from ..mesh.group import World, current_world
 from ..mesh.watch.seat import Note
 from . import engine_hooks
 from .bucket import many_runner
+from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed, seed_of, unpacked
-from .redistribute import redistribute_local
+from .redistribute import redistribute_grad, redistribute_local
 from .tensor import ShardedTensor
 
 _reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
@@ -201,12 +202,24 @@ def _watch(leaf: ShardedTensor) -> None:
     reducer.made += 1
     number = leaf._number = reducer.made  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
+    origins: list[Origin] = []  # of the gradient that autograd is about to take, or to copy, as `.grad`
 
-    def arrived(_: Tensor) -> None:
+    def arrives(grads: tuple[Tensor, ...]) -> None:
+        origins.clear()
+        alive, grad = reference(), grads[0]
+        if alive is not None and grad is not None and alive._local.grad is None:
+            origin = origin_of(grad, alive._layout.dual)
+            origins.extend([] if origin.tensor is grad else [origin])
+
+    def arrived(local: Tensor) -> None:
         alive = reference()
         if alive is not None:
+            if origins and local.grad is not None:
+                note_origin(local.grad, alive._layout.dual, origins.pop())
             reducer.add(number, alive)
 
+    leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
+    leaf._accumulator.register_prehook(arrives)  # type: ignore[attr-defined]
     leaf._local.register_post_accumulate_grad_hook(arrived)
 
 
@@ -259,9 +272,25 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 def _start_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None) -> Callable[[], list[Tensor]]:
     layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
     world = leaves[0].mesh.world
+    known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+    pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
-        wait = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads), note=note)
-    return lambda: [_shaped_like(part, grad) for part, grad in zip(wait(), grads, strict=True)]
+        wait = many_runner(pairs).start([origin for origin, _ in known], note=note)
+    return lambda: [
+        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
+    ]
+
+
+def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """What the gradient of a leaf was made from, if that is reduced already; else the gradient, so that all are summed in one bucket."""
+    origin = origin_of(grad, layout.dual)
+    return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
+
+
+def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
+    """The part, copied where it lies in the memory of its origin, which is not the leaf's to keep."""
+    return part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
 
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
@@ -274,7 +303,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
     """The differentiable way, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
-        return redistribute_local(grad, layout.dual, layout.grad)
+        return _unaliased(redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor)
 
 
 def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:

@@ -31,6 +31,7 @@ from .cache import keep
 from .compare import ReplicaError, compare
 from .copies import Copy
 from .decide import name_of
+from .dtensor import is_dtensor
 from .layout import dtype_name
 from .prepared import is_prepared
 from .spec import P
@@ -216,9 +217,8 @@ def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
 
 def refuse(tensor: Tensor, func: Any) -> NoReturn:
     """Raise a RuntimeError: it is not said how the plain tensor lies."""
-    what = (
-        f"{name_of(func)}: mixes a plain tensor {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
-    )
+    kind = "torch's DTensor" if is_dtensor(tensor) else "a plain tensor"
+    what = f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
     if tensor.ndim == 0:
         raise RuntimeError(
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "

@@ -267,7 +267,7 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     if isinstance(where, str) or not isinstance(where, Sequence):
         instead = f"P({where!r})" if isinstance(where, str) else f"[{where!r}]"
         raise TypeError(f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}")
-    return placements_to_spec([_own_placement(p) for p in where], axis_names, ndim)
+    return placements_to_spec([own_placement(p) for p in where], axis_names, ndim)
 
 
 def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str], ndim: int) -> P:
@@ -415,7 +415,7 @@ def _dim_index(placement: Shard, ndim: int) -> int:
     return placement.dim % ndim
 
 
-def _own_placement(placement: Any) -> Placement:
+def own_placement(placement: Any) -> Placement:
     """Ours as it is; torch's own placement objects translated."""
     if isinstance(placement, Placement):
         return placement

@@ -48,6 +48,8 @@ def _aligned(lists: list[Sequence[Any]]) -> bool:
 def _is_alike(row: Sequence[Layout | int]) -> bool:
     """One place: layouts of the sharded tensors, numbers of dims of the plain ones."""
     layouts = [item for item in row if isinstance(item, Layout)]
+    if not layouts:  # plain tensors among sharded ones
+        return True
     places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
     numbers = all(item == 0 for item in row if not isinstance(item, Layout))
     return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...layout import Layout
+from ...replaced import mark_replaced
 from ...spec import P
 from ...tensor import ShardedTensor
 from .schedule import units_in
@@ -204,6 +205,7 @@ class _Memory:
 
     def _parameter(self, x: Tensor) -> nn.Parameter:
         values = self._allocated(x)
+        mark_replaced(x)
         out = nn.Parameter(values, requires_grad=x.requires_grad)
         if not isinstance(x, ShardedTensor):
             self._plain[id(out)] = nn.Parameter(values._local, requires_grad=x.requires_grad)

@@ -16,16 +16,18 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ... import engine_hooks, gradients
+from ...compiler import refuse_jit_trace
 from ...layout import Layout
 from ...lineage import carrying, mixed, seed_of
 from ...tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
+from .calls import Interception
 from .flat import FlatBucket
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
-from .schedule import Schedule, own_modules, running_schedule
+from .schedule import Schedule, own_modules, running_schedule, set_unit
 from .slot import Options, Slot
 from .sums import Bucket, add_later, differentiable, put_together, summing
 
@@ -40,6 +42,7 @@ class Unit:
         name: the module's path, as messages name it.
         module: what is called.
         slots: its parameters that belong to no unit inside it.
+        calls: those of its modules, which become calls of `call`.
         computes_on: while it runs, the mesh of the sharded tensors that it computes with; None for plain ones.
         saved: how many parameters autograd has saved, as places, since the last backward.
     """
@@ -48,11 +51,11 @@ class Unit:
         self.name, self.module, self.options = name, module, options
         self._kept = keep if options.form.parameter else "all"
         self.slots: list[Slot] = []
+        self.calls = Interception(())
         self.schedule = Schedule(self)
         self.computes_on: DeviceMesh | None = None
         self.saved = 0
         self._buckets: list[Bucket] = []
-        self._calls = 0  # of its modules, that are running
         self._rest: list[ShardedTensor] = []  # the parameters, while whole ones stand in their places
         self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with, at most until the model's forward ends
         self._with_graph = False
@@ -121,23 +124,33 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs before any module of the unit does."""
-        self._calls += 1
-        if self._calls == 1:
-            self._open(args, kwargs)
-        if module is self.module and self.options.policy.param_dtype is not None:
-            return self.options.policy.inputs((args, kwargs))
-        return None
+    def intercept(self) -> None:
+        """Have calls of the unit's module, and of those inside that hold its parameters, become calls of `call`."""
+        own = list(own_modules(self))
+        for module in own:
+            set_unit(module, self)
+        self.calls = Interception(x for x in own if x is self.module or any(p is not None for p in x._parameters.values()))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Runs after it, also where it raised."""
-        self._calls = max(0, self._calls - 1)
-        if self._calls == 0:
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module of the unit with the unit's parameters in place.
+
+        Raises:
+            RuntimeError: under `torch.jit.trace`.
+        """
+        refuse_jit_trace()
+        policy = self.options.policy
+        self.calls.stop()
+        try:
+            self._open(args, kwargs)
+            if module is not self.module:
+                return nn.Module.__call__(module, *args, **kwargs)
+            if policy.param_dtype is not None:
+                args, kwargs = policy.inputs((args, kwargs))
+            output = nn.Module.__call__(module, *args, **kwargs)
+            return output if policy.output_dtype is None else policy.outputs(output)
+        finally:
             self._close()
-        if module is self.module and self.options.policy.output_dtype is not None:
-            return self.options.policy.outputs(output)
-        return None
+            self.calls.start()
 
     def _open(self, args: Any, kwargs: Any) -> None:
         schedule = running_schedule(self)
@@ -173,11 +186,6 @@ class Unit:
         """With what the gradient of each parameter is multiplied."""
         by_mesh = {mesh: gradient_scale(self.options.mesh, mesh) for mesh in set(meshes)}
         return [by_mesh[mesh] for mesh in meshes]
-
-    def interrupted(self) -> None:
-        """The module was left by an exception for which torch calls no hooks, such as KeyboardInterrupt."""
-        self._calls = 0
-        self._close()
 
     def _close(self) -> None:
         if self._saving is not None:

@@ -23,6 +23,7 @@ from ...boundary import distribute_tensor
 from ...layout import Layout
 from ...module_repr import show_layouts_in_repr
 from ...prepared import prepare
+from ...replaced import mark_replaced
 from ...spec import P, Placement
 from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
@@ -296,7 +297,10 @@ def _placed(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor
         value: Any = ShardedTensor._make_guarded(part, layout)
     else:
         value = distribute_tensor(tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank)  # type: ignore[arg-type]
-    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    mark_replaced(tensor)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
