@@ -28,7 +28,7 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for j, x in enumerate(group["params"]):
             if _REPLACED in x.__dict__:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its module, which "
-                    "has a sharded one in its place; make the optimizer after fully_shard, data_parallel, parallelize and materialize, from "
+                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its module: a "
+                    "sharded one has its place; make the optimizer after fully_shard, data_parallel, parallelize and materialize, from "
                     "model.parameters()"
                 )

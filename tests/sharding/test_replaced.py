@@ -20,10 +20,6 @@ def _shard_parameter(model, mesh):
     return model
 
 
-def _materialize(model, mesh):
-    return sm.materialize(sm.fully_shard(model.to("meta"), mesh))
-
-
 REPLACING = {
     "fully_shard": sm.fully_shard,
     "units": lambda model, mesh: sm.fully_shard(model, mesh, units=nn.Linear),
@@ -32,7 +28,6 @@ REPLACING = {
     "parallelize_module": lambda model, mesh: sm.parallelize_module(model, mesh, {"0": sm.ColwiseParallel()}),
     "distribute_module": _distribute,
     "shard_parameter": _shard_parameter,
-    "materialize": _materialize,
 }
 
 
@@ -55,9 +50,19 @@ def test_an_optimizer_made_too_early(replace):
 
 
 @every_rank(2)
+def test_an_optimizer_of_parameters_on_meta(mesh):
+    with torch.device("meta"):
+        made = sm.fully_shard(model(), mesh)
+    optimizer = torch.optim.SGD(made.parameters())
+    sm.materialize(made)
+    with pytest.raises(RuntimeError, match="is no longer in its module"):
+        optimizer.step()
+
+
+@every_rank(2)
 def test_between_two_calls(mesh):
     made = sm.parallelize(model(), mesh, {"0": sm.colwise()})
-    optimizer = torch.optim.SGD([p for p in made[0].parameters()], lr=0.1)
+    optimizer = torch.optim.SGD(list(made[0].parameters()), lr=0.1)
     before = made[0].weight
     sm.parallelize(made, mesh, {"0": sm.colwise()})
     assert made[0].weight is before
