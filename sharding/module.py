@@ -11,7 +11,7 @@ from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
 from .module_repr import show_layouts_in_repr
-from .plain_operands import prepare
+from .prepared import prepare
 from .replaced import mark_replaced
 from .tensor import ShardedTensor
 

@@ -49,7 +49,8 @@ def fully_shard(
             axes of the mesh, or over another slice of the mesh that this one is a slice of.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: over the first, parameters are replicated (HSDP).
-        units: what becomes a unit of its own: module classes, patterns of paths such as "blocks.*", or a function of path and module.
+        units: what becomes a unit of its own: module classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
+            "blocks.*", functions of path and module, or several of these; `model._no_split_modules` of Hugging Face as it is.
         reshard_after_forward: True to let whole parameters go after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
         mp_policy: dtypes; torch's own policy is taken, too.
