@@ -180,42 +180,22 @@ class AbstractMesh:
 
     def _name_flattened(self, name: str, names: tuple[str, ...]) -> None:
         """Let the name stand for these axes, here and in every mesh that this one is a part of."""
-        found = self._in_wholes(names)
-        for mesh, axes in found:
+        found: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
+        todo: list[tuple[AbstractMesh, tuple[str, ...]]] = [(self, names)]
+        while todo:
+            mesh, axes = todo.pop()
+            if id(mesh) in found:
+                continue
+            found[id(mesh)] = mesh, axes
             taken = (name,) if name in mesh._index else mesh._flattened.get(name, axes)
             if taken != axes:
                 raise errors.MeshError(
                     f"flatten({names}): the name {name!r} already stands for {taken} of {mesh!r}; give another name=."
                 )
-        for mesh, axes in found:
+            todo += [(whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes]
+        for mesh, axes in found.values():
             if name not in mesh._index:
                 mesh._flattened[name] = axes
-
-    def _in_wholes(self, names: tuple[str, ...]) -> list[tuple[AbstractMesh, tuple[str, ...]]]:
-        """This mesh and every one that it is a part of, each with the axes of it that these axes are made of."""
-        found: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
-        todo: list[tuple[AbstractMesh, tuple[str, ...]]] = [(self, names)]
-        while todo:
-            mesh, axes = todo.pop()
-            if id(mesh) not in found:
-                found[id(mesh)] = mesh, axes
-                todo += [(whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes]
-        return list(found.values())
-
-    def with_axes_of(self, other: AbstractMesh) -> Any:
-        """Return the mesh with the axes of both, where they are parts of one mesh along other axes of it; None where they are not.
-
-        >>> mesh = AbstractMesh((2, 4, 8), ("pp", "dp", "tp"))
-        >>> mesh["tp"].with_axes_of(mesh["dp"])
-        AbstractMesh(dp=4, tp=8)
-        """
-        theirs = {id(whole): axes for whole, axes in other._in_wholes(other.axis_names)}
-        for whole, mine in self._in_wholes(self.axis_names):
-            axes = theirs.get(id(whole))
-            if axes is not None and not set(axes) & set(mine):
-                names = (*self.axis_names, *other.axis_names)
-                return whole[tuple(sorted(names, key=lambda name: whole._index[whole._flattened.get(name, (name,))[0]]))]
-        return None
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
         """The part with these axes, each made of axes of this mesh; the same object each time."""

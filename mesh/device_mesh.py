@@ -370,6 +370,15 @@ def as_device_mesh(mesh: Any) -> Any:
     return DeviceMesh.from_torch(mesh) if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh) else mesh
 
 
+def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh with the axes of all of these, if they are slices of one mesh that this world has made, else None."""
+    names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
+    for whole in list(meshes[0].world.meshes.values()):
+        if set(names) <= set(whole.axis_names) and all(whole[mesh.axis_names] == mesh for mesh in meshes):
+            return whole[tuple(name for name in whole.axis_names if name in names)]
+    return None
+
+
 def is_mesh(x: Any) -> bool:
     """Whether `x` is a mesh of ranks, ours or one of torch's own."""
     return isinstance(x, (DeviceMesh, TorchMesh))

@@ -71,6 +71,9 @@ def add_up(parts: Tensor, out: Tensor) -> None:
     """
     with torch.inference_mode():  # which may write to tensors of both kinds
         total = parts[0].to(torch.float32) if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
-        for part in parts[1:]:
+        if len(parts) == 1:
+            out.view(-1).copy_(total)
+            return
+        for part in parts[1:-1]:
             total.add_(part)
-        out.view(-1).copy_(total)
+        torch.add(total, parts[-1], out=out.view(-1))

@@ -58,7 +58,7 @@ class _Stage:
                 tensors[i] = run(tensors[i])
         under_way = []
         for members, collective in self.buckets:
-            own = len(members) == 1 and fresh[members[0]]
+            own = all(fresh[i] for i in members)
             under_way.append((members, collective.begin([tensors[i] for i in members], own=own)))
         return under_way
 

@@ -99,7 +99,7 @@ class AllReduce(Collective):
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        """With `own`, one contiguous tensor is overwritten instead of copied."""
+        """With `own`, tensors that lie one after the other in memory are overwritten instead of copied."""
         flat = self._flat(tensors, own, outs)
         tensors.clear()
         work = self.group.all_reduce(flat, self.kind, async_op)
@@ -107,7 +107,8 @@ class AllReduce(Collective):
 
     def _flat(self, tensors: Sequence[Tensor], own: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
-            return joined(tensors, self.dtype)
+            found = in_one_piece(tensors, self.dtype) if own else None
+            return joined(tensors, self.dtype) if found is None else found
         (x,) = tensors
         if outs is not None:
             return x if x is outs[0] else outs[0].copy_(x)
@@ -124,6 +125,19 @@ def joined(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if all(x.dtype == dtype for x in tensors):
         return torch.cat(flat)
     return torch.cat(flat, out=flat[0].new_empty(sum(x.numel() for x in flat), dtype=dtype))
+
+
+def in_one_piece(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The memory of tensors that lie one after the other as one flat tensor; None if they do not."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for x in tensors:
+        if x.dtype != dtype or not x.is_contiguous() or (x.data_ptr() != end and x.numel()):
+            return None
+        end += x.nbytes
+    size, room = sum(x.numel() for x in tensors), first.untyped_storage().nbytes() // first.element_size()
+    if first.storage_offset() + size > room or not first.numel():
+        return None
+    return first.as_strided((size,), (1,))
 
 
 def parted(
@@ -199,13 +213,13 @@ class ReduceScatter(Collective):
     def start(
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
-        """With `own`, the result is a view of the packed input (which is the input where that lies in order)."""
+        """With `own`, the result of one tensor is a view of the packed input (which is the input where that lies in order)."""
         flat, size = _packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale), self.size
         tensors.clear()
         if outs is not None and len(outs) == 1:
             out, outs = outs[0].view(-1), None
         else:
-            out = flat.view(-1)[self.group.rank * size :][:size] if own else flat.new_empty(size)
+            out = flat.view(-1)[self.group.rank * size :][:size] if own and len(self.parts) == 1 else flat.new_empty(size)
         work = self.group.reduce_scatter(out, flat, self.kind, async_op)
         if len(self.parts) == 1:
             return done(work, lambda: [out.view(self.parts[0])])

@@ -30,6 +30,18 @@ def accumulates(leaf: torch.Tensor) -> bool:
         return False
 
 
+def turn_to_at_once(node: Any) -> None:
+    """Have backward run this node of an `autograd.Function` as soon as its gradient is whole, before any other, as it does with leaves.
+
+    By default it turns to what was made last in forward. A torch without this entry keeps to that: later, and with the same result.
+    """
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(_LEAF)
+
+
+_LEAF = (1 << 64) - 1  # which autograd gives to leaves
+
+
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The hooks through which autograd saves tensors here, if there are any.
 

@@ -10,7 +10,8 @@ A conversion that makes a gradient pending notes on its result what it was made 
 Both hold the same value, so the result is the same value, and no step is needed that would sum it.
 
 Autograd hands a gradient on as the same object as long as one use alone contributes to it. A sum of several is another tensor, or this one
-written to, which its version tells, and it has no origin. So whether there is one follows from the graph, and is the same on all ranks.
+written to, which its version tells, and it has no origin. So whether there is one follows from the graph, and is the same on all ranks;
+but not where a rank's part is empty: there torch takes short cuts, and nothing is noted.
 """
 
 from __future__ import annotations
@@ -34,13 +35,29 @@ class Origin(NamedTuple):
     grad_layout: Layout | None = None
 
 
+class _Note(NamedTuple):
+    """What a tensor was made from.
+
+    Attributes:
+        layout: of the tensor. An operator may hand the gradient of its result on as that of an operand that is laid out otherwise, such as
+            a row that is added to all rows, on a rank that has one.
+        versions: of the tensor and of its origin; what was written to since has another one.
+    """
+
+    layout: Layout
+    origin: Origin
+    versions: tuple[int, int]
+
+
 def origin_of(grad: Tensor, layout: Layout, grad_layout: Layout | None = None) -> Origin:
     """Return what a gradient laid out as `layout` was made from; the gradient itself where that is not known."""
-    found: tuple[Origin, int, int] | None = getattr(grad, "_origin", None)
-    if found is None or (grad._version, found[0].tensor._version) != found[1:]:
+    found: _Note | None = getattr(grad, "_origin", None)
+    if found is None or (grad._version, found.origin.tensor._version) != found.versions:
         return Origin(grad, layout, grad_layout)
-    origin = found[0]
-    return origin if origin.layout.dtype is layout.dtype else origin._replace(layout=origin.layout.replace(dtype=layout.dtype))
+    origin, dtype = found.origin, layout.dtype
+    if found.layout is not layout.replace(dtype=found.layout.dtype):
+        return Origin(grad, layout, grad_layout)
+    return origin if origin.layout.dtype is dtype else origin._replace(layout=origin.layout.replace(dtype=dtype))
 
 
 def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
@@ -50,9 +67,9 @@ def note_origin(made: Tensor, layout: Layout, origin: Origin) -> Tensor:
         `made`, or a view of it where it is the tensor of `origin` itself.
     """
     tensor = origin.tensor
-    if not layout.spec.unreduced or layout.pending.keys() <= origin.layout.pending.keys():
+    if not layout.spec.unreduced or layout.pending.keys() <= origin.layout.pending.keys() or layout.has_empty_part:
         return made
     if made is tensor:
         made = tensor.view_as(tensor)
-    made._origin = origin, made._version, tensor._version  # type: ignore[attr-defined]
+    made._origin = _Note(layout, origin, (made._version, tensor._version))  # type: ignore[attr-defined]
     return made

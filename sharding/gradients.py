@@ -150,19 +150,20 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
-def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note) -> None:
+def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, *, own: bool = False) -> None:
     """Launch the reduction of gradients that autograd would have added to leaves. The sums are in `.grad` when this backward ends.
 
     Args:
         leaves, grads: alike on all ranks, and in the same order.
         note: what it is for, for messages.
+        own: nobody else has these gradients: they may be overwritten, and sums may lie where they were.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
     world = leaves[0].mesh.world
     reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note), unpacked(world.carried.lineage)))
+        reducer.started.append((mine, _start_bucket(mine, given, note, own), unpacked(world.carried.lineage)))
     reducer.flush_at_end()
 
 
@@ -266,16 +267,19 @@ def _bucket_of(leaf: ShardedTensor, grad: Tensor) -> tuple[Any, tuple[str, ...],
 
 def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Sum gradients over the axes on which their leaves are replicated, all in one buffer."""
-    return _start_bucket(leaves, grads, None)()
+    return _start_bucket(leaves, grads, None, False)()
 
 
-def _start_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None) -> Callable[[], list[Tensor]]:
+def _start_bucket(
+    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, own: bool
+) -> Callable[[], list[Tensor]]:
     layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
-        wait = many_runner(pairs).start([origin for origin, _ in known], note=note)
+        own = own and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
+        wait = many_runner(pairs).start([origin for origin, _ in known], own=own, note=note)
     return lambda: [
         _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)

@@ -11,7 +11,8 @@ from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
 from .module_repr import show_layouts_in_repr
-from .plain_operands import prepare
+from .prepared import prepare
+from .replaced import mark_replaced
 from .tensor import ShardedTensor
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
@@ -96,6 +97,7 @@ def sharded_parameter(
     if tensor is None:
         raise TypeError("expected a tensor, got None")
     value = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=src_data_rank)
+    mark_replaced(tensor)
     return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.group import World
@@ -34,11 +34,11 @@ from .copies import Copy
 from .decide import name_of
 from .dtensor import is_dtensor
 from .layout import dtype_name
+from .prepared import is_prepared
 from .rules.registry import writes_first_operand
 from .spec import P
 from .tensor import ShardedTensor
 
-_PREPARED = "_shardmesh_prepared"  # under this name a prepared module, and each inside it, says that it is one
 _MOST = 1 << 16  # signatures that are remembered per mesh
 
 # Per world and mesh, what has been compared. The mesh is known by its hash: a reference to it would keep the world alive.
@@ -52,12 +52,6 @@ class _ThreadState(threading.local):
 thread_state = _ThreadState()
 
 
-def prepare(module: nn.Module) -> None:
-    """Mark a module and those inside it as prepared: plain tensors that meet sharded ones inside count as replicated."""
-    for inner in module.modules():
-        inner.__dict__[_PREPARED] = True
-
-
 def may_replicate() -> bool:
     """Return whether a plain operand may count as replicated here: in a method of a prepared module, or in backward, where
     recomputation runs the lines of forward again."""
@@ -68,14 +62,10 @@ def _in_prepared_module() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self" and _is_prepared(_self_of(frame)):
+        if code.co_argcount and code.co_varnames[0] == "self" and is_prepared(_self_of(frame)):
             return True
         frame = frame.f_back
     return False
-
-
-def _is_prepared(x: Any) -> bool:
-    return isinstance(x, nn.Module) and _PREPARED in x.__dict__
 
 
 def _self_of(frame: FrameType) -> Any:

@@ -77,16 +77,6 @@ def test_a_name_that_flatten_gave_is_an_axis_of_slices() -> None:
         mesh["b", "bc"]
 
 
-def test_the_mesh_with_the_axes_of_two_parts() -> None:
-    mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
-    assert mesh["c"].with_axes_of(mesh["a"]) is mesh["a", "c"]
-    assert mesh["b", "c"].with_axes_of(mesh["a"]) is mesh
-    assert mesh["c"].with_axes_of(mesh["a", "b"].flatten()) == AbstractMesh((6, 4), ("a_b", "c"))
-    assert mesh["a", "b"]["a"].with_axes_of(mesh["c"]) is mesh["a", "c"]
-    assert mesh["a", "b"].with_axes_of(mesh["b", "c"]) is None
-    assert mesh["a"].with_axes_of(AbstractMesh((3,), ("b",))) is None
-
-
 def test_a_part_may_not_give_a_name_that_the_whole_has_for_another_axis() -> None:
     mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
     with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' already stands for \('a',\)"):

@@ -17,7 +17,7 @@ from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_e
 SHAPE = (5, 6)
 SPECS = [P(), P("a"), P(None, "a"), P(unreduced={"a"})]
 KEPT = SPECS[:3]
-STEPS = ["move", "move", "tanh", "mix", "linear", "out and in", "part"]
+STEPS = ["move", "move", "tanh", "mix", "row", "linear", "out and in", "part"]
 
 
 def tensor(seed: int, *shape: int) -> torch.Tensor:
@@ -58,6 +58,8 @@ class Program:
             return F.linear(x, w, b)
         if name == "mix":
             return x * 0.7 + other
+        if name == "row":
+            return x + other.mean(0, keepdim=True)
         if name == "tanh" or not sharded:
             return self.alone(x)
         if name == "out and in":
@@ -238,3 +240,29 @@ def test_known_gradients_travel_in_another_dtype(mesh):
     y = x.redistribute(P(), backward_dtype=torch.bfloat16)
     y.backward(place(mesh, WEIGHT.float()))
     torch.testing.assert_close(x.grad.full_tensor(), WEIGHT.bfloat16().float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 2])
+def test_a_gradient_that_is_handed_on_to_a_tensor_of_another_layout(rows):
+    """Where this rank has one row, autograd hands the gradient of the sum on to the row that is added, as the same object."""
+    x, row, weight = tensor(1, rows, 4), tensor(2, 1, 4), tensor(3, rows, 4)
+
+    def program(mesh):
+        w = place(mesh, row, sm.Replicate(), Shard(1), grad=True)
+        total = place(mesh, x, Shard(0), sm.Replicate()) + w.redistribute(P())
+        start = [0, (rows + 1) // 2][mesh.coordinate[0]]
+        part = total.to_local()
+        (part * weight[start : start + len(part)]).sum().backward()
+        torch.testing.assert_close(w.grad.full_tensor(), weight.sum(0, keepdim=True))
+
+    on_mesh((2, 2), program)
+
+
+@every_rank(2, 2)
+def test_a_gradient_of_which_a_rank_has_no_part(mesh):
+    """On an empty part some backward functions return what they are given, and others' do not."""
+    x, weight = tensor(1, 1, 4), tensor(2, 1, 4)
+    w = place(mesh, x, Shard(1), sm.Replicate(), grad=True)
+    part = w.redistribute(P("a")).cumsum(1).to_local()
+    (part * weight[: len(part)]).sum().backward()
+    torch.testing.assert_close(w.grad.full_tensor(), weight.flip(1).cumsum(1).flip(1))

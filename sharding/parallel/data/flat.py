@@ -25,6 +25,7 @@ from ...layout import Layout
 from ...redistribute import runner
 from ...spec import Cut, P
 from .cut import cut
+from .grad_places import is_at
 
 _View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and the element at which it begins
 
@@ -71,6 +72,10 @@ class FlatBucket:
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
         """Each parameter as it is used, as views of the whole buffer."""
         return _views(whole, self._in_whole)
+
+    def whole_in(self, whole: Tensor, i: int) -> Tensor:
+        """One of these."""
+        return _views(whole, self._in_whole[i : i + 1])[0]
 
     @cached_property
     def _in_shard(self) -> list[_View]:
@@ -119,13 +124,35 @@ class FlatBucket:
         """A copy of this rank's part of the whole buffer, where that is split over one axis."""
         return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
-    def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Gradients in the places of their parameters, zero where there is none."""
+    def empty_gradients(self, dtype: torch.dtype) -> Tensor:
+        """A buffer for gradients in the places of their parameters; zero where none of them lies, undefined else."""
         whole = torch.empty(self.cutting.length, dtype=dtype, device=self.mesh.device)
-        places = self.wholes_in(whole)
-        if any(grad is None for grad in grads) or sum(x.numel() for x in places) < whole.numel():
-            whole.zero_()
-        given = [(place, grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
+        for start, stop in self._gaps:
+            whole[start:stop].zero_()
+        return whole
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        """What is left between parameters; everything where they do not lie in one piece."""
+        found, end = [], 0
+        for shape, strides, start in self._in_whole:
+            if math.prod(shape) and strides != torch.empty(shape, device="meta").stride():
+                return [(0, self.cutting.length)]
+            found.append((end, start))
+            end = start + math.prod(shape)
+        return [(start, stop) for start, stop in (*found, (end, self.cutting.length)) if start < stop]
+
+    def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, whole: Tensor | None = None) -> Tensor:
+        """Gradients in the places of their parameters, zero where there is none; those that are in their place of `whole` stay there."""
+        whole = self.empty_gradients(dtype) if whole is None else whole
+        given, absent = [], []
+        for place, grad in zip(self.wholes_in(whole), grads, strict=True):
+            if grad is None:
+                absent.append(place)
+            elif not is_at(grad, place):
+                given.append((place, grad))
+        if absent:
+            torch._foreach_zero_(absent)
         if given:
             torch._foreach_copy_([place for place, _ in given], [grad for _, grad in given])
         return whole

@@ -14,7 +14,7 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout, told_apart
 from ...module_repr import show_layouts_in_repr
-from ...plain_operands import prepare
+from ...prepared import prepare
 from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
@@ -22,7 +22,8 @@ from .schedule import unit_of, units_in
 from .slot import Options, Place, Slot, took
 from .unit import Unit
 
-Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
+OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
 _NAMED = 8  # so many modules are named in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and where it stands
 
@@ -79,7 +80,7 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
 
 def _test(units: Units) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, str):
-        return lambda name, _: fnmatch.fnmatchcase(name, units)
+        return lambda name, inner: units == type(inner).__name__ or fnmatch.fnmatchcase(name, units)
     if isinstance(units, type):
         return lambda _, inner: isinstance(inner, units)
     if callable(units):

@@ -1,10 +1,12 @@
-"""The two autograd nodes through which parameters come to a unit.
+"""The autograd nodes through which parameters come to a unit.
 
-    parameter --- _Enter ------------- _Gathered ---> what the unit computes with
-                    |                      |
-    backward:       wait for the sum  <--  start summing gradients over the ranks
+    parameter --- _Enter ------------- _Gathered ------------------------- _Used, one per parameter ---> what the unit computes with
+                    |                      |                                    |
+    backward:       wait for the sum  <--  start summing gradients over ranks   put the gradient where it is summed
 
-In between other units go on with their backward: `_Enter` is made before them in forward, so autograd turns to it after them.
+Between the first two, other units go on with their backward: `_Enter` is made before them in forward, so autograd turns to it after them.
+To `_Used` it turns at once, as it does to leaves: while the gradient is still in the processor's cache, and before the next is made, which
+may take its memory.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ... import engine_hooks
+from .grad_places import Placing
 
 Grads = list[Tensor | None]
 
@@ -25,16 +30,18 @@ class Passage:
         values: the tensors that the unit computes with; no gradient goes through it.
         reduce: from their gradients, and a scale, to what gives the gradients of the parameters' local parts later.
         differentiable: the same at once, for gradients of gradients.
+        placing: where gradients are put as they are made.
         scale: with which gradients are multiplied; `factors` are what those of some are multiplied with besides.
     """
 
     def __init__(
         self,
         values: Callable[[], Sequence[Tensor]],
-        reduce: Callable[[Grads, float], Callable[[], Grads]],
+        reduce: Callable[[Grads, float, Placing], Callable[[], Grads]],
         differentiable: Callable[[Grads, float], Grads],
+        placing: Placing,
     ) -> None:
-        self.values, self.reduce, self.differentiable, self.scale = values, reduce, differentiable, 1.0
+        self.values, self.reduce, self.differentiable, self.placing, self.scale = values, reduce, differentiable, placing, 1.0
         self.factors: Sequence[float] = ()
         self.wait: Callable[[], Grads] | None = None
 
@@ -43,11 +50,9 @@ class Passage:
         self.scale = max(scales, default=1.0)
         self.factors = () if min(scales, default=1.0) == self.scale else [scale / self.scale for scale in scales]
 
-    def weighed(self, grads: Grads) -> Grads:
-        """The gradients, multiplied with what differs between them."""
-        if not self.factors:
-            return grads
-        return [grad if grad is None or factor == 1 else grad * factor for grad, factor in zip(grads, self.factors, strict=True)]
+    def weighed(self, i: int, grad: Tensor) -> Tensor:
+        """A gradient, multiplied with what differs between parameters."""
+        return grad if not self.factors or self.factors[i] == 1 else grad * self.factors[i]
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The parts, behind the node at which backward waits."""
@@ -55,7 +60,8 @@ class Passage:
 
     def gathered(self, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the unit computes with."""
-        return _Gathered.apply(self, *entered)  # type: ignore[return-value]
+        found: tuple[Tensor, ...] = _Gathered.apply(self, *entered)  # type: ignore[assignment]
+        return tuple([_used(self, i, x) if x.requires_grad else x for i, x in enumerate(found)])
 
 
 class _Enter(torch.autograd.Function):
@@ -81,14 +87,43 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         passage: Passage = ctx.passage
-        asked = passage.weighed([grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)])
+        placing = passage.placing.taken()
+        asked = [
+            placing.placed.get(i, grad) if grad is not None and needed else None
+            for i, (grad, needed) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
+        ]
         if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in asked):
             return None, *passage.differentiable(asked, passage.scale)
-        passage.wait = passage.reduce(asked, passage.scale)
+        passage.wait = passage.reduce(asked, passage.scale, placing)
         if torch.is_anomaly_enabled():  # which looks at the values between the nodes
             found, passage.wait = passage.wait(), None
             return None, *found
         return None, *[None if grad is None else _promised(*part) for grad, part in zip(asked, ctx.parts, strict=True)]
+
+
+class _Used(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, number: int, value: Tensor) -> Tensor:
+        ctx.passage, ctx.number = passage, number
+        ctx.set_materialize_grads(False)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return None, None, None
+        passage: Passage = ctx.passage
+        passage.placing.placed.pop(ctx.number, None)  # by a backward that has failed
+        grad = passage.weighed(ctx.number, grad)
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not passage.placing.put(ctx.number, grad, passage.scale):
+            return None, None, grad
+        return None, None, _promised(grad.shape, grad.dtype, grad.device)
+
+
+def _used(passage: Passage, number: int, value: Tensor) -> Tensor:
+    found: Tensor = _Used.apply(passage, number, value)  # type: ignore[assignment]
+    engine_hooks.turn_to_at_once(found.grad_fn)
+    return found
 
 
 def _without_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -98,5 +133,5 @@ def _without_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _promised(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stands for a gradient that is under way; `_Enter` puts the real one in its place, nobody else sees it."""
+    """Stands for a gradient that lies elsewhere or is under way; the next node puts the real one in its place, nobody else sees it."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)

@@ -21,7 +21,7 @@ from .precision import MixedPrecisionPolicy
 _NAMED = 4  # so many parameters are named in a message
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters of one dtype.
 
@@ -37,6 +37,7 @@ class Bucket:
     policy: MixedPrecisionPolicy
     waiting: Tensor | None = None
     used: set[int] = field(default_factory=set)
+    scales = False  # its sums are, which are shorter
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -47,7 +48,17 @@ class Bucket:
     def flat(self) -> FlatBucket:
         return self.levels.flat
 
-    def start(self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool) -> Callable[[], Grads]:
+    def empty_buffer(self) -> Tensor:
+        """See `Places`."""
+        return self.flat.empty_gradients(self.sum_dtype)
+
+    def place_in(self, buffer: Tensor, i: int) -> Tensor:
+        """See `Places`."""
+        return self.flat.whole_in(buffer, i)
+
+    def start(
+        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, buffer: Tensor | None
+    ) -> Callable[[], Grads]:
         """Launch the sum; call what comes back for the gradients of this rank's parts.
 
         Args:
@@ -56,6 +67,7 @@ class Bucket:
             scale: with which the sums are multiplied.
             missing: the paths of those that are trained and have no gradient.
             fill: whether these have one of zeros, as on other ranks they may have one.
+            buffer: in which some of the gradients lie in their places already; it is used up.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
@@ -63,7 +75,7 @@ class Bucket:
         if count == 0 and not (fill and missing):
             return lambda: list(grads)
         note = summing(unit, count + len(missing), ()) if fill else summing(unit, count, missing)
-        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype), scale
+        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype, buffer), scale
         if self.sum_dtype is torch.float16:  # whose sums would overflow
             whole, late = whole.mul_(scale), 1.0
         wait, given = self.flat.start_reduce(whole, note), [grad is not None for grad in grads]

@@ -23,6 +23,7 @@ from ...tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .calls import Interception
 from .flat import FlatBucket
+from .grad_places import InOrder, Places, Placing
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .levels import Levels
 from .nodes import Grads, Passage
@@ -56,6 +57,7 @@ class Unit:
         self.computes_on: DeviceMesh | None = None
         self.saved = 0
         self._buckets: list[Bucket] = []
+        self._in_order: tuple[Any, dict[int, tuple[Places, int]]] = (None, {})
         self._rest: list[ShardedTensor] = []  # the parameters, while whole ones stand in their places
         self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with, at most until the model's forward ends
         self._with_graph = False
@@ -263,7 +265,7 @@ class Unit:
         return passage, passage.gathered(passage.enter(parts))
 
     def _passage(self) -> Passage:
-        return Passage(self._values, self._sum, self._sum_differentiably)
+        return Passage(self._values, self._sum, self._sum_differentiably, Placing(self._places(), self._gradients_wait))
 
     def _values(self) -> list[Tensor]:
         """The parameters as views of the gathered buffers; those that are not cut, as they are."""
@@ -322,39 +324,60 @@ class Unit:
             bucket.levels.drop()
             bucket.levels.after_backward()
 
-    def _sum(self, grads: Grads, scale: float) -> Callable[[], Grads]:
+    def _gradients_wait(self) -> bool:
+        """Whether the running backward leaves the sums over the ranks to the end of `accumulate_grads()`."""
+        return self.options.form.gradients_wait and gradients.is_accumulating(self.options.mesh.world)
+
+    def _places(self) -> dict[int, tuple[Places, int]]:
+        """Where gradients are put as they are made, by the number of the parameter."""
+        if self.options.form.optimizer:
+            return {i: (bucket, k) for bucket in self._buckets for k, i in enumerate(bucket.numbers)}
+        parameters = self._parameters()
+        now = [x._layout if x.requires_grad and x._local.is_contiguous() else None for x in parameters]
+        if self._in_order[0] != now:
+            self._in_order = now, {}
+            alike: dict[Any, list[int]] = {}  # what is summed in one collective
+            for i, layout in enumerate(now):
+                if layout is not None:
+                    alike.setdefault((layout.replicated_axes, layout.dtype), []).append(i)
+            for numbers in alike.values():
+                places = InOrder([now[i] for i in numbers])  # type: ignore[misc]
+                self._in_order[1].update({i: (places, k) for k, i in enumerate(numbers)})
+        return self._in_order[1]
+
+    def _sum(self, grads: Grads, scale: float, placing: Placing) -> Callable[[], Grads]:
         """Launch the sums over the ranks; call what comes back for the gradients of the parts.
 
         Communication: one reduce_scatter per dtype; with gradients that stay whole none inside `accumulate_grads()`, and one at its end.
         """
         self.schedule.backward_runs()
         self.let_go()
-        world = self.options.mesh.world
-        if self.options.form.gradients_wait and gradients.is_accumulating(world):
+        if self._gradients_wait():
             return self._hold(grads, scale)
-        with carrying(world, mixed(_SUMMING, self._parameters())):
-            waits = [(bucket, self._start(bucket, grads, scale)) for bucket in self._buckets]
-        uncut = self._uncut(grads, scale)  # now: what waits would hold on to all gradients
-        return lambda: self._deliver(put_together(uncut, waits))
+        with carrying(self.options.mesh.world, mixed(_SUMMING, self._parameters())):
+            waits = [(bucket, self._start(bucket, grads, scale, placing.buffers.pop(bucket, None))) for bucket in self._buckets]
+        uncut = self._uncut(grads, scale, placing)  # now: what waits would hold on to all gradients
+        return lambda: self._deliver(put_together(uncut, waits), placing)
 
-    def _start(self, bucket: Bucket, grads: Grads, scale: float) -> Callable[[], Grads]:
+    def _start(self, bucket: Bucket, grads: Grads, scale: float, buffer: Tensor | None) -> Callable[[], Grads]:
         parameters = self._parameters()
         trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
         missing = [path for i, path in trained.items() if grads[i] is None]
-        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ)
+        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ, buffer)
 
-    def _uncut(self, grads: Grads, scale: float) -> Grads:
+    def _uncut(self, grads: Grads, scale: float, placing: Placing | None = None) -> Grads:
         """The gradients of the parameters that are not cut."""
         cut = {i for bucket in self._buckets for i in bucket.numbers}
         pairs = enumerate(zip(grads, self._parameters(), strict=True))
-        return [None if i in cut else self._scaled(grad, x, scale) for i, (grad, x) in pairs]
+        scaled = {} if placing is None else placing.placed
+        return [None if i in cut else scaled[i] if i in scaled else self._scaled(grad, x, scale) for i, (grad, x) in pairs]
 
     def _scaled(self, grad: Tensor | None, parameter: ShardedTensor, scale: float) -> Tensor | None:
         if grad is not None:
             return (grad if scale == 1 else grad * scale).to(parameter.dtype)
         return torch.zeros_like(parameter._local) if self.options.unused_differ and parameter.requires_grad else None
 
-    def _deliver(self, parts: Grads) -> Grads:
+    def _deliver(self, parts: Grads, placing: Placing) -> Grads:
         """What autograd is to add to `.grad`: parts that are to be summed over more axes, on which parameters are replicated, go there by
         themselves, while other units go on with their backward.
 
@@ -365,9 +388,11 @@ class Unit:
         if not mine:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
+        own = bool(self.options.form.optimizer) or all(parts[i] is placing.placed.get(i) for i in mine)
+        note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
         with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
-            gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], summing(self._said_name, len(mine), missing))  # type: ignore[misc]
+            gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _travelling(self) -> list[int]:
@@ -399,9 +424,10 @@ class Unit:
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
             for bucket in self._buckets:
                 kept: Grads = [None] * len(self.slots)
+                buffer = bucket.waiting
                 for i, grad in zip(bucket.numbers, bucket.kept(), strict=True):
                     kept[i] = grad
-                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale)())
+                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale, buffer)())
 
     def _forget_kept(self) -> None:
         for bucket in self._buckets:

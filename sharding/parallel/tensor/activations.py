@@ -38,7 +38,7 @@ class Lay:
         to: a `P`, or a placement on the hook's axis; None for as it comes.
         plain: how a plain tensor lies before that: this rank's part of a tensor that lies so; None for as `to` says.
         local: pass on this rank's part as a plain tensor.
-        size: the global size of the dim that a plain tensor is split along, where it is known; else the ranks ask each other.
+        size: the global size of the dim that a plain tensor is split along, where it is known; else ranks exchange shapes.
     """
 
     to: Where = None
@@ -165,7 +165,7 @@ def lay_out(site: Site, module: nn.Module, wanted: Sequence[tuple[str, Any, Lay]
         ValueError: a spec that does not fit a tensor.
         RuntimeError: under `torch.jit.trace`.
 
-    Communication: that of `redistribute_many`; a small all_gather of shapes for a plain tensor that is a part.
+    Communication: that of `redistribute_many`; a small all_gather of shapes for a plain part, if `from_local` exchanges them.
     """
     if all(_lies_so(site, value, lay) for _, value, lay in wanted):
         return [value for _, value, _ in wanted]

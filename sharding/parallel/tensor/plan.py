@@ -23,10 +23,12 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout
 from ...module_repr import show_layouts_in_repr
-from ...plain_operands import prepare
+from ...prepared import prepare
+from ...replaced import mark_replaced
 from ...spec import P, Placement
 from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
+from .hf_plan import with_styles
 from .styles import Style, axis_of, shard
 from .torch_styles import own_style
 
@@ -34,7 +36,7 @@ Matches = Callable[[str, str], bool]  # (path, pattern)
 
 
 def parallelize(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, plan: Mapping[str, Any] | None = None, *, src_data_rank: int | None = 0
+    module: nn.Module, device_mesh: DeviceMesh | None = None, plan: Mapping[str, Any] | str | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
     """parallelize(module, mesh, plan) -> the module, its parameters and activations laid out as the plan says.
 
@@ -51,12 +53,13 @@ def parallelize(
         device_mesh: the mesh, with all its axes; by default that of `set_mesh`.
         plan: patterns of paths, as `named_modules` and `named_parameters` spell them ("*" matches dots too, "" is the module itself),
             each with what it says: a style (`colwise`, `rowwise`, `sequence`, `inputs`, `outputs`, `shard`, torch's), several
-            of them in a list, or for parameters and buffers a `P` or a placement.
+            of them in a list, for parameters and buffers a `P` or a placement, or a string of Hugging Face's plans ("colwise", "rowwise",
+            ...). "auto" for the plan that a model of Hugging Face has, `model.tp_plan`.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
         ValueError: a pattern that matches nothing, with what it may have meant; a parameter or an activation that two patterns lay
-            out in two ways; a style that does not fit the module or the mesh. Nothing has changed then.
+            out in two ways; a style that does not fit the module or the mesh; a string that is not known. Nothing has changed then.
 
     Communication: one all_to_all per parameter and buffer; none if `src_data_rank` is None. What the styles ask for, in forward.
 
@@ -65,9 +68,9 @@ def parallelize(
         >>> sm.parallelize(model, mesh, {"*.up": sm.colwise(), "*.down": sm.rowwise()})
         >>> y = model(sm.device_put(x, mesh, P("fsdp")))
     """
-    if not isinstance(plan, Mapping):
+    if not isinstance(plan, (Mapping, str)):
         raise TypeError(f"parallelize takes a plan such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}")
-    return apply_plan(module, given_or_current(device_mesh), plan, src_data_rank, fnmatchcase, rest=True)
+    return apply_plan(module, given_or_current(device_mesh), with_styles(module, plan), src_data_rank, fnmatchcase, rest=True)
 
 
 def parallelize_module(
@@ -296,7 +299,10 @@ def _placed(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor
         value: Any = ShardedTensor._make_guarded(part, layout)
     else:
         value = distribute_tensor(tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank)  # type: ignore[arg-type]
-    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    mark_replaced(tensor)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

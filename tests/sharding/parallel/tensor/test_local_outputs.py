@@ -155,6 +155,22 @@ def test_calls_of_a_transformer():
     on_mesh((4,), program)
 
 
+def test_one_entry_for_q_k_and_v():
+    """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed before they are reduced."""
+    expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
+    whole_input = sm.PrepareModuleInput(input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate())
+
+    def program(mesh):
+        model = sm.parallelize_module(seeded(Transformer), mesh, {**TRANSFORMER_PLAN, "layers.*.attention": whole_input})
+        for _ in range(2):
+            model.zero_grad()
+            _, backward, found = step(model, TOKENS.to(DEVICE))
+            check_same(found, expected)
+        assert backward == {ACTIVATION: 5}
+
+    on_mesh((4,), program)
+
+
 def beside_torch() -> None:
     """With a hidden size that torch can split as well."""
     mesh, theirs = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)), init_device_mesh(DEVICE, (4,))
