@@ -29,6 +29,6 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if _REPLACED in x.__dict__:
                 raise RuntimeError(
                     f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its "
-                    "module: a sharded one has its place; make the optimizer after fully_shard, data_parallel, parallelize and materialize, from "
-                    "model.parameters()"
+                    "module: a sharded one has its place; make the optimizer after fully_shard, data_parallel, parallelize and "
+                    "materialize, from model.parameters()"
                 )
