@@ -12,6 +12,9 @@ that each makes the same first steps, and its losses must be those of one proces
 Times are medians, ratios of times medians of the rounds' ratios. "CPU" is what all threads of a process computed, the mean of the ranks:
 it is no longer for what others did on the machine meanwhile. Calls, bytes received and memory are the most of any rank; how they are
 counted, see train_counts.py. "at rest" is what is held between steps.
+
+All make `torch.optim.AdamW(model.parameters())`. What that does by default is part of what is measured: on the CPU torch takes the loop for
+plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/rules/optim_default.py).
 """
 
 from __future__ import annotations

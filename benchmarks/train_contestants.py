@@ -104,8 +104,16 @@ def alone(setup: Setup) -> Training:
 # -- data parallelism --------------------------------------------------------------------------------------------------
 
 
-def our_fsdp(setup: Setup, reshard: bool) -> Training:
-    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+def built(setup: Setup, compile: bool = False) -> Any:
+    """The model; with `compile`, each block under `torch.compile`, before anything wraps it."""
+    model = make_model(setup.size)
+    for block in model.blocks if compile else ():
+        block.compile()
+    return model
+
+
+def our_fsdp(setup: Setup, reshard: bool, compile: bool = False) -> Training:
+    model = sm.fully_shard(built(setup, compile), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
     return trained(model, setup.own_rows)
 
 
@@ -119,8 +127,8 @@ def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Si
     return x, y
 
 
-def their_fsdp(setup: Setup, reshard: bool) -> Training:
-    return trained(_their_fsdp(make_model(setup.size), setup.their_line, reshard), setup.own_rows)
+def their_fsdp(setup: Setup, reshard: bool, compile: bool = False) -> Training:
+    return trained(_their_fsdp(built(setup, compile), setup.their_line, reshard), setup.own_rows)
 
 
 def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
