@@ -53,7 +53,6 @@ from .sharding.checkpoint.tree import PerRank
 from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
-from .sharding.dispatch import implicit_replication
 from .sharding.eval_shape import Evaluated, eval_shape
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
@@ -107,6 +106,7 @@ from .sharding.parallel.tensor.torch_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .sharding.plain_operands import implicit_replication
 from .sharding.plan import plan
 from .sharding.policy import implicit
 from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state

@@ -11,7 +11,8 @@ that each makes the same first steps, and its losses must be those of one proces
 
 Times are medians, ratios of times medians of the rounds' ratios. "CPU" is what all threads of a process computed, the mean of the ranks:
 it is no longer for what others did on the machine meanwhile. Calls, bytes received and memory are the most of any rank; how they are
-counted, see train_counts.py. "at rest" is what is held between steps.
+counted, see train_counts.py. "at rest" is what is held between steps. "compiled" is with each block under torch.compile (Inductor); calls,
+bytes and memory are those of a step that is not compiled.
 
 All make `torch.optim.AdamW(model.parameters())`. What that does by default is part of what is measured: on the CPU torch takes the loop for
 plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/rules/optim_default.py).
@@ -42,7 +43,7 @@ from watch import Case, Cost, of_all_ranks, take_turns
 import shardmesh as sm
 
 TOLERANCE = 1e-4  # of losses, relative
-FIRST_STEPS = 4  # whose losses are compared: the third is measured for memory, the fourth counted
+FIRST_STEPS = 5  # whose losses are compared: the third is measured for memory, the fourth counted, and only the last compiled
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,12 @@ def first_steps(make: Callable[[], Training]) -> tuple[Training, Use]:
     memory, losses = Memory(), []
     with memory:
         training = make()
-        losses += [training.step() for _ in range(FIRST_STEPS - 2)]
+        losses += [training.step() for _ in range(FIRST_STEPS - 3)]
         losses.append(memory.measured(training.step))
     dist.barrier()
     with CountedCollectives() as counted:
         losses.append(training.step())
+    losses.append(training.step())  # under a dispatch mode, as those before, Dynamo compiles nothing
     use = Use(counted.calls, counted.received, memory.peak, memory.rest, tuple(map(loss_of_batch, losses)))
     return training, use
 

@@ -104,17 +104,16 @@ def alone(setup: Setup) -> Training:
 # -- data parallelism --------------------------------------------------------------------------------------------------
 
 
-def built(setup: Setup, compile: bool = False) -> Any:
-    """The model; with `compile`, each block under `torch.compile`, before anything wraps it."""
-    model = make_model(setup.size)
-    for block in model.blocks if compile else ():
+def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
+    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+    return trained(_compiled(model) if compiled else model, setup.own_rows)
+
+
+def _compiled(model: Any) -> nn.Module:
+    """Compile each block, in place."""
+    for block in model.blocks:
         block.compile()
     return model
-
-
-def our_fsdp(setup: Setup, reshard: bool, compile: bool = False) -> Training:
-    model = sm.fully_shard(built(setup, compile), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
-    return trained(model, setup.own_rows)
 
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
@@ -127,8 +126,12 @@ def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Si
     return x, y
 
 
-def their_fsdp(setup: Setup, reshard: bool, compile: bool = False) -> Training:
-    return trained(_their_fsdp(built(setup, compile), setup.their_line, reshard), setup.own_rows)
+def their_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
+    model: Any = make_model(setup.size)
+    if compiled:  # before, so that its hooks are not inside what is compiled
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = torch.compile(block)
+    return trained(_their_fsdp(model, setup.their_line, reshard), setup.own_rows)
 
 
 def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
@@ -137,16 +140,18 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
     return fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
 
 
-def our_ddp(setup: Setup) -> Training:
-    return trained(sm.data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None), setup.own_rows)
+def our_ddp(setup: Setup, compiled: bool = False) -> Training:
+    model = sm.data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    return trained(_compiled(model) if compiled else model, setup.own_rows)
 
 
-def their_ddp(setup: Setup) -> Training:
-    return trained(_their_ddp(setup), setup.own_rows)
+def their_ddp(setup: Setup, compiled: bool = False) -> Training:
+    return trained(_their_ddp(setup, compiled), setup.own_rows)
 
 
-def _their_ddp(setup: Setup) -> nn.Module:
-    return DistributedDataParallel(make_model(setup.size), gradient_as_bucket_view=True)
+def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
+    model = make_model(setup.size)
+    return DistributedDataParallel(_compiled(model) if compiled else model, gradient_as_bucket_view=True)
 
 
 def our_zero(setup: Setup) -> Training:
@@ -246,14 +251,19 @@ class Pair:
 
 FSDP, KEPT, INPUTS = "ours FSDP", "ours FSDP, kept", "ours FSDP, sharded inputs"
 FSDP2, FSDP2_KEPT = "torch FSDP2", "torch FSDP2, kept"
+COMPILED, FSDP2_COMPILED = "ours FSDP, compiled", "torch FSDP2, compiled"
 MAKERS: dict[str, Make] = {
     FSDP: lambda setup: our_fsdp(setup, True),
     INPUTS: our_fsdp_of_sharded_inputs,
     FSDP2: lambda setup: their_fsdp(setup, True),
     KEPT: lambda setup: our_fsdp(setup, False),
     FSDP2_KEPT: lambda setup: their_fsdp(setup, False),
+    COMPILED: lambda setup: our_fsdp(setup, True, compiled=True),
+    FSDP2_COMPILED: lambda setup: their_fsdp(setup, True, compiled=True),
     "ours DDP": our_ddp,
     "torch DDP": their_ddp,
+    "ours DDP, compiled": lambda setup: our_ddp(setup, compiled=True),
+    "torch DDP, compiled": lambda setup: their_ddp(setup, compiled=True),
     "ours ZeRO-1": our_zero,
     "torch DDP + ZeRO": their_zero,
     "ours TP + SP": our_tensor_parallel,
@@ -265,7 +275,9 @@ PAIRS = (
     Pair("FSDP", FSDP, FSDP2, 0.80),
     Pair("FSDP, inputs sharded", INPUTS, FSDP2, 0.80),
     Pair("FSDP, parameters kept for backward", KEPT, FSDP2_KEPT, 0.80),
+    Pair("FSDP, blocks compiled", COMPILED, FSDP2_COMPILED, 1.0),
     Pair("DDP", "ours DDP", "torch DDP"),
+    Pair("DDP, blocks compiled", "ours DDP, compiled", "torch DDP, compiled"),
     Pair("ZeRO-1", "ours ZeRO-1", "torch DDP + ZeRO"),
     Pair("TP + SP", "ours TP + SP", "DTensor TP + SP", 0.52),
     Pair("FSDP x TP + SP", "ours FSDP x TP", "FSDP2 x DTensor TP"),

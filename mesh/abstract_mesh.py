@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple, Self
 from weakref import WeakValueDictionary
@@ -56,6 +56,7 @@ class AbstractMesh:
         self._unmoved: dict[Any, Any] = {}  # operators that move nothing, whatever the shapes: see rules/engine.py
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
+        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # the meshes that this is a part of; my axes in theirs
         self._origin: _Origin | None = None
         self._own_topology: Topology | None = None
         self._is_calibrated = False
@@ -111,14 +112,14 @@ class AbstractMesh:
 
     def _inherited_topology(self) -> Topology | None:
         origin = self._origin
-        return None if origin is None else origin.mesh.topology.part(origin.axes, origin.flat_name)
+        return None if origin is None else origin.mesh.topology.part(origin.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
         """The nodes of a part as the whole mesh has them, where that is where its topology comes from."""
         origin = self._origin
         if origin is None or self._own_topology is not None or topology != self.topology:
             return None
-        return origin.mesh._cut(origin.mesh.topology.node_ids(origin.mesh), origin.axes).reshape(self.shape)
+        return origin.mesh._cut(origin.mesh.topology.node_ids(origin.mesh), joined(origin.made_of.values())).reshape(self.shape)
 
     def _forget_plans(self) -> None:
         """Forgets what depends on the topology, here and in the parts that take theirs from here."""
@@ -157,40 +158,56 @@ class AbstractMesh:
         return unravel(rank, self.shape)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """The mesh of only these axes, in this order. Raises: MeshError for an unknown axis or one named twice."""
-        if isinstance(axes, str) and axes in self._flattened:
-            return self._part(self._flattened[axes], axes)
-        names = self._checked_axes(axes)
-        return self if names == self.axis_names else self._part(names)
+        """The mesh of only these axes, in this order; a name that `flatten` has given is one axis.
+
+        Raises: MeshError for an unknown axis or one named twice.
+        """
+        self._checked_axes(axes)
+        return self._part({name: self._flattened.get(name, (name,)) for name in _as_tuple(axes)})
 
     def flatten(self, axes: Axes | None = None, name: str | None = None) -> Self:
         """The axes (all by default; major to minor as given) as one, named like "dp_tp" unless a name is given.
 
-        The name can be used on this mesh afterwards, as in `mesh["dp_tp"]`.
+        The name can be used afterwards on this mesh, as in `mesh["dp_tp"]` or `mesh["pp", "dp_tp"]`, and on the meshes that this
+        one was taken from.
 
         Raises: MeshError for an unknown axis, one named twice, or a name that means something else already.
         """
         names = self._checked_axes(self.axis_names if axes is None else axes)
-        return self._part(names, self._flat_name(names, name))
-
-    def _flat_name(self, names: tuple[str, ...], name: str | None) -> str:
         name = "_".join(names) if name is None else name
-        taken = (name,) if name in self._index else self._flattened.get(name, names)
-        if taken != names:
-            raise errors.MeshError(
-                f"flatten({names}): the name {name!r} already stands for {taken} of {self!r}; give another name=."
-            )
-        if name not in self._index:
-            self._flattened[name] = names
-        return name
+        self._name_flattened(name, names)
+        return self._part({name: names})
 
-    def _part(self, names: tuple[str, ...], flat_name: str | None = None) -> Self:
-        """A part of this mesh, the same object each time."""
-        key = (names, flat_name)
+    def _name_flattened(self, name: str, names: tuple[str, ...]) -> None:
+        """Let the name stand for these axes, here and in every mesh that this one is a part of."""
+        found: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
+        todo: list[tuple[AbstractMesh, tuple[str, ...]]] = [(self, names)]
+        while todo:
+            mesh, axes = todo.pop()
+            if id(mesh) in found:
+                continue
+            found[id(mesh)] = mesh, axes
+            taken = (name,) if name in mesh._index else mesh._flattened.get(name, axes)
+            if taken != axes:
+                raise errors.MeshError(
+                    f"flatten({names}): the name {name!r} already stands for {taken} of {mesh!r}; give another name=."
+                )
+            todo += [(whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes]
+        for mesh, axes in found.values():
+            if name not in mesh._index:
+                mesh._flattened[name] = axes
+
+    def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
+        """The part with these axes, each made of axes of this mesh; the same object each time."""
+        if all(axes == (name,) for name, axes in made_of.items()) and tuple(made_of) == self.axis_names:
+            return self
+        key = tuple(made_of.items())
         if key not in self._parts:
-            part = self._parts[key] = self._make_part(names, flat_name)
+            part = self._parts[key] = self._make_part(made_of)
+            if part is not self:
+                part._wholes.append((self, made_of))
             if part._origin is None and not self._descends_from(part):
-                part._origin = _Origin(self, names, flat_name)
+                part._origin = _Origin(self, made_of)
                 part._forget_plans()
         return self._parts[key]
 
@@ -198,10 +215,8 @@ class AbstractMesh:
         """Whether this is the mesh or a part of it: equal device meshes are one object, so a part's part may be."""
         return self is mesh or (self._origin is not None and self._origin.mesh._descends_from(mesh))
 
-    def _make_part(self, names: tuple[str, ...], flat_name: str | None) -> Any:
-        if flat_name is not None:
-            return AbstractMesh((self.size(names),), (flat_name,))
-        return AbstractMesh(tuple(self.size(name) for name in names), names)
+    def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> Any:
+        return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
 
     def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
         """Of one value per rank of this mesh, those of the part of these axes that I belong to."""
@@ -216,15 +231,13 @@ class AbstractMesh:
 
     def _position(self, axis: int) -> int:
         if not -self.ndim <= axis < self.ndim:
-            raise errors.MeshError(f"axis {axis} is out of range: {self!r} has {self.ndim} axes, 0 to {self.ndim - 1}.")
+            raise errors.AxisIndexError(f"axis {axis} is out of range: {self!r} has {self.ndim} axes, 0 to {self.ndim - 1}.")
         return axis % self.ndim
 
     def _checked_axes(self, axes: Axes) -> tuple[str, ...]:
         if not isinstance(axes, str | tuple | list):
             raise errors.MeshError(f"axes {axes!r}: write a name or a tuple of names of {list(self.axis_names)}.")
-        names = self._flattened.get(axes, (axes,)) if isinstance(axes, str) else tuple(axes)
-        for name in names:
-            self.axis_index(name)
+        names = joined(self._flattened.get(name) or (self.axis_names[self.axis_index(name)],) for name in _as_tuple(axes))
         if not names:
             raise errors.MeshError(f"no axis given: name at least one of {list(self.axis_names)}.")
         if len(set(names)) != len(names):
@@ -255,11 +268,19 @@ class AbstractMesh:
 
 
 class _Origin(NamedTuple):
-    """The mesh that a part was first taken from, and the axes that were kept (as one, if flattened)."""
+    """The mesh that a part was first taken from, and the axes of it that each axis of the part is made of."""
 
     mesh: AbstractMesh
-    axes: tuple[str, ...]
-    flat_name: str | None
+    made_of: dict[str, tuple[str, ...]]
+
+
+def joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of all parts, in order."""
+    return tuple(name for part in parts for name in part)
+
+
+def _as_tuple(axes: Axes) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
 from .errors import MeshError
 from .group import World, current_world
 
@@ -47,7 +49,7 @@ class set_mesh:
     called from here have a world of their own, and set their own mesh. `with mesh:` does the same for a block.
 
     Args:
-        mesh: a `DeviceMesh` of the world that runs here; None for none at all.
+        mesh: a `DeviceMesh` of the world that runs here, or torch's own; None for none at all.
 
     Raises:
         TypeError: something else.
@@ -61,9 +63,9 @@ class set_mesh:
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
-        self.mesh = mesh
+        self.mesh = None if mesh is None else _converted(mesh)
         self._before = _meant.get()
-        _meant.set(_with(mesh, self._before.before))
+        _meant.set(_with(self.mesh, self._before.before))
 
     def __enter__(self) -> DeviceMesh | None:
         return self.mesh
@@ -105,18 +107,26 @@ def leave() -> None:
     _meant.set(_NOTHING if before is None else before)
 
 
-def given_or_current(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh, or where it is None the one of `set_mesh` or the innermost `with mesh:`.
+def given_or_current(mesh: Any) -> DeviceMesh:
+    """The mesh, converted if it is one of torch's own, or where it is None the one of `set_mesh` or the innermost `with mesh:`.
 
     Raises: TypeError when there is neither.
     """
-    found = get_mesh() if mesh is None else mesh
+    if mesh is not None:
+        return mesh if type(mesh) is not TorchMesh else _converted(mesh)
+    found = get_mesh()
     if found is None:
         raise TypeError(
             "give the mesh that the tensor lies on, device_mesh=mesh, or call this inside `with mesh:` or after "
             f"sm.set_mesh(mesh){_of_other_worlds()}"
         )
     return found
+
+
+def _converted(mesh: Any) -> Any:
+    from .device_mesh import as_device_mesh  # which builds on this file
+
+    return as_device_mesh(mesh)
 
 
 def _with(mesh: DeviceMesh | None, before: Any) -> _Meant:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from . import current, errors
-from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, unravel
+from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
 from .group import Group, World, active_world, current_world
 from .process import ProcessGroup, ProcessWorld
 from .start import local_device, start_processes
@@ -99,11 +100,9 @@ class DeviceMesh(AbstractMesh):
         """
         return super().__getitem__(axes)
 
-    def _make_part(self, names: tuple[str, ...], flat_name: str | None) -> DeviceMesh:
-        ranks = self._part_ranks(names)
-        if flat_name is not None:
-            ranks, names = ranks.reshape(-1), (flat_name,)
-        return _interned(self.world, self.device_type, ranks, names)
+    def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> DeviceMesh:
+        ranks = self._part_ranks(joined(made_of.values())).reshape([self.size(axes) for axes in made_of.values()])
+        return _interned(self.world, self.device_type, ranks, tuple(made_of))
 
     def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
         return self._cut(self.ranks, names)
@@ -176,6 +175,16 @@ class DeviceMesh(AbstractMesh):
         """torch's process group of each axis. Communication: the first time, the members wait for each other."""
         return [self.get_group(name) for name in self.axis_names]
 
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """A class of both kinds, so that `isinstance(mesh, torch.distributed.DeviceMesh)` holds: functional collectives ask for it."""
+        return _TorchDeviceMesh
+
+    @property
+    def _dim_group_names(self) -> Sequence[str]:
+        """The name of torch's process group of each axis, as functional collectives ask for it."""
+        return _GroupNames(self)
+
     def get_rank(self) -> int:
         """This process's global rank."""
         return self.world.rank
@@ -207,7 +216,7 @@ class DeviceMesh(AbstractMesh):
 
     def _one_axis(self, axis: str | int | None, what: str) -> str:
         if axis is None and self.ndim > 1:
-            raise errors.MeshError(f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}.")
+            raise errors.MeshRuntimeError(f"{what}(): {self!r} has {self.ndim} axes; name one of {list(self.axis_names)}.")
         if isinstance(axis, str):
             return axis
         return self.axis_names[self._position(axis or 0)]
@@ -257,12 +266,21 @@ class DeviceMesh(AbstractMesh):
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """The same mesh as a torch DeviceMesh, using its process groups. Communication: none."""
+        """The same mesh as a torch DeviceMesh, using its process groups; the same object each time.
+
+        Every function that takes a mesh takes one of torch's, and converts it so.
+
+        Raises: MeshError in a simulated or null world.
+        Communication: none.
+        """
         world = _process_world("from_torch")
-        if mesh.get_coordinate() is not None:
-            for axis in range(mesh.ndim):
-                world.adopt(mesh.get_group(axis))
-        return DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        made = world.from_torch.get(mesh)
+        if made is None:
+            if mesh.get_coordinate() is not None:
+                for axis in range(mesh.ndim):
+                    world.adopt(mesh.get_group(axis))
+            made = world.from_torch[mesh] = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return made
 
     def to_torch(self) -> Any:
         """The same mesh as a torch DeviceMesh over the same process groups; the same object each time.
@@ -271,8 +289,6 @@ class DeviceMesh(AbstractMesh):
         Communication: the first time, the groups of the axes are made.
         """
         if self._torch is None:
-            from torch.distributed.device_mesh import DeviceMesh as TorchMesh
-
             self._member("to_torch")
             groups: Any = self.get_all_groups() if self.ndim > 1 else self.get_group()
             self._torch = TorchMesh.from_group(groups, self.device_type, mesh=self.mesh, mesh_dim_names=self.axis_names)
@@ -291,6 +307,23 @@ class DeviceMesh(AbstractMesh):
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)})"
+
+
+class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
+    """What a mesh gives as its `__class__`; its `type` is DeviceMesh, which needs no attribute of torch's."""
+
+
+class _GroupNames(Sequence[str]):
+    """The names of the process groups of a mesh; each group is made when its name is first read."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __len__(self) -> int:
+        return self._mesh.ndim
+
+    def __getitem__(self, axis: Any) -> Any:
+        return self._mesh.get_group(axis).group_name
 
 
 def init_device_mesh(
@@ -330,6 +363,25 @@ def init_device_mesh(
     if isinstance(world, ProcessWorld):
         same_mesh.compare(mesh)
     return mesh
+
+
+def as_device_mesh(mesh: Any) -> Any:
+    """Return the mesh, converted if it is one of torch's own; what is no mesh is returned as it is."""
+    return DeviceMesh.from_torch(mesh) if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh) else mesh
+
+
+def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh with the axes of all of these, if they are slices of one mesh that this world has made, else None."""
+    names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
+    for whole in list(meshes[0].world.meshes.values()):
+        if set(names) <= set(whole.axis_names) and all(whole[mesh.axis_names] == mesh for mesh in meshes):
+            return whole[tuple(name for name in whole.axis_names if name in names)]
+    return None
+
+
+def is_mesh(x: Any) -> bool:
+    """Whether `x` is a mesh of ranks, ours or one of torch's own."""
+    return isinstance(x, (DeviceMesh, TorchMesh))
 
 
 def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:

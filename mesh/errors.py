@@ -10,6 +10,20 @@ class MeshError(ValueError):
     """A mesh, an axis or a set of ranks that does not make sense."""
 
 
+class UnknownAxisError(MeshError, KeyError):
+    """An axis name that the mesh does not have: a KeyError, as torch raises."""
+
+    __str__ = Exception.__str__  # a KeyError would quote its message
+
+
+class AxisIndexError(MeshError, IndexError):
+    """An axis number that the mesh does not have: an IndexError, as torch raises."""
+
+
+class MeshRuntimeError(MeshError, RuntimeError):
+    """A mesh that does not fit the world, its names or the call, where torch raises a RuntimeError."""
+
+
 class CollectiveError(ValueError):
     """A collective called with buffers or an operation that cannot be right on this rank."""
 
@@ -70,28 +84,28 @@ class ImplicitCommError(RuntimeError):
     """An operator would communicate where `implicit("forbid")` is in force."""
 
 
-def unknown_axis(name: object, known: Sequence[str]) -> MeshError:
-    return MeshError(f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names.")
+def unknown_axis(name: object, known: Sequence[str]) -> UnknownAxisError:
+    return UnknownAxisError(f"unknown axis {name!r}: the mesh has axes {list(known)}. Write one of these names.")
 
 
-def repeated_axis(names: Sequence[str]) -> MeshError:
+def repeated_axis(names: Sequence[str]) -> MeshRuntimeError:
     twice = sorted({str(n) for n in names if list(names).count(n) > 1})
-    return MeshError(f"axis {', '.join(map(repr, twice))} is used twice in {tuple(names)}: name each axis once.")
+    return MeshRuntimeError(f"axis {', '.join(map(repr, twice))} is used twice in {tuple(names)}: name each axis once.")
 
 
-def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshError:
-    return MeshError(
+def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshRuntimeError:
+    return MeshRuntimeError(
         f"the mesh shape {tuple(shape)} has {len(shape)} axes, but the names given are {names!r}: "
         f"write one non-empty string per axis, for example axis_names={tuple(f'axis_{i}' for i in range(len(shape)))}."
     )
 
 
-def bad_shape(shape: object) -> MeshError:
-    return MeshError(f"mesh shape {shape!r}: write a tuple of positive integers, one per axis, such as (2, 8).")
+def bad_shape(shape: object) -> MeshRuntimeError:
+    return MeshRuntimeError(f"mesh shape {shape!r}: write a tuple of positive integers, one per axis, such as (2, 8).")
 
 
-def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int) -> MeshError:
-    return MeshError(
+def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int) -> MeshRuntimeError:
+    return MeshRuntimeError(
         f"mesh {mesh_text} needs {needed} ranks, but the world has {world_size}. Either start {needed} processes "
         f"(torchrun --nproc-per-node {needed} ...), or choose a shape whose product is {world_size}, such as "
         f"({world_size},). For a mesh over some of the ranks write DeviceMesh(device_type, array_of_ranks)."

@@ -74,9 +74,10 @@ class Group(ABC):
         world: the world that the group belongs to.
         shared: memory that the ranks share, by device type, see `symmetric.peers_of`.
         seat: where this rank's collectives on the group are noted down; None before the first one.
+        agreed: what its ranks have found out together and need not ask again, by whatever a caller knows it by; the same on all of them.
     """
 
-    __slots__ = ("_observers", "rank", "ranks", "seat", "shared", "size", "world")
+    __slots__ = ("_observers", "agreed", "rank", "ranks", "seat", "shared", "size", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -86,6 +87,7 @@ class Group(ABC):
         self._observers = world.observers
         self.shared: dict[str, Any] = {}
         self.seat: Seat | None = None
+        self.agreed: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,9 @@ from .watch.seat import Seat
 from .watch.settings import settings
 from .watch.watch import Watch, start_watch
 from .work import DONE, Work, and_then
+
+if TYPE_CHECKING:
+    from .device_mesh import DeviceMesh
 
 # torch 2.13 renamed these two.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -329,6 +332,7 @@ class ProcessWorld(World):
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
+        self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()  # torch's meshes, converted
         if default is not None and size > 1:
             job = _job()
             self.watch = None if job is None else start_watch(self, job)

@@ -125,7 +125,7 @@ def _module(device_type: str) -> Any:
     except (RuntimeError, TypeError):
         raise errors.MeshError(f'device type {device_type!r}: write one that torch knows, "cpu" or "cuda".') from None
     if parsed.index is not None:
-        raise errors.MeshError(
+        raise errors.MeshRuntimeError(
             f'device type {device_type!r}: write "{parsed.type}" without an index; LOCAL_RANK chooses the device.'
         )
     module = torch.get_device_module(device_type)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -156,11 +156,10 @@ class Topology:
                 f"of its axes {list(mesh.axis_names)}. Write crossing= with names of these, or node_size=."
             )
 
-    def part(self, axes: tuple[str, ...], flat_name: str | None) -> Topology:
-        """The topology of a part of the mesh: of its axes those that cross; a flattened axis crosses if any in it does."""
-        kept = tuple(name for name in self.crossing if name in axes)
-        if kept and flat_name is not None:
-            kept = (flat_name,)
+    def part(self, made_of: Mapping[str, Sequence[str]]) -> Topology:
+        """The topology of a part whose axes are made of these axes of the mesh: one crosses if any that it is made of does."""
+        crossing = [name for axis in self.crossing for name, axes in made_of.items() if axis in axes]
+        kept = tuple(dict.fromkeys(crossing))
         return self if kept == self.crossing else replace(self, crossing=kept)
 
     @staticmethod

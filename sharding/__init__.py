@@ -1,7 +1,8 @@
 """What is where, and how it gets somewhere else: layouts, plans, sharded tensors, operators and their gradients."""
 
-from . import tensor
+from . import compiler, tensor
 from .rules import (  # importing them fills the operator table
+    accumulate,
     assign,
     attention,
     calculus,
@@ -44,10 +45,12 @@ from .rules import (  # importing them fills the operator table
 )
 
 __all__ = [
+    "accumulate",
     "assign",
     "attention",
     "calculus",
     "choose",
+    "compiler",
     "conv",
     "count",
     "cross_entropy",

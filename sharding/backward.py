@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from . import dispatch, engine_hooks
+from .grad_origin import Origin, note_origin
 from .gradients import GRADIENT
 from .lineage import carrying, mixed
-from .redistribute import redistribute_local, redistribute_locals
+from .redistribute import redistribute_grad, redistribute_grads
 from .tensor import ShardedTensor
 
 
@@ -69,7 +70,7 @@ def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
     if gradient is not None:
         if not isinstance(gradient, ShardedTensor):
             gradient = distribute_like(gradient, x)
-        return redistribute_local(gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype))
+        return redistribute_grad(gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype))
     if x.numel() != 1:
         raise RuntimeError(
             f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, or reduce it first"
@@ -77,7 +78,7 @@ def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
     if not layout.dtype.is_floating_point:
         raise RuntimeError(f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient=")
     copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
-    return torch.full_like(x._local, 1 / copies)
+    return note_origin(torch.full_like(x._local, 1 / copies), layout.dual, Origin(torch.ones_like(x._local), layout.grad))
 
 
 def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
@@ -131,7 +132,7 @@ def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[An
     done: list[Any] = list(found)
     if sharded:
         pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]
-        whole = redistribute_locals([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
+        whole = redistribute_grads([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
         for (i, layout, _), g in zip(sharded, whole, strict=True):
             done[i] = ShardedTensor._make(g, layout.grad)
     return tuple(done)

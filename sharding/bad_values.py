@@ -22,9 +22,9 @@ from ..mesh.group import current_world
 from ..mesh.source import _OURS, _TORCH
 from ..mesh.watch.watch import watch_of
 from .decide import name_of
-from .dispatch import tensors_in
 from .engine_hooks import is_transformed, untransformed
 from .layout import Layout, dtype_name
+from .plain_operands import tensors_in
 from .tensor import ShardedTensor
 
 # What comes out of these has no values yet.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,14 @@ from torch import Tensor
 
 from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
-from . import dispatch
+from ..mesh.source import call_path
+from . import dispatch, dtensor
 from .layout import Layout, dtype_name
-from .redistribute import redistribute_local
+from .local_shapes import describes, global_shape
+from .redistribute import redistribute_grad, redistribute_local
+from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
-from .spec import P, SpecLike, as_spec
+from .spec import SpecLike
 from .tensor import ShardedTensor
 from .where import mesh_and_spec
 
@@ -31,6 +33,7 @@ def from_local(
     shape: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     grad_placements: SpecLike = None,
+    shape_check: bool | str = True,
 ) -> ShardedTensor:
     """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global tensor.
 
@@ -38,33 +41,43 @@ def from_local(
     the same on every rank.
 
     Args:
-        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another.
+        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another, but for "meta".
         device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         run_check: compare dtypes and shapes with what the placements say on all ranks, also along replicated axes and where
             `shape` is given, and take the values of replicas from the first one, whatever the others hold.
         shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
-            so that uneven parts are right; parts that are not cut as `torch.chunk` cuts need placements with `sizes`. (A
-            rank outside the mesh is told no shape; it goes by its own tensor's, and by sizes.)
+            so that uneven parts are right (see `shape_check`); parts that are not cut as `torch.chunk` cuts need placements with
+            `sizes`. (A rank outside the mesh is told no shape; it takes all parts to be as its own tensor, or goes by sizes.)
         stride: the global strides, as torch asks for them beside `shape`. Each part has its own, so they say nothing here.
         grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
+        shape_check: when ranks exchange shapes, without `shape`. True: the first time that this call is reached over these lines of the
+            program, with these placements, dtype and sizes of the other dims; then again when a rank's part has another shape than the
+            time before, and at every call if parts were uneven. So parts that were equal must all change at once or not at all: if
+            some change and some do not, the collectives of ranks differ, which is an error. "always": at every call, for parts that
+            are equal at times. False: never; all parts are taken to be equal, as torch takes them.
 
     Raises:
         ValueError: the parts do not make up the tensor that the placements describe: on every rank that exchanged shapes,
-            or where `shape` is given, on the ranks whose part does not fit it. Strides without a shape, or not one per dim.
+            or where `shape` is given, on the ranks whose part does not fit it. Strides without a shape, or not one per dim. Another
+            `shape_check`.
 
-    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes. With `run_check`
-        another one, and a broadcast over the replicated axes.
+    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes, if `shape_check` asks for
+        it. With `run_check` another one, and a broadcast over the replicated axes.
     """
     if isinstance(local_tensor, ShardedTensor):
         raise TypeError(
             f"from_local takes this rank's part as a plain tensor, got a ShardedTensor {local_tensor._layout}"
         )
+    if dtensor.is_dtensor(local_tensor):
+        raise TypeError("from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute")
     if stride is not None and (shape is None or len(stride) != len(shape)):
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
+    if shape_check not in CHECKS:
+        raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
     local_tensor = _on_device(local_tensor, device_mesh)
-    shape = _global_shape(local_tensor, device_mesh, placements) if shape is None else tuple(shape)
+    shape = global_shape(local_tensor, device_mesh, placements, shape_check) if shape is None else tuple(shape)
     if device_mesh.coordinate is None:
         local_tensor = local_tensor.reshape(-1)[:0]  # in the graph, as the parts of other ranks are
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
@@ -77,7 +90,7 @@ def from_local(
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if grad_layout is layout.dual:  # the gradient arrives as it is
+    if grad_layout is layout.dual and not local_tensor.is_leaf:  # the gradient arrives as it is
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
     return ShardedTensor._make_guarded(_Enter.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
@@ -86,21 +99,21 @@ ShardedTensor.from_local = staticmethod(from_local)
 
 
 class _Enter(torch.autograd.Function):
-    """From local to sharded: nothing forward, the gradient's reduction backward."""
+    """From local to sharded: nothing forward, the gradient's reduction backward.
+
+    What comes out is no view for autograd, so that it may be written in place where the local tensor is a leaf, as in torch.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:
         ctx.layout, ctx.grad_layout = layout, grad_layout
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dtype = grads[0].dtype
-        return (
-            redistribute_local(grads[0], ctx.layout.dual.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)),
-            None,
-            None,
-        )
+        grad, dtype = grads[0], grads[0].dtype
+        layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
+        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=layout), None, None
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -113,7 +126,7 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
     group = mesh.group(mesh.axis_names)
     parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
     shapes = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, parts, strict=True)}
-    if len({dtype for dtype, *_ in parts}) > 1 or not _describes(layout, shapes):
+    if len({dtype for dtype, *_ in parts}) > 1 or not describes(layout, shapes):
         held = {r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))] for r in group.ranks}
         given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
         raise ValueError(f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} asks for {held}")
@@ -136,108 +149,15 @@ class _FirstReplica(torch.autograd.Function):
         return grads[0], None
 
 
-def _global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike) -> tuple[int, ...]:
-    """The global shape that the local shapes of all ranks add up to, or that the sizes of the placements say.
-
-    Raises:
-        ValueError: on every rank, if the parts are not those that the placements say.
-    """
-    spec = as_spec(placements, mesh.axis_names, local.ndim)
-    stated = _stated(spec, local.shape)
-    Layout.of(mesh, spec, stated, local.dtype)  # what is wrong with the placements alone is said before anything moves
-    split = [axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1]
-    if not split or mesh.coordinate is None:
-        return stated
-    group = mesh.group(tuple(split))
-    parts = group.all_gather_object((dtype_name(local.dtype), *local.shape))
-    return put_together({mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)}, spec, mesh)  # type: ignore[misc]
-
-
-def put_together(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The global shape of the tensor that these parts make up, or that the sizes of the spec say.
-
-    Args:
-        parts: by coordinate, dtype and shape of each part: of all ranks along the axes that split something, at least.
-        spec: with an entry for each dim.
-        mesh: the mesh.
-
-    Raises:
-        ValueError: the parts are not those that the spec says.
-    """
-    by_rank = ", ".join(f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items())
-    if len({(dtype, len(shape)) for dtype, *shape in parts.values()}) > 1:
-        raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
-    everyone: Any = {place: tuple(shape) for place, (_, *shape) in parts.items()}
-    ndim = len(next(iter(everyone.values())))
-    shape = _stated(spec, [_summed(everyone, mesh, spec, dim) for dim in range(ndim)])
-    layout = Layout.of(mesh, spec, shape)
-    if not _describes(layout, everyone):
-        boxes = [list(box_shape(layout.box_at(coordinate))) for coordinate in everyone]
-        raise ValueError(
-            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into {boxes}: "
-            f"{_better_sizes(layout, everyone)}pass parts of these shapes"
-        )
-    return shape
-
-
-def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape, with the dims that have sizes as long as these say."""
-    known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
-    return tuple(known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True))
-
-
-def _describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
-    """Whether the boxes at these coordinates have these shapes."""
-    return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
-
-
-def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Words that say under which sizes these would be the parts, if they are parts at all."""
-    if layout.spec.sizes:
-        return ""
-    mesh, sizes, shape = layout.mesh, {}, []
-    for dim, axes in enumerate(layout.spec.dims):
-        places = [mesh.axis_index(axis) for axis in axes]
-        lengths = {tuple(c[i] for i in places): part[dim] for c, part in shapes.items()}
-        found = tuple(n for _, n in sorted(lengths.items()))
-        sizes.update({axes: found} if axes else {})
-        shape.append(sum(found))
-    ragged = layout.replace(P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape)
-    if not _describes(ragged, shapes):
-        return "parts are cut as torch.chunk cuts, equal ones first; "
-    return (
-        "parts are cut as torch.chunk cuts, equal ones first, unless Shard(dim, sizes=...) says how long each is; write "
-        f"{list(ragged.placements)}, or "
-    )
-
-
-def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
-    """Global size of one dim: the sum over the axes that split it, at the first place of all others."""
-    mine = {mesh.axis_index(a) for a in spec.dims[dim]}
-    first = next(iter(shapes))
-    return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))
-
-
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does.
-
-    Raises:
-        ValueError: it is on the meta device, and so has no values to move.
-    """
-    if tensor.device.type == mesh.device_type:
-        return tensor
-    if tensor.is_meta:
-        raise ValueError(
-            f"the tensor is on {tensor.device} but the mesh is of device type {mesh.device_type!r}; "
-            f"move it with .to({mesh.device_type!r}), or make the mesh with device type {tensor.device.type!r}"
-        )
-    return tensor.to(mesh.device)
+    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does; on "meta" it stays there."""
+    return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device)
 
 
 # -- local tensors out ------------------------------------------------------------------------------------------------
 
 
-def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None) -> Tensor:
+def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor:
     """to_local(x) -> this rank's part, as a plain tensor that shares memory and graph with `x`.
 
     Args:
@@ -245,72 +165,50 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None) -> Tensor:
         grad_placements: how the gradients that flow into the local tensors make up the gradient of `x`. By default they
             are taken to be laid out as `x`, replicas equal; where replicas differ (each rank uses the value for another
             part of the work) that is an error in backward, and `[Partial()]` on the axis is the answer.
+        check: when backward compares the gradients of replicas. True: the first time that a signature is seen, which is the lines of the
+            program that lead to this call, the layout, and which one of these it is in the backward pass. "always": in each backward
+            pass. False: never; a gradient that differs between ranks is then used as each rank has it.
 
-    Communication: none forward. Backward: for replicated axes, a check that the replicas' gradients agree (40 bytes).
+    Raises:
+        RuntimeError: in backward, on every rank that compared: the gradients of replicas differ.
+        ValueError: another `check`.
+
+    Communication: none forward. Backward: for replicated axes, a comparison of 40 bytes where `check` asks for it.
     """
+    if check not in CHECKS:
+        raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     layout, local = x._layout, dispatch.known_local(x)
     if not local.requires_grad:
         return local
     if not torch.is_grad_enabled():
         return local.detach()
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    return leaving(local, layout, grad_layout, grad_placements is None)
+    return leaving(local, layout, grad_layout, check if grad_placements is None else False)
 
 
-def leaving(local: Tensor, layout: Layout, grad_layout: Layout, check: bool = False) -> Tensor:
+def leaving(local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False) -> Tensor:
     """A part of a tensor laid out as `layout`, whose gradient lies as `grad_layout`; with `check`, replicas must agree on it."""
     if grad_layout is layout.dual:  # the gradient goes on as it is
         return local.view_as(local)
-    return _Leave.apply(local, layout, grad_layout, check)  # type: ignore[return-value]
+    path = call_path() if check is True and layout.replicated_axes else None
+    return _Leave.apply(local, layout, grad_layout, check, path)  # type: ignore[return-value]
 
 
 class _Leave(torch.autograd.Function):
     """From sharded to local: nothing forward; backward declares the layout of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool) -> Tensor:
-        ctx.layout, ctx.grad_layout, ctx.check = layout, grad_layout, check
+    def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str, path: int | None) -> Tensor:
+        ctx.layout, ctx.grad_layout, ctx.check, ctx.path = layout, grad_layout, check, path
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         if ctx.check:
-            _check_replicas_agree(grad, ctx.grad_layout)
-        return (
-            redistribute_local(grad, ctx.grad_layout.replace(dtype=dtype), ctx.layout.dual.replace(dtype=dtype)),
-            None,
-            None,
-            None,
-        )
-
-
-def _check_replicas_agree(grad: Tensor, layout: Layout) -> None:
-    """Compare checksums of the gradient over the replicated axes: of its values, to half the digits of its dtype, and of
-    where it is not finite.
-
-    Raises:
-        RuntimeError: on every rank of the axes, if the replicas differ.
-    """
-    mesh: Any = layout.mesh
-    if not layout.replicated_axes or mesh.coordinate is None:
-        return
-    values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
-    wide = values.double().flatten()
-    ramp = torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
-    finite = wide.isfinite()
-    wide = wide.where(finite, 0)
-    checks = torch.stack([(wide * ramp).sum(), (~finite * ramp).sum()])
-    extremes = torch.cat([checks, -checks, wide.abs().sum()[None]])
-    mesh.group(layout.replicated_axes).all_reduce(extremes, "max")
-    if extremes.is_meta:
-        return  # no values to compare
-    high, high_odd, low, low_odd, scale = extremes.tolist()
-    if high + low > math.sqrt(torch.finfo(values.dtype).eps) * scale or high_odd + low_odd > 1e-9:
-        raise RuntimeError(
-            f"the gradients of to_local() differ between the replicas on axes {layout.replicated_axes} of {layout}: each rank used the "
-            "value differently; say to_local(grad_placements=[Partial() on those axes]) so that they are summed"
-        )
+            check_replicas_agree(grad, ctx.grad_layout, ctx.path)
+        layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------
@@ -323,7 +221,8 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype. A
-            leaf, or without gradient; moved to the mesh's kind of device where it is on another.
+            leaf, or without gradient; moved to the mesh's kind of device where it is on another, but for "meta": then the parts
+            are there too. A DTensor of torch's is converted and redistributed.
         device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
@@ -333,15 +232,17 @@ def distribute_tensor(
         A leaf that requires grad if `tensor` does.
 
     Raises:
-        ValueError: placements that do not fit the mesh or the tensor, a tensor without values (on "meta"), a bad
-            `src_data_rank`.
+        ValueError: placements that do not fit the mesh or the tensor, a bad `src_data_rank`.
         RuntimeError: a tensor with a gradient history, which would be lost.
 
-    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None.
+    Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None, and none for a
+        tensor on "meta", which must be there on every rank.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
     """
+    if dtensor.is_dtensor(tensor):
+        tensor = dtensor.from_dtensor(tensor)
     device_mesh, placements = mesh_and_spec(device_mesh, placements, tensor)
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)
@@ -382,6 +283,8 @@ def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
     mesh: Any = layout.mesh
     if mesh.coordinate is None:
         return tensor.new_empty(0)
+    if tensor.is_meta and mesh.device_type != "meta":
+        return tensor.new_empty(layout.local_shape)
     whole = layout.replace(layout.spec.with_unreduced({}))
     if src is None or mesh.size() == 1:
         local = tensor[slices(whole.box)].clone(memory_format=torch.contiguous_format)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from ..mesh.source import DESCRIBERS
-from . import decide, dispatch
+from . import decide, dispatch, plain_operands
 from .cache import keep
 from .constraint import matched, with_sharding_constraint
 from .layout import Layout
@@ -62,9 +62,8 @@ def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any)
         >>> y = sm.call(torch.matmul, x, w, out_sharding=P("dp", "tp"))
     """
     _check_call(func, args, kwargs)
-    if dispatch.takes_plain():
-        given, kwargs = dispatch.replicated_arguments(args, kwargs)
-        args = tuple(given)
+    given, kwargs = plain_operands.replicated(func, args, kwargs)
+    args = tuple(given)
     key: list[Any] = [call, func, repr(out_sharding)]
     operands: list[Any] = []
     for name, item in (("", list(args)), *kwargs.items()):
@@ -80,7 +79,7 @@ DESCRIBERS[call.__code__] = lambda frame: decide.name_of(frame["func"])  # what 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = decide.name_of(func)
-    if not any(isinstance(x, ShardedTensor) for x in dispatch.tensors_in((*args, *kwargs.values()))):
+    if not any(isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))):
         raise TypeError(
             f"call({name}, ...): no ShardedTensor among the arguments, whose mesh the result would lie on; place one first with "
             "device_put(t, mesh, P(...))"

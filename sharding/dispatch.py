@@ -10,25 +10,24 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mesh.device_mesh import DeviceMesh
-from . import outside
+from . import outside, plain_operands
 from .cache import keep
+from .compiler import not_compiled, refuse_jit_trace
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
-from .layout import Layout, dtype_name
+from .layout import Layout
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
+from .rules.aten import public_call
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
-from .spec import P
 from .tensor import ShardedTensor
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
@@ -37,20 +36,20 @@ _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
-
-
-class _Thread(threading.local):
-    implicit_replication = False
+_thread_state = plain_operands.thread_state
 
 
 class _MovedCopies:
     exist = False  # whether a view was ever made of a moved copy
 
 
-_thread = _Thread()
 _moved_copies = _MovedCopies()
 
 
+@not_compiled(
+    "operators on ShardedTensors run eagerly: without fullgraph=True they are a break in the graph, and what works on plain tensors around "
+    "them is compiled"
+)
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
@@ -62,8 +61,8 @@ def torch_function(
         result = handle(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    if _thread.implicit_replication:
-        args, kwargs = replicated_arguments(args, kwargs)
+    if _thread_state.implicit_replication:
+        args, kwargs = plain_operands.replicated_arguments(args, kwargs)
     key: list[Any] = [func]
     operands: list[Any] = []
     local_args: list[Any] = []
@@ -158,24 +157,12 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
-
-
-def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
-    """For a plain tensor on "meta" beside sharded ones with values: an operator with it would do nothing, silently.
-
-    Raises:
-        RuntimeError: always, except where those are on "meta" as well.
-    """
-    if not all(x._local.is_meta for x in operands):
-        raise RuntimeError(
-            f"{name_of(func)}: a plain tensor on 'meta', which has no value, beside ShardedTensors on {operands[0].device}. Code that "
-            "places a number where it finds x.device in C++, as torch's gradient clipping and GradScaler do, finds 'meta': use "
-            "sm.clip_grad_norm_ or sm.GradScaler, or make the number a ShardedTensor"
-        )
+_PLAIN = object()  # in a key: a plain tensor that may count as replicated, see `plain_operands.py`
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
-    """A plain 0-d tensor is a number; any other plain tensor could mean anything, so it is an error.
+    """A plain 0-d tensor is a number, and one of one element is like one; any other could mean anything, so it is an error outside of
+    prepared modules.
 
     Raises:
         RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
@@ -187,70 +174,9 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         )
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    what = (
-        f"{name_of(func)}: mixes a plain tensor {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
-    )
-    if tensor.ndim == 0:
-        raise RuntimeError(
-            f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
-            "distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
-        )
-    raise RuntimeError(
-        f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "
-        "ShardedTensor.from_local(t, mesh, placements), or take plain tensors as replicated inside "
-        "`with sm.implicit_replication():`"
-    )
-
-
-@contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor beside a `ShardedTensor` is taken as replicated: every rank must hold the same values.
-
-    Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
-
-    Communication: none by itself.
-    """
-    before = _thread.implicit_replication
-    _thread.implicit_replication = True
-    try:
-        yield
-    finally:
-        _thread.implicit_replication = before
-
-
-def takes_plain() -> bool:
-    """Whether plain tensors count as replicated here: inside `implicit_replication()`."""
-    return _thread.implicit_replication
-
-
-def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with their plain tensors made `ShardedTensor`s on the mesh of the others."""
-    mesh = next((t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
-    if mesh is None:
-        return args, kwargs
-    return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
-
-
-def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
-    out: list[Any] = []
-    for item in items:
-        if type(item) in (list, tuple):
-            item = type(item)(_replicate_plain(item, mesh))
-        elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor) and (item.ndim > 0 or item.requires_grad):
-            item = ShardedTensor.from_local(item, mesh, P())
-        out.append(item)
-    return out
-
-
-def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
-    """The tensors among arguments, also those in lists, tuples and dicts."""
-    for item in items:
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from tensors_in(item)
-        elif isinstance(item, dict):
-            yield from tensors_in(item.values())
+    if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
+        return _PLAIN
+    return plain_operands.refuse(tensor, func)
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
@@ -260,11 +186,20 @@ def _decided(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
 ) -> Decision:
     """A new decision, kept for the next call with this key."""
+    refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
-        refuse_without_value(func, operands)
-    if not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
+        plain_operands.refuse_without_value(func, operands)
+    if any(k is _PLAIN for k in key):
+        if not operands:
+            plain_operands.refuse(next(filter(plain_operands.is_plain_operand, plain_operands.tensors_in((*args, *kwargs.values())))), func)
+        decision = Decision(func, (), False, None)
+        decision.run = _run_beside_plain
+    elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
         decision = Decision(func, (), False, None)
         decision.run = _on_wrappers
+    elif (public := public_call(func)) is not None:
+        decision = Decision(func, (), False, None)
+        decision.form, decision.run = public, _run_form
     elif kwargs.get("out") is not None:
         decision = Decision(func, (), False, None)
         decision.run = _into_out
@@ -290,6 +225,11 @@ def _settled(decision: Decision) -> Decision:
         decision.direct = True
         decision.wrap = wrapper(decision.outputs)
     return decision
+
+
+def _run_beside_plain(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    args, kwargs = plain_operands.replicated(decision.func, args, kwargs)
+    return torch_function(ShardedTensor, decision.func, (), args, kwargs)
 
 
 def _moved(

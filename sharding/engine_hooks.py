@@ -5,7 +5,6 @@ torch's own DDP and FSDP use the first two.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,22 +88,6 @@ def untransformed(x: torch.Tensor) -> torch.Tensor:
 def in_forward_mode() -> bool:
     """Whether tangents are carried along (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
     return forward_ad._current_level >= 0
-
-
-def keep_compiler_out() -> None:
-    """Have `torch.compile` leave the library's own code as it is, a break in its graph: it cannot trace what ranks say to each other.
-
-    Does something once, when the compiler has been loaded.
-    """
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not _kept_out:
-        package = __name__.rpartition(".sharding")[0]
-        for folder in ("mesh", "sharding", "kernels"):
-            rules.add(f"{package}.{folder}")
-            _kept_out.append(folder)
-
-
-_kept_out: list[str] = []
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:

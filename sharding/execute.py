@@ -61,7 +61,7 @@ class Runner:
         calls: for each of them a function of the local tensor, or a collective.
     """
 
-    __slots__ = ("_carried", "_dtype", "_note", "_only", "_runs", "calls", "steps")
+    __slots__ = ("_carried", "_dtype", "_note", "_only", "_runs", "_without_values", "calls", "steps")
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
@@ -75,9 +75,12 @@ class Runner:
             fresh = fresh or step.op not in ("slice", "pad")
         self._only = self._runs[0] if len(self._runs) == 1 else None
         self._dtype = plan.dst.dtype
+        self._without_values = plan.dst if device_mesh(plan.src).device_type != "meta" else None  # what parts on "meta" become
         self._carried, self._note = device_mesh(plan.src).world.carried, Note(f"{plan.src} -> {plan.dst.spec}")
 
     def __call__(self, local: Tensor) -> Tensor:
+        if local.is_meta and self._without_values is not None:  # nothing to move
+            return local.new_empty(self._without_values.local_shape, dtype=self._dtype)
         if profiler._is_profiler_enabled:
             with named(self._note):
                 return self._noted(local)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, is_mesh
 from . import random
 from .layout import Layout
 from .spec import SpecLike
@@ -100,7 +100,7 @@ def randint(
     `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` for those from 0 on.
     """
     if not isinstance(high, int):
-        if isinstance(size, DeviceMesh) or is_placement(size):
+        if is_mesh(size) or is_placement(size):
             device_mesh, placements = size, placements if device_mesh is None else device_mesh
         low, high, size = 0, low, high
     options = {"dtype": dtype or torch.int64, "requires_grad": requires_grad}
@@ -179,7 +179,7 @@ def _new(
 
 def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
     """`zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, where m is set, `zeros((4, 8), p)` say the same."""
-    at = next((i for i, item in enumerate(size) if isinstance(item, DeviceMesh) or is_placement(item)), len(size))
+    at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
     dims, where = size[:at], size[at:]
     if where:
         mesh, placements = _one_place([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])

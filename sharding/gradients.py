@@ -26,9 +26,10 @@ from ..mesh.group import World, current_world
 from ..mesh.watch.seat import Note
 from . import engine_hooks
 from .bucket import many_runner
+from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed, seed_of, unpacked
-from .redistribute import redistribute_local
+from .redistribute import redistribute_grad, redistribute_local
 from .tensor import ShardedTensor
 
 _reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
@@ -41,7 +42,7 @@ class _Reducer:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
         before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
-        started: leaves whose gradients are being reduced while backward goes on, and what gives the sums.
+        started: leaves whose gradients are being reduced while backward goes on, what gives the sums, and their lineage.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
     """
@@ -50,7 +51,7 @@ class _Reducer:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
-        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]]]] = []
+        self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
         self.made = 0
 
@@ -80,15 +81,15 @@ class _Reducer:
 
     def _finish_started(self) -> list[ShardedTensor]:
         started, self.started = self.started, []
-        for leaves, wait in started:
+        for leaves, wait, lineage in started:
             for leaf, grad in zip(leaves, wait(), strict=True):
-                _accumulate(leaf, grad)
-        return [leaf for leaves, _ in started for leaf in leaves]
+                _accumulate(leaf, grad, lineage)
+        return [leaf for leaves, *_ in started for leaf in leaves]
 
     def drop_started(self) -> None:
         """What a backward that failed has left under way."""
         started, self.started = self.started, []
-        for _, wait in started:
+        for _, wait, _ in started:
             wait()
 
     def give_up(self) -> None:
@@ -158,10 +159,11 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, 
         own: nobody else has these gradients: they may be overwritten, and sums may lie where they were.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
-    reducer = _reducer(leaves[0].mesh.world)
+    world = leaves[0].mesh.world
+    reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note, own)))
+        reducer.started.append((mine, _start_bucket(mine, given, note, own), unpacked(world.carried.lineage)))
     reducer.flush_at_end()
 
 
@@ -201,12 +203,24 @@ def _watch(leaf: ShardedTensor) -> None:
     reducer.made += 1
     number = leaf._number = reducer.made  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
+    origins: list[Origin] = []  # of the gradient that autograd is about to take, or to copy, as `.grad`
 
-    def arrived(_: Tensor) -> None:
+    def arrives(grads: tuple[Tensor, ...]) -> None:
+        origins.clear()
+        alive, grad = reference(), grads[0]
+        if alive is not None and grad is not None and alive._local.grad is None:
+            origin = origin_of(grad, alive._layout.dual)
+            origins.extend([] if origin.tensor is grad else [origin])
+
+    def arrived(local: Tensor) -> None:
         alive = reference()
         if alive is not None:
+            if origins and local.grad is not None:
+                note_origin(local.grad, alive._layout.dual, origins.pop())
             reducer.add(number, alive)
 
+    leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
+    leaf._accumulator.register_prehook(arrives)  # type: ignore[attr-defined]
     leaf._local.register_post_accumulate_grad_hook(arrived)
 
 
@@ -225,7 +239,7 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
             reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
-            _accumulate(leaf, grad)
+            _accumulate(leaf, grad, unpacked(leaf.mesh.world.carried.lineage))
 
 
 def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
@@ -261,9 +275,26 @@ def _start_bucket(
 ) -> Callable[[], list[Tensor]]:
     layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
     world = leaves[0].mesh.world
+    known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
+    pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
-        wait = many_runner(tuple((layout.dual, layout.grad) for layout in layouts)).start(list(grads), own=own, note=note)
-    return lambda: [_shaped_like(part, grad) for part, grad in zip(wait(), grads, strict=True)]
+        own = own and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
+        wait = many_runner(pairs).start([origin for origin, _ in known], own=own, note=note)
+    return lambda: [
+        _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
+        for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
+    ]
+
+
+def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
+    """What the gradient of a leaf was made from, if that is reduced already; else the gradient, so that all are summed in one bucket."""
+    origin = origin_of(grad, layout.dual)
+    return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
+
+
+def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
+    """The part, copied where it lies in the memory of its origin, which is not the leaf's to keep."""
+    return part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
 
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
@@ -276,7 +307,7 @@ def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
     """The differentiable way, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
-        return redistribute_local(grad, layout.dual, layout.grad)
+        return _unaliased(redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor)
 
 
 def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTensor:
@@ -285,7 +316,8 @@ def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTe
     return out
 
 
-def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
+def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
+    """Add to `.grad`; `lineage` is that of the value whose gradient was asked for."""
     old = getattr(leaf, "_reduced_grad", None)
     before = [] if old is None else [old]
     if old is None:
@@ -296,7 +328,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor) -> None:
         old._local += grad
         kept = old
     if not _without_copies(leaf):  # else it is known by its leaf alone, as on the ranks where it arrives whole
-        kept._lineage = mixed(unpacked(leaf.mesh.world.carried.lineage), [leaf, *before])
+        kept._lineage = mixed(lineage, [leaf, *before])
 
 
 # -- `.grad` -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.box import Box
+from ..kernels.box import Box, box_size
 from ..mesh.abstract_mesh import AbstractMesh, unravel
 from .cache import keep
 from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
@@ -212,6 +212,13 @@ class Layout:
                 length = -(-length // parts)
             lengths.append(length)
         return tuple(lengths)
+
+    @cached_property
+    def has_empty_part(self) -> bool:
+        """Whether the box of some rank has no elements."""
+        if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
+            return any(box_size(box) == 0 for _, box in self.boxes())
+        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0  # no part is smaller than the last
 
     @cached_property
     def nbytes(self) -> int:

@@ -11,6 +11,8 @@ from ..mesh.current import given_or_current
 from ..mesh.device_mesh import DeviceMesh
 from .boundary import distribute_tensor
 from .module_repr import show_layouts_in_repr
+from .prepared import prepare
+from .replaced import mark_replaced
 from .tensor import ShardedTensor
 
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
@@ -59,6 +61,7 @@ def distribute_module(
         _replicate_rest(submodule, mesh, src_data_rank)
         show_layouts_in_repr(submodule)
     _tie(tied)
+    prepare(module)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:
@@ -94,6 +97,7 @@ def sharded_parameter(
     if tensor is None:
         raise TypeError("expected a tensor, got None")
     value = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=src_data_rank)
+    mark_replaced(tensor)
     return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 

@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import outside
 from .decide import decide
-from .dispatch import tensors_in
 from .layout import Layout
+from .plain_operands import tensors_in
 from .tensor import ShardedTensor
 
 # Where the library works on meta tensors of global shapes, which stand for tensors and are none of the program's.

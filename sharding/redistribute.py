@@ -21,6 +21,7 @@ from .bucket import Pair, many_runner
 from .cache import keep
 from .engine_hooks import with_memory
 from .execute import Runner, compile_plan
+from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
 from .lineage import carrying_on
 from .plan import check_transport, plan
@@ -124,6 +125,52 @@ def start_redistribute_many(
     return wait
 
 
+def redistribute_grad(
+    grad: Tensor, src: Layout, dst: Layout, src_grad: Layout | None = None, dst_grad: Layout | None = None
+) -> Tensor:
+    """`redistribute_local` of a gradient, from what it was made from where that is known (see `grad_origin`).
+
+    Args:
+        src_grad, dst_grad: the layouts in which the gradients of `grad` and of the result flow; by default the duals of theirs.
+
+    Returns:
+        This rank's box under `dst`; perhaps the tensor that `grad` was made from, but no piece of it.
+
+    Communication: the plan's, from the layout in which the value is known.
+    """
+    if src is dst and src_grad is dst_grad:
+        return _cast(grad, dst.dtype)
+    origin = origin_of(grad, src, src_grad)
+    back = _converted(origin, dst, dst_grad)
+    return note_origin(back if origin.tensor is grad else _whole(back, origin.tensor), dst, origin)
+
+
+def _converted(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor:
+    local, src, src_grad = origin
+    if (src_grad is None and dst_grad is None) or not (local.requires_grad and torch.is_grad_enabled()):
+        return redistribute_local(local, src, dst)
+    src_grad, dst_grad = src_grad or src.dual, dst_grad or dst.dual
+    return local if src is dst and src_grad is dst_grad else _apply(local, src, dst, None, None, src_grad, dst_grad)
+
+
+def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
+    """`redistribute_grad` for several gradients at once, in one bucket per group and dtype."""
+    origins = [origin_of(grad, src) for grad, (src, _) in zip(grads, pairs, strict=True)]
+    if torch.is_grad_enabled() and any(origin.grad_layout is not None and origin.tensor.requires_grad for origin in origins):
+        return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
+    moved = redistribute_locals([o.tensor for o in origins], [(o.layout, dst) for o, (_, dst) in zip(origins, pairs, strict=True)])
+    return [
+        note_origin(back if o.tensor is grad else _whole(back, o.tensor), dst, o)
+        for grad, back, o, (_, dst) in zip(grads, moved, origins, pairs, strict=True)
+    ]
+
+
+def _whole(part: Tensor, origin: Tensor) -> Tensor:
+    """The part, copied if it is a piece of the memory of its origin, which it would keep alive."""
+    is_piece = part.numel() < origin.numel() and part.untyped_storage()._cdata == origin.untyped_storage()._cdata
+    return part.clone(memory_format=torch.contiguous_format) if is_piece else part
+
+
 def _goes_alone(x: Tensor, pair: Pair) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
 
@@ -151,13 +198,15 @@ def _apply(
     dst: Layout,
     backward_dtype: torch.dtype | None,
     ready: Callable[[], Tensor] | None = None,
+    src_grad: Layout | None = None,
+    dst_grad: Layout | None = None,
 ) -> Tensor:
-    out = _Redistribute.apply(local, src, dst, backward_dtype, ready)
+    out = _Redistribute.apply(local, src, dst, backward_dtype, ready, src_grad, dst_grad)
     return out  # type: ignore[return-value]
 
 
 class _Redistribute(torch.autograd.Function):
-    """A linear redistribution; its backward is the one between the duals."""
+    """A linear redistribution; its backward is the one between the duals, or between the layouts given for the gradients."""
 
     @staticmethod
     def forward(
@@ -167,7 +216,10 @@ class _Redistribute(torch.autograd.Function):
         dst: Layout,
         backward_dtype: torch.dtype | None,
         ready: Callable[[], Tensor] | None,
+        src_grad: Layout | None,
+        dst_grad: Layout | None,
     ) -> Tensor:
+        ctx.given = None if src_grad is None or dst_grad is None else (src_grad, dst_grad)
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
         ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
@@ -177,10 +229,12 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
-        src, dst = ctx.dst.dual.replace(dtype=travel), ctx.src.dual.replace(dtype=travel)
+        to, come = (ctx.src.dual, ctx.dst.dual) if ctx.given is None else ctx.given
+        src, dst = come.replace(dtype=travel), to.replace(dtype=travel)
+        grads_of = () if ctx.given is None else (ctx.dst.replace(dtype=travel), ctx.src.replace(dtype=travel))
         with carrying_on(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
-            back = redistribute_local(with_memory(grad), src, dst)
-        return _cast(back, ctx.dtype), None, None, None, None
+            back = redistribute_grad(with_memory(grad), src, dst, *grads_of)
+        return _cast(back, ctx.dtype), None, None, None, None, None, None
 
 
 class _RedistributeMany(torch.autograd.Function):
@@ -208,7 +262,7 @@ class _RedistributeMany(torch.autograd.Function):
             pairs = [
                 (dst.dual.replace(dtype=t), src.dual.replace(dtype=t)) for (_, _, src, dst), t in zip(there, travel, strict=True)
             ]
-            back = redistribute_locals([with_memory(grad) for _, grad, _, _ in there], pairs)
+            back = redistribute_grads([with_memory(grad) for _, grad, _, _ in there], pairs)
             for (i, *_), grad in zip(there, back, strict=True):
                 found[i] = _cast(grad, ctx.dtypes[i])
         return None, None, None, *found
@@ -295,7 +349,7 @@ class _Extreme(torch.autograd.Function):
         counted = _repend(ctx.src.grad, axes, None)
         holders = redistribute_local(mine.to(ctx.src.dtype), _repend(counted, axes, "sum"), counted)
         dual = ctx.reduced.dual
-        grad = redistribute_local(grads[0], dual, _repend(dual, axes, None))
+        grad = redistribute_grad(grads[0], dual, _repend(dual, axes, None))
         return torch.where(mine, grad / holders, torch.zeros_like(grad)), None, None
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..mesh.group import current_world
-from . import dispatch
+from . import dispatch, dtensor
 from .across import redistribute_across
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed
@@ -57,7 +57,7 @@ def redistribute(
     """redistribute(x, placements) -> x laid out as `placements`; differentiable any number of times.
 
     Args:
-        x: a sharded tensor.
+        x: a sharded tensor; a DTensor of torch's is converted first.
         where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
         placements: the same by name.
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
@@ -98,6 +98,8 @@ def redistribute(
         >>> whole = coming.wait()
         >>> elsewhere = x.redistribute(other_mesh, [Shard(0)])
     """
+    if type(x) is not ShardedTensor and dtensor.is_dtensor(x):
+        x = dtensor.from_dtensor(x)
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
     if target.mesh is not layout.mesh:
         _check_plain(
@@ -216,7 +218,7 @@ def _wanted(
         ValueError: for another mesh, without placements.
     """
     rest = list(where)
-    if rest and isinstance(rest[0], DeviceMesh):
+    if rest and is_mesh(rest[0]):
         mesh = rest.pop(0)
     elif len(rest) == 2 and rest[0] is None:
         rest.pop(0)
@@ -224,11 +226,11 @@ def _wanted(
         placements = rest.pop(0)
     if rest:
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
-    mesh = x.mesh if mesh is None else mesh
-    if placements is None and mesh is not x.mesh:
-        here, there = told_apart(x.mesh, mesh)
+    to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
+    if placements is None and to is not x.mesh:
+        here, there = told_apart(x.mesh, to)
         raise ValueError(f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)")
-    return mesh, x._layout.spec if placements is None else placements
+    return to, x._layout.spec if placements is None else placements
 
 
 def _prepared(

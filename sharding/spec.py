@@ -38,6 +38,9 @@ class Cut(NamedTuple):
 class P:
     """A partition spec: for each tensor dim, the mesh axes that split it.
 
+    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they lay out a matrix alike.
+    `NamedSharding.is_equivalent_to` tells whether two do, and `==` of layouts, which have an entry for each dim.
+
     Attributes:
         dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is whole. Dims beyond the last
             entry are whole.
@@ -267,7 +270,7 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     if isinstance(where, str) or not isinstance(where, Sequence):
         instead = f"P({where!r})" if isinstance(where, str) else f"[{where!r}]"
         raise TypeError(f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}")
-    return placements_to_spec([_own_placement(p) for p in where], axis_names, ndim)
+    return placements_to_spec([own_placement(p) for p in where], axis_names, ndim)
 
 
 def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str], ndim: int) -> P:
@@ -415,7 +418,7 @@ def _dim_index(placement: Shard, ndim: int) -> int:
     return placement.dim % ndim
 
 
-def _own_placement(placement: Any) -> Placement:
+def own_placement(placement: Any) -> Placement:
     """Ours as it is; torch's own placement objects translated."""
     if isinstance(placement, Placement):
         return placement

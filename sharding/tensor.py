@@ -171,9 +171,9 @@ class ShardedTensor(Tensor):
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
+    def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None, check: bool | str = True) -> Tensor:
         """See `shardmesh.to_local`."""
-        return boundary.to_local(self, grad_placements=grad_placements)
+        return boundary.to_local(self, grad_placements=grad_placements, check=check)
 
     def full_tensor(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor, on every rank of the mesh, as a plain tensor.

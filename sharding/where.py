@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..mesh.current import get_mesh, given_or_current
-from ..mesh.device_mesh import DeviceMesh
+from ..mesh.device_mesh import DeviceMesh, is_mesh
 from .spec import P, Placement, SpecLike
 from .tensor import ShardedTensor
 
@@ -23,7 +23,7 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
     """The mesh, by default the one that is set, and the placements.
 
     Args:
-        mesh: a mesh, None, or the placements in its place.
+        mesh: a mesh (torch's own is converted), None, or the placements in its place.
         placements: a `P` or one placement per axis.
         like: if it is a `ShardedTensor`, its mesh is meant where none is given or set.
 
@@ -34,7 +34,7 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
         if placements is not None:
             raise TypeError(f"{mesh!r} and {placements!r} are two placements: give one, after the mesh or in its place")
         mesh, placements = None, mesh
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
+    if mesh is not None and not is_mesh(mesh):
         raise TypeError(f"a tensor lies on a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}")
     if mesh is None and isinstance(like, ShardedTensor):
         return get_mesh() or like.mesh, placements

@@ -8,6 +8,7 @@
       step-00000200.tmp-5f3a91c2/      being written, or left behind by a crash; the next save removes it
       step-00000100.old-5f3a91c2/      replaced by a newer save of its step; read only while that has not got its name
       step-00000000.gone-5f3a91c2/     being removed
+      .owner-00000001.json             which process saves here (lease.py)
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def name(step: int, state: str = "") -> str:
 
 
 def tidy(folder: Path) -> None:
-    """Before a save: what crashes left behind goes, and a checkpoint that was being replaced has its name again."""
+    """Before a save, by who has the lease: what crashes left behind goes, and a checkpoint that was being replaced has its name again."""
     for step, state, path in _entries(folder):
         final = folder / name(step)
         if state == "old" and not final.exists() and (path / MANIFEST).is_file():

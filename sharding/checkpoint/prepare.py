@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...mesh.group import Group, World, current_world
+from ...mesh.process import ProcessWorld
 from ..reshard import redistribute
 from ..tensor import ShardedTensor
 from . import folder as folders
 from .agree import agree, everyone, everywhere
+from .lease import Lease, take
 from .placing import Placed, own_name, placed
 from .saving import Saving, on_host, serialised
 from .stored import import_format
@@ -55,12 +57,12 @@ def prepared(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int
     state = state_of(tree, world)
     agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **state.lines})
     state = _settled(state)
-    unfinished, number, nonce = _begun(group, Path(dir), step)
     plan = placed(state.leaves, world)
     held = _held(state, plan, world.rank, copies)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
-    return Saving(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event())
+    unfinished, number, nonce, lease = _begun(group, Path(dir), step, kept=isinstance(world, ProcessWorld))
+    return Saving(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event(), lease)
 
 
 def _held(state: State, plan: Sequence[Placed], rank: int, copies: bool) -> dict[str, Any]:
@@ -84,13 +86,16 @@ def _check_numbers(step: int | None, keep: int | None) -> None:
         raise ValueError(f"save: keep={keep!r}: give how many complete checkpoints to keep, at least 1, or None for all")
 
 
-def _begun(group: Group, dir: Path, step: int | None) -> tuple[Path, int, str]:
-    """(folder to write to, step, nonce), as rank 0 has made them."""
+def _begun(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path, int, str, Lease | None]:
+    """(folder to write to, step, nonce, lease of the folder), as rank 0 has made them; it alone has the lease."""
+    lease: Lease | None = None
 
     def begin() -> tuple[str, int] | None:
+        nonlocal lease
         if group.rank != 0:
             return None
         dir.mkdir(parents=True, exist_ok=True)
+        lease = take(dir, kept)
         folders.tidy(dir)
         newest = folders.latest(dir)
         number = step if step is not None else 0 if newest is None else newest.step + 1
@@ -98,10 +103,15 @@ def _begun(group: Group, dir: Path, step: int | None) -> tuple[Path, int, str]:
         (dir / folders.name(number, f"tmp-{nonce}")).mkdir()
         return nonce, number
 
-    (told, *_) = everywhere(group, begin)
-    assert told is not None  # noqa: S101
+    try:
+        (told, *_) = everywhere(group, begin)
+        assert told is not None  # noqa: S101
+    except BaseException:
+        if lease is not None:
+            lease.end()
+        raise
     nonce, number = told
-    return dir / folders.name(number, f"tmp-{nonce}"), number, nonce
+    return dir / folders.name(number, f"tmp-{nonce}"), number, nonce, lease
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -36,14 +36,15 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
             `PerRank(value)`: each rank's own;
             objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers, data loaders, `RandomState()`): their
             state. For optimizers by parameter name instead of number see `state_dict`.
-        dir: the folder of checkpoints, which all ranks see. One job at a time saves into it.
+        dir: the folder of checkpoints, which all ranks see. One job at a time saves into it: a file in it names the process that does.
         step: its number; by default one more than the newest. A checkpoint of the same step is there until the new one is complete.
         keep: how many checkpoints to keep, this one included; older ones are removed when it is complete. All by default.
 
     Raises:
         TypeError, ValueError: a leaf that cannot be saved, names that clash, a step or keep that is no number.
         CheckpointError: ranks have different trees; a file could not be written, with the rank, the file and the reason: the same text on
-            every rank. The unfinished folder is removed. Or the last `async_save` failed, if nobody has waited for it.
+            every rank. The unfinished folder is removed. Or the last `async_save` failed, if nobody has waited for it. Or another job that
+            is alive saves into the folder, and has not ended within a minute: names its host, process and job.
         RankLostError, PeerError: a rank died or raised in the middle of it.
 
     Communication: four all_gathers of small objects over all ranks; the reduction of what is pending.
@@ -98,6 +99,7 @@ class AsyncSave:
         self._written.set()
         if self._saving.rank == 0 and self._write_error is None:
             self._error = _tried(self._commit)
+        self._saving.end()
         error = self._write_error or self._error
         if error is not None and not threading.main_thread().is_alive():
             _log.error("%s", error)  # nobody will ask for it any more

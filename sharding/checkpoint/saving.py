@@ -20,6 +20,7 @@ from ..tensor import ShardedTensor
 from . import folder as folders
 from .agree import CheckpointError
 from .files import Sink, write_whole
+from .lease import Lease
 from .placing import Placed
 from .stored import Entry, Piece, index_of, manifest_of
 from .tree import Path as TreePath
@@ -43,6 +44,7 @@ class Saving:
         leaves: this rank's leaves by name; copies on the host, if this goes on beside the program.
         structure, paths: of the tree.
         stopped: set when rank 0 need not wait for others any more.
+        lease: on rank 0, of the folder of checkpoints.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class Saving:
     structure: Structure
     paths: Mapping[str, TreePath]
     stopped: threading.Event
+    lease: Lease | None
 
     def write(self) -> None:
         """This rank's pieces are on the disk, and then what they are."""
@@ -96,12 +99,16 @@ class Saving:
                 folders.keep_newest(path, self.keep, self.step)
         except OSError as error:
             raise CheckpointError(self._failed(path, error)) from error
+        finally:
+            self.end()
         return folders.Checkpoint(self.step, final)
 
     def _arrived(self, rank: int) -> bytes:
         """What a rank says that it has written; waits for it."""
         path, ended = self.unfinished / _part(rank), None
         while not path.exists():
+            if not self.unfinished.is_dir():
+                raise CheckpointError(f"the checkpoint of step {self.step} was not made: somebody has removed {self.unfinished}")
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
             if self.stopped.wait(_POLL_S) or (ended and time.monotonic() > ended + _AFTER_END_S):
@@ -133,6 +140,12 @@ class Saving:
         """On rank 0: what was written of a save that failed goes."""
         if self.rank == 0 and self.unfinished.exists():
             folders.remove(self.unfinished)
+        self.end()
+
+    def end(self) -> None:
+        """Nothing more is written; again, it does nothing."""
+        if self.lease is not None and self.lease.saving:
+            self.lease.end()
 
 
 def _written(sink: Sink, data: Tensor | bytes) -> tuple[int, int, int]:

@@ -14,9 +14,9 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import Group
 from ...mesh.null import NullGroup
 from ...mesh.source import DESCRIBERS
-from .. import boundary
 from ..layout import Layout, dtype_name
 from ..lineage import piece_of
+from ..local_shapes import put_together
 from ..spec import P, as_spec
 from ..tensor import ShardedTensor
 from .entry import check_manual
@@ -260,7 +260,7 @@ def _result_layout(
     Raises: ValueError, on every rank, where the parts do not make up a tensor that is cut so.
     """
     try:
-        whole = boundary.put_together(parts, spec, own)
+        whole = put_together(parts, spec, own)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(x, ShardedTensor):

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import engine_hooks
 from ..decide import name_of
-from ..dispatch import tensors_in
+from ..plain_operands import tensors_in
 from ..tensor import ShardedTensor
 from .pending import stays_pending
 from .special import SPECIAL, special_of

@@ -26,8 +26,8 @@ from torch import Tensor, is_grad_enabled
 from torch.utils import _pytree as pytree
 
 from ...mesh import current
-from ...mesh.device_mesh import DeviceMesh
-from .. import dispatch, engine_hooks
+from ...mesh.device_mesh import DeviceMesh, as_device_mesh
+from .. import dispatch
 from ..cache import keep
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
@@ -125,13 +125,12 @@ class Mapped:
     """A mapped function; see `shard_map`."""
 
     def __init__(self, f: Any, mesh: DeviceMesh | None, in_specs: Any, out_specs: Any, axis_names: Any, check: bool | str) -> None:
-        self.f, self.mesh, self.in_specs, self.out_specs, self.check = f, mesh, in_specs, out_specs, check
+        self.f, self.mesh, self.in_specs, self.out_specs, self.check = f, as_device_mesh(mesh), in_specs, out_specs, check
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
         self._seed = seed_of(f"shard_map {self.name}")
         self._known: dict[Any, Known] = {}
         self._trusting = check in (True, False)
-        engine_hooks.keep_compiler_out()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharded = [x for x in args if type(x) is ShardedTensor]
@@ -177,7 +176,6 @@ class Mapped:
     # -- any call ------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine_hooks.keep_compiler_out()
         leaves, tree = leaves_of(args)
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()

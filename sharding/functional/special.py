@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..decide import name_of
-from ..dispatch import tensors_in
+from ..plain_operands import tensors_in
 from ..rules.registry import writes_first_operand
 from .types import Origin, ShardingTypeError, place
 

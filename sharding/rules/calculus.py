@@ -26,9 +26,11 @@ def _diff_whole(input: Tensor, n: int = 1, dim: int = -1, prepend: None = None, 
 def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Form | None:
     """The part, and the next `n` elements; what stands before and after is joined first."""
     size = torch.diff(input, n, dim, prepend, append).shape[dim]
+    if n == 0:  # torch then ignores what stands before and after
+        return lambda input, *_, **__: input.clone()
     if prepend is not None or append is not None:
         return _diff_of_joined
-    if not splits(input, [dim]) or n == 0:
+    if not splits(input, [dim]):
         return None
     dim, layout = dim % input.ndim, layout_of(input)
     target = evenly(layout, dim, size)

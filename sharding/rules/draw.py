@@ -27,9 +27,14 @@ from .factory import register_like
 from .factory import settled as settled_layout
 from .registry import RANDOM, form, functions, handler
 
-register_like("rand_like", lambda x: random.uniform)
-register_like("randn_like", lambda x: random.normal)
-register_like("randint_like", lambda x, *bounds, **named: lambda layout: random.integers(layout, *_bounds(*bounds, **named)))
+
+def _drawn(draw: Callable[..., Tensor], *values: float) -> Callable[[Layout, torch.device], Tensor]:
+    return lambda layout, device: draw(layout, *values).to(device)
+
+
+register_like("rand_like", lambda x: _drawn(random.uniform))
+register_like("randn_like", lambda x: _drawn(random.normal))
+register_like("randint_like", lambda x, *bounds, **named: _drawn(random.integers, *_bounds(*bounds, **named)))
 
 
 def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, int]:

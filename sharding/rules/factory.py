@@ -20,22 +20,33 @@ def settled(layout: Layout) -> Layout:
 
 
 def _like(
-    x: ShardedTensor, dtype: torch.dtype | None, device: Any, requires_grad: bool, make: Callable[[Layout], Tensor]
+    x: ShardedTensor,
+    dtype: torch.dtype | None,
+    device: Any,
+    requires_grad: bool,
+    make: Callable[[Layout, torch.device], Tensor],
 ) -> Any:
-    _check_device(x, device)
     layout = settled(x._layout).replace(dtype=dtype)
-    out = ShardedTensor._make(make(layout), layout)
+    out = ShardedTensor._make(make(layout, _device_of_parts(x, device)), layout)
     return out.requires_grad_() if requires_grad else out
 
 
-def _check_device(x: ShardedTensor, device: Any) -> None:
-    if device is not None and torch.device(device).type != x.mesh.device_type:
+def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
+    """Where the parts of a new tensor like `x` are: where they are asked for, which is the mesh's kind of device or "meta".
+
+    Raises:
+        ValueError: another kind of device.
+    """
+    here = x._local.device
+    wanted = here if device is None else torch.device(device)
+    if wanted.type not in (here.type, x.mesh.device_type, "meta"):
         raise ValueError(
             f"a tensor like one on {x.mesh} cannot be made on {device}; drop device=, or use a mesh of that device type"
         )
+    return here if wanted.type == here.type else x.mesh.device if wanted.type == x.mesh.device_type else wanted
 
 
-def register_like(name: str, make: Callable[..., Callable[[Layout], Tensor]]) -> None:
+def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device], Tensor]]) -> None:
     @handler(name)
     def like(
         input: Any, *args: Any, dtype: Any = None, layout: Any = None, device: Any = None, requires_grad: bool = False,
@@ -44,27 +55,30 @@ def register_like(name: str, make: Callable[..., Callable[[Layout], Tensor]]) ->
         return _like(input, dtype, device, requires_grad, make(input, *args, **kwargs))
 
 
-def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout], Tensor]:
+def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
     """Parts keep the strides of x, as in torch: fused optimizers go through parameter and state in one order."""
-    return lambda layout: torch.full_like(x._local, fill_value, dtype=layout.dtype)
+    return lambda layout, device: torch.full_like(x._local, fill_value, dtype=layout.dtype, device=device)
 
 
 register_like("zeros_like", lambda x: _filled(x, 0))
 register_like("ones_like", lambda x: _filled(x, 1))
 register_like("full_like", _filled)
-register_like("empty_like", lambda x: lambda layout: torch.empty_like(x._local, dtype=layout.dtype))
+register_like("empty_like", lambda x: lambda layout, device: torch.empty_like(x._local, dtype=layout.dtype, device=device))
 
 
 def _register_new(name: str, fill: Callable[..., Any]) -> None:
-    """`x.new_zeros(shape)`: replicated on the mesh of x, since nothing says how to split another shape."""
+    """`x.new_zeros(shape)`: laid out as x where the shape is that of x, as in torch; another shape is replicated."""
 
     @handler(name)
     def new(
-        input: Any, *size: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
+        input: Any, size: Any, *rest: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
     ) -> Any:
-        _check_device(input, device)
-        local = fill(input._local, *size, dtype=dtype, **{k: v for k, v in kwargs.items() if v is not None})
-        return _replicated(local, input.mesh, requires_grad)
+        size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
+        layout = settled(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
+        options = {"dtype": dtype, "device": _device_of_parts(input, device)}
+        local = fill(input._local, layout.local_shape, *rest, **options, **{k: v for k, v in kwargs.items() if v is not None})
+        out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))
+        return out.requires_grad_() if requires_grad else out
 
 
 @handler("new_tensor")
@@ -73,13 +87,9 @@ def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None,
     local = torch.as_tensor(data, dtype=dtype or input.dtype, device=device or input.device).clone()
     if local.ndim == 0:
         return local.requires_grad_(requires_grad)
-    _check_device(input, device)
-    return _replicated(local, input.mesh, requires_grad)
-
-
-def _replicated(local: Tensor, mesh: Any, requires_grad: bool) -> Any:
-    layout = Layout.of(mesh, None, local.shape, local.dtype)
-    out = ShardedTensor._make(local if mesh.coordinate is not None else local.new_empty(0), layout)
+    layout = Layout.of(input.mesh, None, local.shape, local.dtype)
+    local = local if input.mesh.coordinate is not None else local.new_empty(0)
+    out = ShardedTensor._make(local.to(_device_of_parts(input, device)), layout)
     return out.requires_grad_() if requires_grad else out
 
 

@@ -205,6 +205,7 @@ def _take_along_dim_of_all(input: Any, indices: Any, dim: None = None) -> Any:
 def _gather_broadcast(input: Any, indices: Any, dim: int) -> Any:
     dim %= input.ndim
     shape = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)])
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # `gather` takes no negative numbers
     sized = [x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)]) for x in (input, indices)]
     return sized[0].gather(dim, sized[1])
 

@@ -131,8 +131,21 @@ def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float
     if mode == "constant":
         return _constant_pad(layout_of(input), sides, value)
     split = {d: lengths for d, lengths in sides.items() if splits(input, [d])}
+    if mode == "circular":
+        _check_wraps_once(input, split)
     rest = [0 if input.ndim - 1 - i // 2 in split else n for i, n in enumerate(pad)]
     return _mirrored_pad(layout_of(input), split, mode, rest)
+
+
+def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
+    """Raise a ValueError for a border longer than what negative lengths leave of its dim; torch checks positive ones alone."""
+    for d, (before, after) in sides.items():
+        kept = input.shape[d] + min(before, 0) + min(after, 0)
+        if max(before, after) > kept:
+            raise ValueError(
+                f"pad: mode='circular' with {(before, after)} cuts dim {d} of {input.shape[d]} to {kept}, too few for a border of "
+                f"{max(before, after)}; cut with narrow first and pad the result in several steps"
+            )
 
 
 def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: float | None) -> Form:
@@ -168,12 +181,15 @@ def _around(middle: Layout, target: Layout, lengths: dict[int, tuple[int, int]])
     return around
 
 
-def _source(mode: str, before: int, size: int, index: int) -> int:
-    """The index that a padded dim repeats at `index`."""
+def _source(mode: str, before: int, size: int, after: int, index: int) -> int:
+    """Return the index that a padded dim repeats at `index`. Negative lengths cut the dim first, which only "circular" shows."""
     at = index - before
     if mode == "replicate":
         return min(max(at, 0), size - 1)
-    return at % size if mode == "circular" else size - 1 - abs(size - 1 - abs(at))
+    if mode == "circular":
+        first, stop = max(0, -before), size - max(0, -after)
+        return first + (at - first) % (stop - first)
+    return size - 1 - abs(size - 1 - abs(at))
 
 
 def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, rest: Sequence[int]) -> Form:
@@ -182,17 +198,17 @@ def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, 
     for d, (before, after) in split.items():
         size = layout.shape[d]
         target = evenly(layout, d, before + size + after)
-        fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size)))
+        fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size, after)))
         layout = target
 
     padded = in_turn(layout, *fetches)
     return (lambda input, *_, **__: F.pad(padded(input), rest, mode)) if any(rest) else padded
 
 
-def _padded(mode: str, before: int, size: int, start: int, stop: int) -> list[Interval]:
+def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int) -> list[Interval]:
     """The places of the border one by one, and what is between as one interval."""
     low, high = (min(max(n, start), stop) for n in (max(before, 0), before + size))
-    left, right = (map(partial(_source, mode, before, size), range(*ends)) for ends in ((start, low), (high, stop)))
+    left, right = (map(partial(_source, mode, before, size, after), range(*ends)) for ends in ((start, low), (high, stop)))
     return [*((i, i + 1) for i in left), (low - before, high - before), *((i, i + 1) for i in right)]
 
 

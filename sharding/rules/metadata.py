@@ -16,7 +16,7 @@ _ON_THE_WRAPPER = """
     is_floating_point is_complex is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
     dim size result_type can_cast is_sparse storage_offset has_names is_distributed dense_dim sparse_dim
 """
-_ON_THE_PART = "get_device is_pinned is_inference is_shared"
+_ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
 
 
 # Reads or changes memory as such, which one rank has only a part of.
@@ -75,7 +75,8 @@ def _is_same_size(input: Any, other: Any) -> bool:
 @handler("_has_compatible_shallow_copy_type")
 def _can_share_data(input: Any, other: Any) -> bool:
     """Whether `input.data = other` is possible: what `Module.to` asks before it changes a parameter in place."""
-    return isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
+    both = isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
+    return both and input._local.device.type == other._local.device.type
 
 
 _register()

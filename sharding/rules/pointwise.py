@@ -69,7 +69,7 @@ def _nonlinear(*args: Any, **kwargs: Any) -> Rule:
     return broadcast(*tensors_of(*args, **kwargs))
 
 
-@rule(*with_in_place("add sub subtract __add__ __radd__ __iadd__ __sub__ __isub__"))
+@rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
 def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
     operands = tensors_of(input, other)
     alone = ((0,),) if _is_zero(input) or _is_zero(other) else ()  # as in Python's sum(), which starts with 0
@@ -216,35 +216,38 @@ def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("to", "type")
 def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
-    """A change of dtype; another device type is refused."""
+    """A change of dtype, or to "meta" and from there to the mesh's devices; another device type is refused."""
     values = [*args, *kwargs.values()]
     dtype = next((v for v in values if isinstance(v, torch.dtype)), input.dtype)
-    for value in values:
-        if isinstance(value, (str, torch.device)):
-            check_device(input, value)
-    local = partial(_cast_local, dtype=dtype, copy=bool(kwargs.get("copy", False)))
+    device = next((torch.device(v) for v in values if isinstance(v, (str, torch.device))), None)
+    if device is not None:
+        check_device(input, device)
+    if device is not None and device.type == "meta" and input.ndim == 0:
+        device = None
+    local = partial(_cast_local, dtype=dtype, moved_to=device, copy=bool(kwargs.get("copy", False)))
     return cast(input, dtype, local=local, result=torch.empty(input.shape, dtype=dtype, device="meta"))
 
 
-def _cast_local(local: Tensor, *args: Any, dtype: torch.dtype, copy: bool, **kwargs: Any) -> Tensor:
-    return local.to(dtype, copy=copy)
+def _cast_local(local: Tensor, *args: Any, dtype: torch.dtype, moved_to: torch.device | None, copy: bool, **kwargs: Any) -> Tensor:
+    """Parts that are on a device of the wanted kind stay there, whatever its index."""
+    device = None if moved_to is None or moved_to.type == local.device.type else moved_to
+    return local.to(device=device, dtype=dtype, copy=copy)
 
 
-def check_device(input: Tensor, device: str | torch.device) -> None:
-    """A sharded tensor stays on the device type of its mesh.
+def check_device(input: Tensor, device: torch.device) -> None:
+    """A sharded tensor is on the device type of its mesh, or on "meta".
 
-    A single number may be sent to "meta", the device of the wrappers: `torch.nn.utils.clip_grad_norm_` groups gradients
-    by what C++ says of their device, and sends the norm there.
+    A single number that is sent to "meta", the device of the wrappers, stays where it is: `torch.nn.utils.clip_grad_norm_` groups
+    gradients by what C++ says of their device, and sends the norm there.
 
     Raises:
         ValueError: the device is of another type.
     """
     mesh = input._operand.mesh  # type: ignore[attr-defined]
-    here = (mesh.device_type, "meta") if input.ndim == 0 else (mesh.device_type,)
-    if torch.device(device).type not in here:
+    if device.type not in (mesh.device_type, "meta"):
         raise ValueError(
             f"cannot move a ShardedTensor on {mesh} to {device}: its parts live on the mesh's devices; make a mesh of "
-            f"device type {torch.device(device).type!r} and build the tensor there, or take x.to_local() or "
+            f"device type {device.type!r} and build the tensor there, or take x.to_local() or "
             "x.full_tensor() and move that"
         )
 

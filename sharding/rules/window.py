@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..dispatch import tensors_in
 from ..fetch import Fetch, Interval, Wanted
 from ..layout import Layout
+from ..plain_operands import tensors_in
 from ..spec import Cut, P
 from .blocks import all_from_parts, layout_of, part_sizes, resized
 from .engine import assign

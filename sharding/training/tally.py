@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.abstract_mesh import joined
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import Group
 from ...mesh.watch.seat import Note
@@ -118,6 +119,6 @@ def _split(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:
-        mesh, kept, flat = mesh._origin
-        axes = kept if flat in axes else axes
+        mesh, made_of = mesh._origin
+        axes = joined(made_of[axis] for axis in axes)
     return mesh, axes

@@ -91,6 +91,19 @@ def test_the_program_of_units():
     assert _ranks(3, program) == [3, 3, 3]
 
 
+def test_the_program_of_compiled_blocks():
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = nn.Module()
+        model.blocks = nn.ModuleList([Block(), Block()])
+        _run("block.compile(fullgraph=True)", {"sm": sm, "model": model, "mesh": mesh, "Block": Block})
+        model.blocks[0](torch.ones(2, 8)).sum().backward()
+        return len(units_in(model)), model.blocks[0].wq.weight.grad is not None
+
+    torch.compiler.reset()
+    assert _ranks(2, program) == [(3, True)] * 2
+
+
 def test_the_rows_that_it_shows():
     """w_1 [5, 4] and w_2 [7, 4] on 3 ranks."""
     shown = re.findall(r"w_\d \[(\d), 4\]: (P\(.*?\)}\))", PAGE)
@@ -137,7 +150,7 @@ def test_the_program_of_sequences():
 
 
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 5
+    assert len(blocks(PAGE, "python")) == 6
 
 
 # -- the table of forms ------------------------------------------------------------------------------------------------

@@ -65,6 +65,46 @@ def test_parts() -> None:
     assert mesh.flatten(name="all").shape == (24,)
 
 
+def test_a_name_that_flatten_gave_is_an_axis_of_slices() -> None:
+    mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
+    flat = mesh["b", "c"].flatten(name="bc")
+    assert mesh["bc"] == flat == AbstractMesh((12,), ("bc",))
+    assert mesh["a", "bc"] == AbstractMesh((2, 12), ("a", "bc"))
+    assert mesh["bc", "a"]["bc"] == flat
+    assert mesh.size(("a", "bc")) == 24
+    assert mesh["bc", "a"].flatten() == mesh["bc_a"] == AbstractMesh((24,), ("bc_a",))
+    with pytest.raises(MeshError, match=r"axis 'b' is used twice in \('b', 'b', 'c'\)"):
+        mesh["b", "bc"]
+
+
+def test_a_part_may_not_give_a_name_that_the_whole_has_for_another_axis() -> None:
+    mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
+    with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' already stands for \('a',\)"):
+        mesh["b", "c"].flatten(name="a")
+    mesh["a", "b"].flatten(name="n")
+    with pytest.raises(MeshError, match=r"'n' already stands for \('a', 'b'\)"):
+        mesh["b", "c"].flatten(name="n")
+    assert mesh["b", "c"].flatten(name="m") == mesh["m"]  # what was refused left nothing behind
+
+
+def test_errors_are_also_of_the_class_that_torch_raises() -> None:
+    mesh = AbstractMesh((2, 3), ("a", "b"))
+    for kind, make in {
+        KeyError: lambda: mesh["pp"],
+        IndexError: lambda: mesh.size(2),
+        RuntimeError: lambda: mesh["a", "a"],
+    }.items():
+        with pytest.raises(kind) as caught:
+            make()
+        assert isinstance(caught.value, MeshError)
+        assert not str(caught.value).startswith(('"', "'"))  # as the text of a KeyError would
+        assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
+    with pytest.raises(RuntimeError, match="'a' is used twice"):
+        AbstractMesh((2, 3), ("a", "a"))
+    with pytest.raises(RuntimeError, match="the names given are"):
+        AbstractMesh((2, 3), ("a",))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardmesh.mesh import DeviceMesh, MeshError, current_world, init_device_mesh, simulate
 
@@ -144,6 +147,52 @@ def test_ranks_outside_a_mesh() -> None:
 def test_errors(make: Callable[[], object], message: str) -> None:
     with pytest.raises(MeshError, match=message):
         on_rank(0, 6, make)
+
+
+def test_slices_by_flattened_names() -> None:
+    def fn() -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "cp"))
+        flat = mesh["shard", "cp"]._flatten("shard_cp")
+        assert mesh["shard_cp"] is flat
+        assert flat.ranks.tolist() == [4, 5, 6, 7]
+        both = mesh["replicate", "shard_cp"]
+        assert both.axis_names == ("replicate", "shard_cp")
+        assert both.ranks.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert both["shard_cp"] is flat
+        assert both["replicate"] is mesh["replicate"]
+        assert mesh.group(("replicate", "shard_cp")) is mesh.group()
+
+    on_rank(5, 8, fn)
+
+
+def test_errors_are_also_of_the_class_that_torch_raises() -> None:
+    for kind, make in [
+        (KeyError, lambda: grid()["pp"]),
+        (KeyError, lambda: grid().get_local_rank("pp")),
+        (IndexError, lambda: grid().get_local_rank(2)),
+        (RuntimeError, lambda: grid().get_local_rank()),
+        (RuntimeError, lambda: grid().get_group()),
+        (RuntimeError, lambda: init_device_mesh("cpu", (3, 3))),
+        (RuntimeError, lambda: init_device_mesh("cpu", (2, 3), mesh_dim_names=("a",))),
+        (RuntimeError, lambda: init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "a"))),
+        (RuntimeError, lambda: init_device_mesh("cpu:0", (6,))),
+    ]:
+        with pytest.raises(kind) as caught:
+            on_rank(0, 6, make)
+        assert isinstance(caught.value, MeshError)
+
+
+def test_functional_collectives_have_no_group_in_a_simulated_world() -> None:
+    def fn() -> None:
+        mesh: Any = grid()
+        assert isinstance(mesh, TorchMesh)
+        assert type(mesh) is DeviceMesh
+        assert pickle.loads(pickle.dumps(mesh)) is copy.copy(mesh) is mesh
+        for where in (mesh["tp"], (mesh, 1)):
+            with pytest.raises(MeshError, match=r"get_group\(.*has no torch process groups"):
+                funcol.all_reduce(torch.ones(2), "sum", where)
+
+    on_rank(0, 6, fn)
 
 
 def test_a_mesh_of_a_hundred_thousand_ranks() -> None:

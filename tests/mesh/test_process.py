@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
@@ -162,6 +164,8 @@ def torch_meshes() -> list[bool]:
     return [
         isinstance(theirs, TorchMesh) and theirs.mesh_dim_names == ("dp", "tp") and theirs.shape == (2, 2),
         theirs.get_group("tp") is mesh.get_group("tp"),
+        isinstance(mesh, TorchMesh) and type(mesh) is DeviceMesh,
+        DeviceMesh.from_torch(made["q"]) is ours["q"] and DeviceMesh.from_torch(made) is ours,
         mesh.to_torch() is theirs and DeviceMesh.from_torch(theirs) is mesh,
         flat.mesh.tolist() == mesh["tp"].mesh.tolist(),
         x.item() == (1.0 if mesh.get_rank() < 2 else 5.0),
@@ -175,6 +179,33 @@ def torch_meshes() -> list[bool]:
 def test_to_and_from_torch(world4: Pool) -> None:
     for found in world4(torch_meshes):
         assert all(found), found
+
+
+def functional_collectives() -> list[Any]:
+    warnings.simplefilter("ignore", FutureWarning)  # torch's names since 2.13 are not those of 2.11
+    mesh: Any = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    x, where = torch.arange(4.0) + 10 * mesh.get_rank(), (mesh, 1)
+    return [
+        funcol.all_reduce(x, "sum", mesh["dp"]).tolist(),
+        funcol.all_reduce(x, "sum", (mesh, 0)).tolist(),
+        funcol.all_gather_tensor(x[:1], 0, where).tolist(),
+        funcol.reduce_scatter_tensor(x, "sum", 0, where).tolist(),
+        funcol.all_to_all_single(x, None, None, where).tolist(),
+    ]
+
+
+def test_functional_collectives_take_a_mesh_and_an_axis(world4: Pool) -> None:
+    for rank, found in enumerate(world4(functional_collectives)):
+        pair, place = [rank // 2 * 2, rank // 2 * 2 + 1], rank % 2
+        summed = [2.0 * i + 10 * (place + place + 2) for i in range(4)]
+        mine = slice(2 * place, 2 * place + 2)
+        assert found == [
+            summed,
+            summed,
+            [10.0 * r for r in pair],
+            [2 * i + 10.0 * sum(pair) for i in range(4)][mine],
+            [i + 10.0 * r for r in pair for i in range(4)[mine]],
+        ]
 
 
 def bad_groups() -> list[str]:

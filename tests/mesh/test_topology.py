@@ -71,6 +71,12 @@ def test_a_part_of_an_abstract_mesh_keeps_its_nodes() -> None:
     flat = mesh.flatten()
     assert flat.topology.crossing == ("dp_tp",)
     assert flat.topology.nodes(flat) == 4
+    cube = AbstractMesh((2, 4, 8), ("pp", "dp", "tp"))
+    cube.topology = nodes_of(crossing=("pp", "dp"))
+    cube["dp", "tp"].flatten()
+    part = cube["dp_tp", "pp"]
+    assert part.topology.crossing == ("pp", "dp_tp")
+    assert part.topology.nodes(part) == 8
     assert flat["dp_tp"].topology.node_ids(flat).tolist() == [rank // 8 for rank in range(32)]
 
 

@@ -99,7 +99,6 @@ def test_from_local_of_parts_of_different_dtypes():
             ValueError,
             ["average", "i64"],
         ),
-        (lambda m: sm.from_local(torch.zeros(4, device="meta"), m), ValueError, ["meta", "'cpu'", ".to('cpu')"]),
         (lambda m: sm.from_local(place(m, X), m), TypeError, ["plain tensor", "ShardedTensor f64[5, 3]"]),
     ],
 )
@@ -229,6 +228,57 @@ def test_equal_gradients_of_every_kind_pass_the_check(mesh):
         torch.testing.assert_close(w.grad.to_local(), torch.full_like(X, fill), equal_nan=True, rtol=1e-12, atol=0)
 
 
+def checks_of(mesh, steps, **how):
+    """How many checks of replicas each backward pass makes, of two uses in a loop."""
+    found = []
+    for step in steps:
+        w = place(mesh, X, grad=True)
+        loss = sum((w.to_local(**how) * step(mesh)).sum() for _ in range(2))
+        with collectives() as records:
+            loss.backward()
+        found.append(sum(record.bytes_received == 40 * 2 * (mesh.size() - 1) // mesh.size() for record in records))
+    return found
+
+
+def test_replicas_are_compared_when_a_signature_is_first_seen():
+    """Each use in a loop by itself; another line that leads here is another signature."""
+
+    def program(mesh):
+        assert checks_of(mesh, [lambda mesh: 2.0] * 3) == [2, 0, 0]
+        assert checks_of(mesh, [lambda mesh: 3.0] * 2) == [2, 0]
+        assert checks_of(mesh, [lambda mesh: 2.0] * 2, check="always") == [2, 2]
+        assert checks_of(mesh, [lambda mesh: 1.0 + mesh.world.rank], check=False) == [0]
+
+    on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("check", [True, "always"])
+def test_another_use_is_compared_even_after_alike_ones(check):
+    """At another line always; at the same one where asked."""
+
+    def program(mesh):
+        checks_of(mesh, [lambda mesh: 2.0], check=check)
+        if check is True:
+            checks_of(mesh, [lambda mesh: 1.0 + mesh.world.rank])
+        checks_of(mesh, [lambda mesh: 2.0, lambda mesh: 1.0 + mesh.world.rank], check=check)
+
+    assert "differ between the replicas" in same_error((2,), program, RuntimeError, silent=False)
+
+
+def test_a_failed_comparison_is_made_again():
+    def program(mesh):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="differ between the replicas"):
+                checks_of(mesh, [lambda mesh: 1.0 + mesh.world.rank])
+
+    on_mesh((2,), program)
+
+
+def test_another_check():
+    text = same_error((2,), lambda mesh: place(mesh, X).to_local(check="first"), ValueError)
+    assert text == "to_local(check='first'): write one of True, False, 'always'"
+
+
 # -- distribute_tensor -----------------------------------------------------------------------------------------------
 
 
@@ -352,7 +402,6 @@ def test_every_dtype_reduces(dtype, kind):
             lambda m: sm.distribute_tensor(X.long(), m, P(unreduced={"a": "avg"})),
             ["average", "'a'", "i64", "Partial('sum')"],
         ),
-        (lambda m: sm.distribute_tensor(X.to("meta"), m), ["meta", "'cpu'"]),
         (lambda m: sm.distribute_tensor(X, m, src_data_rank=4), ["src_data_rank 4", "4 ranks"]),
         (lambda m: sm.distribute_tensor(X, m, src_data_rank=-1), ["src_data_rank -1", "4 ranks"]),
         (

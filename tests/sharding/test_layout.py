@@ -63,6 +63,11 @@ def test_the_largest_box_is_that_of_coordinate_0(layout):
     assert layout.largest_local_numel == max(sizes)
 
 
+@given(layouts(KINDS))
+def test_whether_a_part_is_empty(layout):
+    assert layout.has_empty_part == any(math.prod(stop - start for start, stop in box) == 0 for _, box in layout.boxes())
+
+
 def without_trivial_axes(layout):
     kept = {axis: kind for axis, kind in layout.spec.unreduced if layout.mesh.size(axis) > 1}
     return layout.replace(P(*layout.spec.dims, unreduced=kept))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ....mesh.current import given_or_current
-from ....mesh.device_mesh import DeviceMesh
+from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor import ShardedTensor
 from .form import Axes, Form, form_of
 from .making import Units, split
@@ -47,10 +45,12 @@ def fully_shard(
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
-        mesh: the mesh with every axis, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too.
+        mesh: the mesh, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too. Parameters may already be split over other
+            axes of the mesh, or over another slice of the mesh that this one is a slice of.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
             in torch: over the first, parameters are replicated (HSDP).
-        units: what becomes a unit of its own: module classes, patterns of paths such as "blocks.*", or a function of path and module.
+        units: what becomes a unit of its own: module classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
+            "blocks.*", functions of path and module, or several of these; `model._no_split_modules` of Hugging Face as it is.
         reshard_after_forward: True to let whole parameters go after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
         mp_policy: dtypes; torch's own policy is taken, too.
@@ -78,8 +78,8 @@ def fully_shard(
         >>> sm.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    mesh = _mesh(mesh)
-    names = _axes(module, mesh, axes)
+    given = given_or_current(mesh)
+    names, mesh = _axes(module, given, axes), _with_tensor_axes(module, given)
     form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
     if offload:
         _check_offload(module, mesh, form)
@@ -122,18 +122,13 @@ def data_parallel(
     Example:
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = _mesh(mesh)
+    mesh = _with_tensor_axes(module, given_or_current(mesh))
     form = form_of(mesh, parameter, gradient, optimizer)
     options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters)
     return split(module, options, units, None, ignored_params, src_data_rank)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
-
-
-def _mesh(given: Any) -> DeviceMesh:
-    """The mesh that is meant: ours, torch's, or that of `with mesh:`."""
-    return DeviceMesh.from_torch(given) if isinstance(given, TorchMesh) else given_or_current(given)
 
 
 def _check_offload(module: nn.Module, mesh: DeviceMesh, form: Form) -> None:
@@ -158,6 +153,13 @@ def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
             "they are replicated"
         )
     return free[-1]
+
+
+def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh with the axes of sharded parameters as well, if theirs and this one are slices of one mesh, as in torch's recipes."""
+    found = {x.mesh for x in module.parameters() if isinstance(x, ShardedTensor)}
+    others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
+    return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
 def _axes_in_use(module: nn.Module) -> set[str]:

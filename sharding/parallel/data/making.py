@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial, update_wrapper
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +14,16 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout, told_apart
 from ...module_repr import show_layouts_in_repr
+from ...prepared import prepare
 from ...redistribute import redistribute_local
 from ...spec import P
 from ...tensor import ShardedTensor
-from .schedule import own_modules, set_unit, unit_of, units_in
+from .schedule import unit_of, units_in
 from .slot import Options, Place, Slot, took
 from .unit import Unit
 
-Units = type[nn.Module] | str | Callable[[str, nn.Module], bool] | Iterable[type[nn.Module] | str]
+OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
+Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
 _NAMED = 8  # so many modules are named in a message
 Found = tuple[str, list[Place]]  # a parameter's path, and where it stands
 
@@ -46,10 +48,11 @@ def split(
         mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
         slots = [Slot(path, places, base, base, getattr(_value(places), "mesh", None)) for (path, places), base in mine]
         unit.adopt(slots, partial(_at_rest, src=src, offload=options.offload is not None))
-        _hook(unit)
+        unit.intercept()
     made[""].schedule.take(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
+    prepare(module)
     return module
 
 
@@ -62,9 +65,12 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
     if units is None:
         return
     test, count = _test(units), 0
+    wrapped: set[nn.Module | None] = set()  # by torch.compile, which makes the wrapper the unit
     for name, inner in module.named_modules():
-        if name and unit_of(inner) is None and test(name, inner):
+        original = inner._modules.get("_orig_mod")
+        if name and inner not in wrapped and unit_of(inner) is None and test(name, original or inner):
             count += 1
+            wrapped.add(original)
             yield name, inner
     if not count:
         paths = [name for name, _ in module.named_modules() if name]
@@ -74,7 +80,7 @@ def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Mo
 
 def _test(units: Units) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, str):
-        return lambda name, _: fnmatch.fnmatchcase(name, units)
+        return lambda name, inner: units == type(inner).__name__ or fnmatch.fnmatchcase(name, units)
     if isinstance(units, type):
         return lambda _, inner: isinstance(inner, units)
     if callable(units):
@@ -159,31 +165,3 @@ def _split(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTen
         part = redistribute_local(x._local.detach(), base, rest)
         return ShardedTensor._make_guarded(part.clone() if part.numel() < x._local.numel() else part, rest)  # not all, held by a view
     return distribute_tensor(x.detach(), rest.mesh, rest.spec, src_data_rank=src)  # type: ignore[arg-type]
-
-
-def _hook(unit: Unit) -> None:
-    for module in own_modules(unit):
-        set_unit(module, unit)
-        if module is unit.module or any(x is not None for x in module._parameters.values()):
-            module.register_forward_pre_hook(partial(_before, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(partial(_after, unit), always_call=True)
-            module.forward = update_wrapper(partial(_interruptible, unit, module.forward), module.forward)
-
-
-def _before(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return unit.before(module, args, kwargs)
-
-
-def _after(unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-    return unit.after(module, args, output)
-
-
-def _interruptible(unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A module's forward; torch calls no hooks where it is left by KeyboardInterrupt and the like."""
-    try:
-        return forward(*args, **kwargs)
-    except Exception:
-        raise
-    except BaseException:
-        unit.interrupted()
-        raise

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ... import engine_hooks
+from ...tensor import ShardedTensor
 from .levels import Version
 
 
@@ -34,6 +35,27 @@ class _Others(NamedTuple):
     packed: Any
 
 
+class _SavedWrapper(ShardedTensor):
+    """A sharded argument of `torch.utils.checkpoint`; the nodes of autograd itself save local tensors.
+
+    Autograd copies what an unpack hook returns by detaching it in C++, from where no `ShardedTensor` comes back but one made here.
+    """
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return ShardedTensor._make_guarded(args[0]._local, args[0]._layout, args[0]._lineage)  # with its gradient history
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
+    if not x._local.requires_grad:  # it may come back uncopied
+        return ShardedTensor._make_guarded(x._local, x._layout, x._lineage)
+    out: Any = Tensor._make_subclass(_SavedWrapper, x._layout.meta, x._local.requires_grad)
+    out._local, out._layout, out._lineage = x._local, x._layout, x._lineage
+    return out
+
+
 class saving_places:
     """with saving_places(find, gathered): views of the buffers are saved as places in them.
 
@@ -49,6 +71,8 @@ class saving_places:
         counted = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
         def pack(x: Tensor) -> Any:
+            if type(x) is ShardedTensor:
+                return _saved_wrapper(x)
             buffer = find(x.untyped_storage().data_ptr())
             if buffer is None:
                 return x if outer is None else _Others(outer[0](x))
@@ -59,7 +83,7 @@ class saving_places:
         def unpack(packed: Any) -> Tensor:
             if type(packed) is _Place:
                 return gathered(packed.buffer, packed.offset).as_strided(packed.size, packed.stride, packed.offset)
-            return packed if outer is None else outer[1](packed.packed)
+            return outer[1](packed.packed) if outer is not None and type(packed) is _Others else packed
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

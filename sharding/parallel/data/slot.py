@@ -10,6 +10,7 @@ from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...layout import Layout
+from ...replaced import mark_replaced
 from .form import Form
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -55,6 +56,7 @@ class Slot:
 
     def replace(self, value: nn.Parameter) -> None:
         """Put what is used from now on."""
+        mark_replaced(self.value)
         setattr(self.value, _SLOT, weakref.ref(self))
         self.put(value)
 

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ... import engine_hooks, gradients
+from ...compiler import refuse_jit_trace
 from ...layout import Layout
 from ...lineage import carrying, mixed, seed_of
 from ...tensor import ShardedTensor
-from .buffers import ReplicatedBuffers
+from .buffers import BuffersInUse, any_sharded
+from .calls import Interception
 from .flat import FlatBucket
 from .grad_places import InOrder, Places, Placing
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
-from .schedule import Schedule, own_modules, running_schedule
+from .schedule import Schedule, own_modules, running_schedule, set_unit
 from .slot import Options, Slot
 from .sums import Bucket, add_later, differentiable, put_together, summing
 
@@ -41,6 +43,7 @@ class Unit:
         name: the module's path, as messages name it.
         module: what is called.
         slots: its parameters that belong to no unit inside it.
+        calls: those of its modules, which become calls of `call`.
         computes_on: while it runs, the mesh of the sharded tensors that it computes with; None for plain ones.
         saved: how many parameters autograd has saved, as places, since the last backward.
     """
@@ -49,17 +52,18 @@ class Unit:
         self.name, self.module, self.options = name, module, options
         self._kept = keep if options.form.parameter else "all"
         self.slots: list[Slot] = []
+        self.calls = Interception(())
         self.schedule = Schedule(self)
         self.computes_on: DeviceMesh | None = None
         self.saved = 0
         self._buckets: list[Bucket] = []
         self._in_order: tuple[Any, dict[int, tuple[Places, int]]] = (None, {})
-        self._calls = 0  # of its modules, that are running
         self._rest: list[ShardedTensor] = []  # the parameters, while whole ones stand in their places
         self._use: tuple[Passage, tuple[Tensor, ...]] | None = None  # what it computes with, at most until the model's forward ends
         self._with_graph = False
         self._prepared: tuple[Passage, list[Tensor], tuple[Tensor, ...]] | None = None
-        self._buffers, self._saving = ReplicatedBuffers(), None
+        self._buffers, self._saving = BuffersInUse(), None
+        self._projects_buffers = False
 
     @property
     def keep(self) -> str:
@@ -95,6 +99,7 @@ class Unit:
         for slot in slots:
             old = slot.value
             slot.replace(nn.Parameter(at_rest(old, slot.rest, slot.base), requires_grad=old.requires_grad))
+        self._projects_buffers = any_sharded(own_modules(self))
         self.settle()
 
     def _bucket(self, dtype: torch.dtype, numbers: list[int]) -> Bucket:
@@ -121,23 +126,33 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Runs before any module of the unit does."""
-        self._calls += 1
-        if self._calls == 1:
-            self._open(args, kwargs)
-        if module is self.module and self.options.policy.param_dtype is not None:
-            return self.options.policy.inputs((args, kwargs))
-        return None
+    def intercept(self) -> None:
+        """Have calls of the unit's module, and of those inside that hold its parameters, become calls of `call`."""
+        own = list(own_modules(self))
+        for module in own:
+            set_unit(module, self)
+        self.calls = Interception(x for x in own if x is self.module or any(p is not None for p in x._parameters.values()))
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Runs after it, also where it raised."""
-        self._calls = max(0, self._calls - 1)
-        if self._calls == 0:
+    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module of the unit with the unit's parameters in place.
+
+        Raises:
+            RuntimeError: under `torch.jit.trace`.
+        """
+        refuse_jit_trace()
+        policy = self.options.policy
+        self.calls.stop()
+        try:
+            self._open(args, kwargs)
+            if module is not self.module:
+                return nn.Module.__call__(module, *args, **kwargs)
+            if policy.param_dtype is not None:
+                args, kwargs = policy.inputs((args, kwargs))
+            output = nn.Module.__call__(module, *args, **kwargs)
+            return output if policy.output_dtype is None else policy.outputs(output)
+        finally:
             self._close()
-        if module is self.module and self.options.policy.output_dtype is not None:
-            return self.options.policy.outputs(output)
-        return None
+            self.calls.start()
 
     def _open(self, args: Any, kwargs: Any) -> None:
         schedule = running_schedule(self)
@@ -152,6 +167,8 @@ class Unit:
             slot.put(self._as_used(mesh, slot.base, kept, value))
         if self.computes_on is not None:
             self._buffers.wrap(own_modules(self), self.computes_on)
+        elif self._projects_buffers:
+            self._buffers.project(own_modules(self), self._mesh_of)
         schedule.prefetch(self)
         if torch.is_grad_enabled() and self.keep != "all":
             self._saving = saving_places(self._find, self._gathered_again)
@@ -161,18 +178,16 @@ class Unit:
         """On which mesh each parameter is used."""
         if self.computes_on is not None or all(slot.own is None for slot in self.slots):
             return [self.computes_on] * len(self.slots)
-        whole, split, axes = self.options.mesh, self.options.form.optimizer, self.schedule.tensor_axes
-        return [mesh_of_parameter(slot.own, whole, split, axes) for slot in self.slots]
+        return [self._mesh_of(slot.own) for slot in self.slots]
+
+    def _mesh_of(self, own: DeviceMesh | None) -> DeviceMesh | None:
+        """Where inputs are plain: on which mesh a parameter or buffer is used that lay on `own`."""
+        return mesh_of_parameter(own, self.options.mesh, self.options.form.optimizer, self.schedule.tensor_axes)
 
     def _scales(self, meshes: Sequence[DeviceMesh | None]) -> list[float]:
         """With what the gradient of each parameter is multiplied."""
         by_mesh = {mesh: gradient_scale(self.options.mesh, mesh) for mesh in set(meshes)}
         return [by_mesh[mesh] for mesh in meshes]
-
-    def interrupted(self) -> None:
-        """The module was left by an exception for which torch calls no hooks, such as KeyboardInterrupt."""
-        self._calls = 0
-        self._close()
 
     def _close(self) -> None:
         if self._saving is not None:
@@ -376,7 +391,9 @@ class Unit:
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
         own = bool(self.options.form.optimizer) or all(parts[i] is placing.placed.get(i) for i in mine)
         note = summing(self._said_name, len(mine), missing)
-        gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
+        # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
+        with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
+            gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _travelling(self) -> list[int]:

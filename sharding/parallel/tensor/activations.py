@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from ....mesh.device_mesh import DeviceMesh
 from ...boundary import from_local
 from ...cache import keep
+from ...compiler import not_compiled, refuse_jit_trace
 from ...layout import Layout
 from ...reshard import redistribute, redistribute_many
-from ...spec import Cut, P, Placement, _own_placement, placements_to_spec
+from ...spec import Cut, P, Placement, own_placement, placements_to_spec
 from ...tensor import ShardedTensor
 
 Where: TypeAlias = "P | Placement | None"
@@ -37,7 +38,7 @@ class Lay:
         to: a `P`, or a placement on the hook's axis; None for as it comes.
         plain: how a plain tensor lies before that: this rank's part of a tensor that lies so; None for as `to` says.
         local: pass on this rank's part as a plain tensor.
-        size: the global size of the dim that a plain tensor is split along, where it is known; else the ranks ask each other.
+        size: the global size of the dim that a plain tensor is split along, where it is known; else ranks exchange shapes.
     """
 
     to: Where = None
@@ -83,6 +84,7 @@ class InputHook:
         names = {id(lay): (name, lay) for name, lay in [*self.positional.items(), *self.named.items()]}
         object.__setattr__(self, "shown", tuple(f"input {name}: {lay} along {self.site.axis}" for name, lay in names.values()))
 
+    @not_compiled("parallelize lays out a module's inputs and outputs here, outside of any graph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         wanted = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
         wanted += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
@@ -110,6 +112,7 @@ class OutputHook:
         text = ", ".join(map(str, self.lays))
         object.__setattr__(self, "shown", (f"output: {text} along {self.site.axis}",))
 
+    @not_compiled("parallelize lays out a module's inputs and outputs here, outside of any graph")
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         if len(self.lays) == 1:
             return lay_out(self.site, module, [("the output", output, self.lays[0])])[0]
@@ -160,11 +163,13 @@ def lay_out(site: Site, module: nn.Module, wanted: Sequence[tuple[str, Any, Lay]
     Raises:
         TypeError: a plain tensor that may lie in more than one way.
         ValueError: a spec that does not fit a tensor.
+        RuntimeError: under `torch.jit.trace`.
 
-    Communication: that of `redistribute_many`; a small all_gather of shapes for a plain tensor that is a part.
+    Communication: that of `redistribute_many`; a small all_gather of shapes for a plain part, if `from_local` exchanges them.
     """
     if all(_lies_so(site, value, lay) for _, value, lay in wanted):
         return [value for _, value, _ in wanted]
+    refuse_jit_trace()
     trees = [pytree.tree_flatten(value) for _, value, _ in wanted]
     leaves = [(name, leaf, lay) for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True) for leaf in flat]
     laid = iter(_laid_out(site, module, leaves))
@@ -306,6 +311,6 @@ def as_where(given: Any, what: str) -> Where:
     if given is None or isinstance(given, P):
         return given
     try:
-        return _own_placement(given)
+        return own_placement(given)
     except TypeError:
         raise TypeError(f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}") from None

@@ -8,6 +8,7 @@ Everything is worked out and checked before the first parameter is touched.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -22,9 +23,12 @@ from ....mesh.device_mesh import DeviceMesh
 from ...boundary import distribute_tensor
 from ...layout import Layout
 from ...module_repr import show_layouts_in_repr
+from ...prepared import prepare
+from ...replaced import mark_replaced
 from ...spec import P, Placement
 from ...tensor import ShardedTensor
 from .activations import InputHook, OutputHook, Site, along
+from .hf_plan import with_styles
 from .styles import Style, axis_of, shard
 from .torch_styles import own_style
 
@@ -32,7 +36,7 @@ Matches = Callable[[str, str], bool]  # (path, pattern)
 
 
 def parallelize(
-    module: nn.Module, device_mesh: DeviceMesh | None = None, plan: Mapping[str, Any] | None = None, *, src_data_rank: int | None = 0
+    module: nn.Module, device_mesh: DeviceMesh | None = None, plan: Mapping[str, Any] | str | None = None, *, src_data_rank: int | None = 0
 ) -> nn.Module:
     """parallelize(module, mesh, plan) -> the module, its parameters and activations laid out as the plan says.
 
@@ -41,20 +45,21 @@ def parallelize(
 
     Parameters become `ShardedTensor`s in place (make the optimizer afterwards); those that no pattern names lie whole on every
     rank. Tied ones stay tied. Styles speak of one axis of the mesh; what the others do, such as a batch split over "dp", stays as it is.
-    Parameters on the meta device stay there. `repr(module)` says from then on how everything lies. A forward that makes plain tensors
-    itself (positions, masks) is to be called inside `with sm.implicit_replication():`.
+    Parameters on the meta device stay there. `repr(module)` says from then on how everything lies. Plain tensors that a forward makes
+    itself (positions, masks) count as replicated; ranks compare them the first time.
 
     Args:
         module: any module.
         device_mesh: the mesh, with all its axes; by default that of `set_mesh`.
         plan: patterns of paths, as `named_modules` and `named_parameters` spell them ("*" matches dots too, "" is the module itself),
             each with what it says: a style (`colwise`, `rowwise`, `sequence`, `inputs`, `outputs`, `shard`, torch's), several
-            of them in a list, or for parameters and buffers a `P` or a placement.
+            of them in a list, for parameters and buffers a `P` or a placement, or a string of Hugging Face's plans ("colwise", "rowwise",
+            ...). "auto" for the plan that a model of Hugging Face has, `model.tp_plan`.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
         ValueError: a pattern that matches nothing, with what it may have meant; a parameter or an activation that two patterns lay
-            out in two ways; a style that does not fit the module or the mesh. Nothing has changed then.
+            out in two ways; a style that does not fit the module or the mesh; a string that is not known. Nothing has changed then.
 
     Communication: one all_to_all per parameter and buffer; none if `src_data_rank` is None. What the styles ask for, in forward.
 
@@ -63,9 +68,9 @@ def parallelize(
         >>> sm.parallelize(model, mesh, {"*.up": sm.colwise(), "*.down": sm.rowwise()})
         >>> y = model(sm.device_put(x, mesh, P("fsdp")))
     """
-    if not isinstance(plan, Mapping):
+    if not isinstance(plan, (Mapping, str)):
         raise TypeError(f"parallelize takes a plan such as {{'*.up': colwise(), '*.down': rowwise()}}, got {plan!r}")
-    return apply_plan(module, given_or_current(device_mesh), plan, src_data_rank, fnmatchcase, rest=True)
+    return apply_plan(module, given_or_current(device_mesh), with_styles(module, plan), src_data_rank, fnmatchcase, rest=True)
 
 
 def parallelize_module(
@@ -79,7 +84,7 @@ def parallelize_module(
     Args:
         module: any module.
         device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of `set_mesh`.
-        parallelize_plan: patterns of module paths with their styles, or one style; torch's or ours.
+        parallelize_plan: patterns of module paths with their styles, or one style; torch's or ours. None does nothing, with a warning.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -91,7 +96,8 @@ def parallelize_module(
         >>> sm.parallelize_module(model, mesh["tp"], {"layers.*.up": sm.ColwiseParallel(), "layers.*.down": sm.RowwiseParallel()})
     """
     if parallelize_plan is None:
-        raise TypeError("parallelize_module takes a style, or a dict of patterns and styles, as its plan; got None")
+        warnings.warn("parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles", stacklevel=2)
+        return module
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     return apply_plan(module, given_or_current(device_mesh), plan, src_data_rank, _parts_match, rest=False)
 
@@ -123,6 +129,7 @@ def apply_plan(
         _register(submodule, hook)
     for submodule in named.values():
         show_layouts_in_repr(submodule)
+    prepare(module)
     return module
 
 
@@ -292,7 +299,10 @@ def _placed(tensor: Tensor, layout: Layout, src_data_rank: int | None) -> Tensor
         value: Any = ShardedTensor._make_guarded(part, layout)
     else:
         value = distribute_tensor(tensor.detach(), layout.mesh, layout.spec, src_data_rank=src_data_rank)  # type: ignore[arg-type]
-    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    mark_replaced(tensor)
+    return nn.Parameter(value, requires_grad=tensor.requires_grad)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------

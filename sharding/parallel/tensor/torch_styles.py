@@ -27,7 +27,7 @@ class ColwiseParallel(Style):
         output_layouts: how the output shall lie; `Shard(-1)` by default.
         use_local_output: give this rank's part as a plain tensor.
 
-    Communication: as `colwise`; for a plain output that is replicated, 40 bytes in backward (see `to_local`).
+    Communication: as `colwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
     Example:
         >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
@@ -57,7 +57,7 @@ class RowwiseParallel(Style):
         output_layouts: how the sum shall lie; `Replicate()` by default.
         use_local_output: give this rank's part as a plain tensor.
 
-    Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in backward (see `to_local`).
+    Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
     Example:
         >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
@@ -85,7 +85,7 @@ class SequenceParallel(Style):
         sequence_dim: the dim of positions; a plain input is taken to be split along it.
         use_local_output: give this rank's part as a plain tensor.
 
-    Communication: a small all_gather of shapes for a plain input, whose parts may be uneven.
+    Communication: for a plain input a small all_gather of shapes, once while parts are equal and stay so (see `from_local`).
 
     Example:
         >>> sm.parallelize_module(model, mesh["tp"], {"norm": sm.SequenceParallel()})

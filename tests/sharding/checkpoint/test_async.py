@@ -114,7 +114,7 @@ def _in_processes(folder):
     saving.wait()
     found = load(folder, {"x": x.redistribute(P(None, ("b", "a"))), "step": None})
     assert torch.equal(found["x"].full_tensor(), X + 2)
-    return found["step"], sorted(path.name for path in folder.iterdir())
+    return found["step"], sorted(path.name for path in folder.glob("step-*"))
 
 
 def test_in_processes(world4, tmp_path):

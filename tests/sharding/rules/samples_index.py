@@ -96,6 +96,7 @@ samples(
     call(X, i(4, 2, high=3), dim=1),
     call(X, i(5, high=12)),
     call(X, i(4, 1, high=3), -1),
+    call(X, i(4, 2, low=-3, high=3), 1),
 )
 samples("masked_select", call(X, b(4, 3)), call(X, b(3)))
 samples("nonzero argwhere", call(b(4, 3)), call(i(4, 3, high=2)))

@@ -12,7 +12,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import prove
 from tests.device import DEVICE
-from tests.sharding.ranks import collectives, launched, on_mesh
+from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 from tests.sharding.rules.table import c, f, i
 
 NUMBERS = torch.arange(1.0, 161).view(16, 10)
@@ -350,3 +350,11 @@ def _on_processes() -> None:
 
 def test_on_four_processes(world4):
     world4(_on_processes)
+
+
+def test_a_circular_border_longer_than_what_is_left_of_the_dim_is_refused():
+    def program(mesh):
+        x = sm.distribute_tensor(NUMBERS[None], mesh, P(None, "a"), src_data_rank=None)
+        F.pad(x, (0, 0, -14, 3), "circular")
+
+    assert "cuts dim 1 of 16 to 2" in same_error((2,), program, ValueError)

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
+from shardmesh import P
+from tests.device import DEVICE
 from tests.sharding.parallel.data.training import (
     FORMS,
     batch,
@@ -17,6 +19,7 @@ from tests.sharding.parallel.data.training import (
     on_ranks,
     reference_gradients,
     same,
+    whole,
 )
 
 
@@ -85,11 +88,45 @@ def test_units_are_gathered_as_often_as_without():
     assert on_ranks((4,), program, _around_inside)[0] == expected
 
 
-def test_sharded_inputs():
+@pytest.mark.parametrize("place", [_around_units, _around_inside, _part_of_a_unit])
+def test_sharded_inputs(place):
     def program(mesh):
-        made = _around_units("fsdp", mesh, False)
+        made = place("fsdp", mesh, False)
         loss_of(made, *batch(mesh, True)).backward()
         same(_as_named(gradients(made)), reference_gradients())
+
+    on_ranks((4,), program)
+
+
+class _Checkpointing(nn.Module):
+    """Checkpoints part of its own forward, as the layers of Hugging Face do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+    def inner(self, x):
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_sharded_arguments_that_require_grad_or_not(needs_grad):
+    """The first block's argument is the input itself, the second's is the result of an operator."""
+
+    def program(mesh):
+        torch.manual_seed(0)
+        made = nn.Sequential(_Checkpointing(), _Checkpointing()).double()
+        x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4).to(DEVICE).requires_grad_(needs_grad)
+        made(x).square().sum().backward()
+        expected, input_grad = gradients(made), x.grad
+        made.zero_grad()
+        sm.fully_shard(made, mesh, units=_Checkpointing)
+        x = sm.device_put(x.detach(), mesh, P("dp")).requires_grad_(needs_grad)
+        made(x).square().sum().backward()
+        same({**gradients(made), "x": whole(x.grad)}, {**expected, "x": input_grad})
 
     on_ranks((4,), program)
 

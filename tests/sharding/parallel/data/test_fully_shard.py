@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy
+from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.sharding.parallel.data.training import (
     BATCH,
     FORMS,
@@ -438,6 +439,22 @@ def test_parametrizations(form):
         same(gradients(made), reference_gradients(lambda m: m(x).square().mean(), plain))
 
     on_ranks((4,), program)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        "Block", ["Block"], {"Block", "NotInThisModel"}, [Block], "blocks.?", ["blocks.0", lambda name, _: name == "blocks.1"],
+        [lambda _, module: isinstance(module, Block), "Block"],
+    ],
+)  # fmt: skip
+def test_ways_to_name_units(units):
+    def program(mesh):
+        made = sm.fully_shard(model(), mesh, units=units)
+        assert [unit.name for unit in units_in(made)] == ["", "blocks.0", "blocks.1"]
+        check_gradients(made, mesh)
+
+    on_ranks((2,), program)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -127,3 +127,57 @@ def test_errors_name_the_modules():
             materialize(made)
 
     on_ranks((2,), program)
+
+
+class _HasMany(nn.Module):
+    """Initialises the modules inside, and then its own parts, as models of Hugging Face do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scaled = nn.Linear(4, 4), _Scaled()
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+    def _init_weights(self, module):
+        if module is self:
+            self.frequencies.copy_(torch.arange(4.0))
+            self.inner.bias.fill_(3.0)
+        elif isinstance(module, nn.Linear):
+            module.weight.fill_(2.0)
+            module.bias.zero_()
+        elif isinstance(module, _Scaled):
+            for x in (*module.parameters(), *module.buffers()):
+                x.fill_(1.0)
+
+
+@pytest.mark.parametrize("shard", ["fully_shard", "parallelize"])
+def test_what_a_model_initialises_its_modules_with(shard):
+    def program(mesh):
+        made = nn.Sequential(_on_meta(_HasMany), _on_meta(lambda: nn.LayerNorm(3)))
+        plan = {"0.inner": sm.colwise()}
+        materialize(sm.fully_shard(made, mesh) if shard == "fully_shard" else sm.parallelize(made, mesh, plan))
+        found = values(made)
+        assert found["0.inner.weight"].tolist() == [[2.0] * 4] * 4
+        assert found["0.inner.bias"].tolist() == [3.0] * 4
+        assert found["1.weight"].tolist() == [1.0] * 3
+        assert made[0].scaled.seen.item() == 1.0
+        frequencies = made[0].frequencies
+        assert (frequencies.full_tensor() if isinstance(frequencies, sm.ShardedTensor) else frequencies).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+    on_ranks((2,), program)
+
+
+class _Forgets(nn.Linear):
+    """Does not initialise its bias."""
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+
+def test_what_no_initialiser_writes_is_an_error():
+    def program(mesh):
+        made = sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
+        with pytest.raises(ValueError, match=r"nothing gives values to 0\.bias, which were on meta"):
+            materialize(made)
+        materialize(sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)  # to be loaded
+
+    on_ranks((3,), program)

@@ -184,7 +184,7 @@ def test_inputs_of_a_module_travel_together():
 
 
 def test_a_forward_that_makes_plain_tensors_itself():
-    """Such as positions and masks, which are the same on every rank: with the context that says so."""
+    """Such as positions and masks, which are the same on every rank."""
 
     class Positions(nn.Module):
         def __init__(self):
@@ -202,10 +202,7 @@ def test_a_forward_that_makes_plain_tensors_itself():
         expected = model(x)
         parallelize(model, mesh, {"up": colwise()}, src_data_rank=None)
         placed = sm.device_put(x, mesh, src_data_rank=None)
-        with pytest.raises(RuntimeError, match="implicit_replication"):
-            model(placed)
-        with sm.implicit_replication():
-            out = model(placed)
+        out = model(placed)
         assert out.spec == P(None, "tp")
         assert torch.equal(out.full_tensor(), expected)
 

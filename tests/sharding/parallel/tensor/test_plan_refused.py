@@ -84,7 +84,8 @@ def test_two_patterns_that_lay_out_the_inputs_of_one_module():
 @pytest.mark.parametrize(
     ("plan", "kind", "says"),
     [
-        ({"*.q_proj": "colwise"}, TypeError, "plan['*.q_proj'] is 'colwise'; write a style"),
+        ({"*.q_proj": 7}, TypeError, "plan['*.q_proj'] is 7; write a style"),
+        ({"*.q_proj": "column"}, ValueError, "plan['*.q_proj'] is 'column', which is not known; known are 'all_reduce', "),
         ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, and the pattern matches only parameters; write P(...)"),
         ({"*.q_proj": P("tp")}, ValueError, "is for parameters, and the pattern matches only modules; name its parameters"),
         ({"*.q_proj": colwise(axis="cp")}, ValueError, "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'"),

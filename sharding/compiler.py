@@ -1,0 +1,82 @@
+"""What `torch.compile` leaves alone.
+
+Dynamo runs the library's own code as Python, a break in its graph: collectives, hooks and dispatch depend on state that it neither sees nor
+guards (what is gathered, what is under way). Code that the library calls, such as a module's forward, is compiled again.
+
+Loading Dynamo takes seconds, so it is not loaded here: its rules are set when it is, before or after this library.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+_RULES = "torch._dynamo.trace_rules"
+
+
+def keep_compiler_out() -> None:
+    """Have Dynamo run the library's code as Python, now if it is loaded, else as soon as it is."""
+    rules = sys.modules.get(_RULES)
+    if rules is not None and hasattr(rules, "_recompile_re"):
+        _add_rules(rules)
+    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenLoaded())
+
+
+def not_compiled(reason: str) -> Callable[[F], F]:
+    """Mark a function that programs reach from compiled code: with `fullgraph=True` Dynamo's error says why it cannot be traced."""
+
+    def mark(f: F) -> F:
+        f._torchdynamo_disable, f._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+        return f
+
+    return mark
+
+
+def refuse_jit_trace() -> None:
+    """Raise inside `torch.jit.trace`, which would keep this rank's parts as constants and leave collectives out.
+
+    Raises:
+        RuntimeError: the caller runs under `torch.jit.trace`.
+    """
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.jit.trace records neither ShardedTensors nor collectives; trace or export the plain model, made from "
+            "sm.full_state_dict(model) on one rank, or use torch.compile"
+        )
+
+
+def _add_rules(rules: Any) -> None:
+    package = __name__.rpartition(".sharding")[0]
+    for folder in ("mesh", "sharding", "kernels"):
+        rules.add(f"{package}.{folder}")
+
+
+class _WhenLoaded(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; sets the rules once Dynamo's module of rules has run, and is gone."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _RULES:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_add(module: ModuleType) -> None:
+                run(module)
+                _add_rules(module)
+
+            spec.loader.exec_module = run_and_add  # type: ignore[method-assign]
+        return spec
+
+
+keep_compiler_out()

@@ -1,0 +1,112 @@
+"""Models of Hugging Face with a few thousand parameters in float64, and training them: what the tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardmesh as sm
+from shardmesh import P
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, ROWS, STEPS = 64, 4, 2
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def llama(**options: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES | _HEADS | options))
+
+
+def gpt2(**options: Any) -> nn.Module:
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, **_GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} | options)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def mixtral(**options: Any) -> nn.Module:
+    config = transformers.MixtralConfig(**_SIZES | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2} | options)
+    config._experts_implementation = "eager"
+    return transformers.MixtralForCausalLM(config)
+
+
+MODELS: dict[str, Callable[..., nn.Module]] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
+PLANS: dict[str, Any] = {
+    "llama": "auto",
+    "gpt2": {"*.c_attn": sm.colwise(), "*.attn.c_proj": sm.rowwise(), "*.c_fc": sm.colwise(), "*.mlp.c_proj": sm.rowwise()},
+    "mixtral": "auto",
+}
+
+
+def model(name: str, **options: Any) -> nn.Module:
+    """The model with the same values each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name](**options).double()
+
+
+IDS = torch.randint(1, VOCABULARY, (ROWS, 8), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(made: nn.Module, ids: Any) -> Any:
+    """In float64; the loss that models compute themselves is in float32."""
+    logits = made(input_ids=ids, use_cache=False).logits
+    if isinstance(logits, sm.ShardedTensor) and not isinstance(ids, sm.ShardedTensor):
+        ids = sm.from_local(ids, logits.mesh, P())
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def train(made: nn.Module, ids: Any, loss: Callable[[nn.Module, Any], Any] = loss_of) -> dict[str, Tensor]:
+    """The gradients of the first step, and the parameters and the loss after the last one."""
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        last = loss(made, ids)
+        last.backward()
+        if step == 0:
+            found |= {f"gradient of {name}": whole(x.grad) for name, x in made.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {name: whole(x) for name, x in made.named_parameters()}
+    return {**found, "loss": whole(last)}
+
+
+def whole(x: Any) -> Tensor:
+    return x.detach().full_tensor() if isinstance(x, sm.ShardedTensor) else x.detach().clone()
+
+
+def spread(name: str, made: nn.Module, mesh: sm.DeviceMesh, form: str) -> nn.Module:
+    """The model in a form: "fsdp", "tp" or "fsdp+tp", on a mesh of the axes that it names."""
+    if "tp" in form:
+        sm.parallelize(made, mesh, PLANS[name])
+    if "fsdp" in form:
+        sm.fully_shard(made, mesh, axes="fsdp", units=made._no_split_modules)
+    return made
+
+
+def mesh_for(form: str) -> sm.DeviceMesh:
+    shapes = {"fsdp": (4,), "tp": (4,), "fsdp+tp": (2, 2)}
+    return sm.init_device_mesh("cpu", shapes[form], axis_names=tuple(form.split("+")))
+
+
+def rows(mesh: sm.DeviceMesh, sharded: bool) -> Any:
+    """The batch as a sharded tensor, or this rank's rows of it."""
+    split = "fsdp" in mesh.axis_names
+    if sharded:
+        return sm.device_put(IDS, mesh, P("fsdp") if split else P())
+    return IDS.chunk(mesh.size("fsdp"))[mesh.get_local_rank("fsdp")] if split else IDS
+
+
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, skip_loss: bool = False) -> None:
+    """Equal up to rounding, measured against the largest value of each tensor."""
+    assert actual.keys() == expected.keys()
+    for name in expected.keys() - ({"loss"} if skip_loss else set()):
+        scale = expected[name].abs().max().item() + 1e-3
+        difference = (actual[name] - expected[name]).abs().max().item()
+        assert difference <= tolerance * scale, f"{name}: {difference} of {scale}"

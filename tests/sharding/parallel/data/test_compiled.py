@@ -1,0 +1,229 @@
+"""`torch.compile` of blocks, leaf modules and whole models under data parallelism."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.sharding.parallel.data.schedule import units_in
+from tests.sharding.ranks import on_mesh
+
+FORMS = {
+    "fsdp": lambda m, mesh: sm.fully_shard(m, mesh, units=Block),
+    "each": lambda m, mesh: sm.fully_shard(_each(m, mesh), mesh),
+    "ddp": lambda m, mesh: sm.data_parallel(m, mesh, units=Block),
+    "zero1": lambda m, mesh: sm.data_parallel(m, mesh, optimizer="a", units=Block),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(width, width + 2), nn.LayerNorm(width + 2), nn.Linear(width + 2, width)
+
+    def forward(self, x):
+        return x + self.down(self.norm(self.up(x)).relu())
+
+
+class Tail(nn.Module):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return self.out(x).square()
+
+
+def _each(model, mesh):
+    for block in model[:-1]:
+        sm.fully_shard(block, mesh)
+    return model
+
+
+def _in_place(model, backend, full):
+    for block in model[:-1]:
+        block.compile(backend=backend, fullgraph=full)
+    return model
+
+
+def _wrapped(model, backend, full):
+    for i in range(len(model) - 1):
+        model[i] = torch.compile(model[i], backend=backend, fullgraph=full)
+    return model
+
+
+def _leaves(model, backend, full):
+    for block in model[:-1]:
+        block.up.compile(backend=backend)
+        block.down = torch.compile(block.down, backend=backend, fullgraph=full)
+    return model
+
+
+def _whole(model, backend, full):
+    model.compile(backend=backend)
+    return model
+
+
+HOW = {"block.compile()": _in_place, "torch.compile(block)": _wrapped, "leaves": _leaves, "model.compile()": _whole}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block(), Tail()).double()
+
+
+def check_steps(made, mesh, rows, steps=3):
+    """Train, and compare gradients with one process at every step."""
+    plain, x = model(), torch.randn(8, 7, dtype=torch.float64)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (made, plain)]
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        given = x.chunk(mesh.size())[mesh.get_rank()] if rows == "plain" else sm.device_put(x, mesh, P("a"))
+        ours, theirs = made(given).mean(), plain(x).mean()
+        ours.backward()
+        theirs.backward()
+        for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None, name
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-14, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def counting(sizes):
+    def backend(graph, inputs):
+        sizes.append(len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]))
+        return graph.forward
+
+    return backend
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("how", HOW)
+def test_gradients_equal_one_process(how, order, form):
+    def main(mesh):
+        sizes = []
+        steps = [lambda m: HOW[how](m, counting(sizes), False), lambda m: FORMS[form](m, mesh)]
+        made = model()
+        for step in steps if order == "before" else reversed(steps):
+            made = step(made)
+        check_steps(made, mesh, "plain")
+        return sizes
+
+    sizes = on_mesh((2,), main)
+    if how != "leaves":
+        assert max(map(max, sizes)) >= 5, "a block is one graph"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)"])
+def test_blocks_are_full_graphs(how, order):
+    """What gathers parameters lies outside of what is compiled."""
+
+    def main(mesh):
+        sizes = []
+        made = model() if order == "after" else HOW[how](model(), counting(sizes), True)
+        made = sm.fully_shard(made, mesh, units=Block)
+        made = made if order == "before" else HOW[how](made, counting(sizes), True)
+        check_steps(made, mesh, "plain", steps=1)
+        first = len(sizes)
+        check_steps_again(made, mesh)
+        assert len(sizes) == first, "another step compiles nothing"
+        return first
+
+    assert max(on_mesh((2,), main)) > 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_layers_of_torch_compiled_before(full):
+    """Dynamo skips frames of torch.nn, unless the call of the wrapped module is inlined."""
+
+    def main(mesh):
+        sizes = []
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
+        made = nn.Sequential(*(torch.compile(layer, backend=counting(sizes), fullgraph=full) for layer in layers))
+        sm.fully_shard(made, mesh, units=nn.TransformerEncoderLayer)
+        made(torch.randn(2, 5, 8)).sum().backward()
+        return max(sizes, default=0)
+
+    assert max(on_mesh((2,), main)) >= 10
+
+
+def check_steps_again(made, mesh):
+    x = torch.randn(8, 7, dtype=torch.float64).chunk(mesh.size())[mesh.get_rank()]
+    for _ in range(2):
+        made(x).mean().backward()
+
+
+@pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)", "model.compile()"])
+def test_sharded_rows_run_eagerly(how):
+    def main(mesh):
+        made = sm.fully_shard(HOW[how](model(), "eager", False), mesh, units=Block)
+        check_steps(made, mesh, "sharded", steps=2)
+
+    on_mesh((2,), main)
+
+
+def test_fullgraph_of_the_whole_model_says_what_breaks_it():
+    def main(mesh):
+        made = torch.compile(sm.fully_shard(model(), mesh, units=Block), backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="fully_shard and data_parallel gather a unit's parameters here"):
+            made(torch.randn(2, 7, dtype=torch.float64))
+
+    on_mesh((2,), main)
+
+
+def test_gathered_parameters_are_not_kept_for_backward():
+    """AOTAutograd saves what autograd would: places in the gathered buffers."""
+
+    def main(mesh):
+        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "aot_eager", True)
+        x = torch.randn(4, 7, dtype=torch.float64)
+        for _ in range(2):
+            loss = made(x).mean()
+            inner = units_in(made)[1:]
+            assert all(unit.saved for unit in inner[1:])
+            assert not any(bucket.levels.is_there for unit in inner for bucket in unit._buckets)
+            loss.backward()
+
+    on_mesh((2,), main)
+
+
+def test_a_compiled_block_after_an_exception():
+    def main(mesh):
+        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "eager", True)
+        with pytest.raises(Exception, match=r"shape|size"):
+            made(torch.randn(2, 5, dtype=torch.float64))
+        check_steps(made, mesh, "plain", steps=2)
+
+    on_mesh((2,), main)
+
+
+def test_copies_of_compiled_models_are_compiled_no_more():
+    def main(mesh):
+        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "eager", True)
+        check_steps(copy.deepcopy(made), mesh, "plain", steps=2)
+        check_steps(made, mesh, "plain", steps=2)
+
+    on_mesh((2,), main)
+
+
+def test_inductor():
+    def main(mesh):
+        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "inductor", True)
+        check_steps(made, mesh, "plain", steps=2)
+
+    on_mesh((2,), main)

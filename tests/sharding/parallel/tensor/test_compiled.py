@@ -1,0 +1,101 @@
+"""`torch.compile` of models spread by tensor parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shardmesh as sm
+from shardmesh import ColwiseParallel, P, RowwiseParallel, ShardedTensor
+from tests.sharding.ranks import on_mesh
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).double()
+
+
+def _torch_styles(made, mesh):
+    plan = {f"{i}.{name}": style for i in range(2) for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))}
+    return sm.parallelize_module(made, mesh, plan)
+
+
+def _by_pattern(made, mesh):
+    return sm.parallelize(made, mesh, {"*.norm.*": P(), "*.up": sm.colwise(), "*.down": sm.rowwise()})
+
+
+def _in_place(made, backend):
+    for block in made:
+        block.compile(backend=backend)
+    return made
+
+
+def _wrapped(made, backend):
+    for i, block in enumerate(made):
+        made[i] = torch.compile(block, backend=backend)
+    return made
+
+
+def _leaves(made, backend):
+    for block in made:
+        block.up.compile(backend=backend)
+        block.down = torch.compile(block.down, backend=backend)
+    return made
+
+
+HOW = {
+    "block.compile()": _in_place,
+    "torch.compile(block)": _wrapped,
+    "leaves": _leaves,
+    "torch.compile(model)": lambda made, backend: torch.compile(made, backend=backend),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("how", "order"), [("block.compile()", "before"), *((how, "after") for how in HOW)])
+@pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
+def test_gradients_equal_one_process(styles, how, order, backend):
+    """`torch.compile(module)` before would be another module, under other names than the plan's."""
+
+    def main(mesh):
+        made, plain = model(), model()
+        made = styles(HOW[how](made, backend), mesh) if order == "before" else HOW[how](styles(made, mesh), backend)
+        x = torch.randn(4, 5, dtype=torch.float64)
+        for _ in range(2):
+            given = x if styles is _torch_styles else sm.device_put(x, mesh, P())
+            made(given).square().mean().backward()
+            plain(x).square().mean().backward()
+            for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
+                grad = p.grad.full_tensor() if isinstance(p, ShardedTensor) else p.grad
+                torch.testing.assert_close(grad, q.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+    on_mesh((2,), main)
+
+
+@pytest.mark.parametrize("styles", [_torch_styles, _by_pattern])
+def test_fullgraph_says_what_breaks_it(styles):
+    def main(mesh):
+        made = styles(model(), mesh)
+        made[0].compile(backend="eager", fullgraph=True)
+        x = torch.randn(4, 5, dtype=torch.float64)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"parallelize lays out a module's inputs|operators on ShardedTensors run"):
+            made(x if styles is _torch_styles else sm.device_put(x, mesh, P()))
+
+    on_mesh((2,), main)

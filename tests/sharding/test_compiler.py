@@ -1,0 +1,154 @@
+"""`torch.compile` of code on sharded tensors: right, with the library's own code as breaks in the graph."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from tests.sharding.ranks import on_mesh
+
+ORDERS = {
+    "Dynamo after us": "import shardmesh; assert 'torch._dynamo' not in sys.modules; import torch._dynamo",
+    "Dynamo before us": "import torch._dynamo, shardmesh",
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rules_are_set_whenever_dynamo_is_loaded(order):
+    checks = (
+        "from torch._dynamo import trace_rules\n"
+        "from shardmesh.sharding import dispatch, compiler\n"
+        "from shardmesh.mesh import group\n"
+        "assert trace_rules.check(dispatch.wrap) and trace_rules.check(group.Group.all_reduce)\n"
+        "assert not any(type(finder).__name__ == '_WhenLoaded' for finder in sys.meta_path)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", f"import sys\n{ORDERS[order]}\n{checks}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def arithmetic(x, w):
+    return (x @ w).relu().sum()
+
+
+def attributes(x, w):
+    y = x @ w
+    if y.shape[0] > 2 and len(y) == y.size(0):
+        y = y * y.ndim
+    return y.redistribute(P()).sum() * y.numel()
+
+
+def in_place(x, w):
+    plain = (torch.ones(4) * 3).cos()
+    x = x.clone().add_(1.0)
+    return torch.cat([x, x @ w]).sum() * plain.sum()
+
+
+def parts(x, w):
+    return (x @ w).to_local().sin().sum() + x.unbind(1)[0].sum().item()
+
+
+def mapped(x, w):
+    @sm.shard_map(in_specs=(P("a"), P()), out_specs=P(), mesh=x.mesh)
+    def total(x, w):
+        return sm.psum((x @ w).square().sum(), "a")
+
+    return total(x, w)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("program", [arithmetic, attributes, in_place, parts, mapped])
+def test_a_compiled_function_is_right(program, backend):
+    def main(mesh):
+        found = []
+        compiled = torch.compile(program, backend=backend)
+        for f in (program, compiled, compiled):
+            torch.manual_seed(0)
+            x = sm.device_put(torch.randn(5, 4), mesh, P("a"))
+            w = sm.device_put(torch.randn(4, 4), mesh, P()).requires_grad_()
+            y = f(x, w)
+            y.backward()
+            found.append((y.item(), w.grad.full_tensor()))
+        for value, grad in found[1:]:
+            assert value == found[0][0]
+            assert torch.equal(grad, found[0][1])
+
+    on_mesh((2,), main)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [(lambda x: torch.relu(x), "operators on ShardedTensors run eagerly"), (lambda x: x @ x, "'ShardedTensor'")],
+    ids=["function", "operator"],
+)
+def test_fullgraph_says_why_it_cannot_be(program, says):
+    def main(mesh):
+        x = sm.device_put(torch.randn(4, 4), mesh, P("a"))
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=says):
+            torch.compile(program, backend="eager", fullgraph=True)(x)
+
+    on_mesh((2,), main)
+
+
+def test_plain_code_around_is_compiled():
+    def main(mesh):
+        sizes = []
+
+        def backend(graph, inputs):
+            sizes.append(len([node for node in graph.graph.nodes if node.op in ("call_function", "call_method")]))
+            return graph.forward
+
+        def program(x, t):
+            t = t.sin().cos().exp()
+            return x.to_local().sum() * t.sum()
+
+        x, t = sm.device_put(torch.randn(4, 4), mesh, P("a")), torch.randn(3)
+        assert torch.equal(torch.compile(program, backend=backend)(x, t), program(x, t))
+        return max(sizes, default=0)
+
+    assert on_mesh((1,), main)[0] >= 3
+
+
+# -- torch.jit.trace, torch.export -------------------------------------------------------------------------------------
+
+
+def _colwise(mesh):
+    return sm.parallelize(torch.nn.Linear(4, 4), mesh, {"": sm.colwise()})
+
+
+def _unit(mesh):
+    return sm.fully_shard(torch.nn.Linear(4, 4), mesh)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("make", [_colwise, _unit])
+def test_a_trace_is_refused(make):
+    """It would keep this rank's parameters as constants, and leave collectives out."""
+
+    def main(mesh):
+        made = make(mesh).requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace records neither .* sm.full_state_dict"):
+            torch.jit.trace(made, torch.ones(2, 4), check_trace=False)
+        assert made(torch.ones(2, 4)).shape == (2, 4), "afterwards the model works"
+
+    on_mesh((2,), main)
+
+
+@pytest.mark.parametrize("make", [_colwise, _unit])
+def test_an_export_is_refused(make):
+    def main(mesh):
+        with pytest.raises(RuntimeError, match=r"a ShardedTensor has no single piece of memory"):
+            torch.export.export(make(mesh), (torch.ones(2, 4),))
+
+    on_mesh((2,), main)
