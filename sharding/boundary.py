@@ -48,7 +48,7 @@ def from_local(
             `shape` is given, and take the values of replicas from the first one, whatever the others hold.
         shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
             so that uneven parts are right (see `shape_check`); parts that are not cut as `torch.chunk` cuts need placements with
-            `sizes`. (A rank outside the mesh is told no shape; it goes by its own tensor's, and by sizes.)
+            `sizes`. (A rank outside the mesh is told no shape; it takes all parts to be as its own tensor, or goes by sizes.)
         stride: the global strides, as torch asks for them beside `shape`. Each part has its own, so they say nothing here.
         grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
         shape_check: when ranks exchange shapes, without `shape`. True: the first time that this call is reached over these lines of the
@@ -90,7 +90,7 @@ def from_local(
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if grad_layout is layout.dual:  # the gradient arrives as it is
+    if grad_layout is layout.dual and not local_tensor.is_leaf:  # the gradient arrives as it is
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
     return ShardedTensor._make_guarded(_Enter.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
@@ -99,12 +99,15 @@ ShardedTensor.from_local = staticmethod(from_local)
 
 
 class _Enter(torch.autograd.Function):
-    """From local to sharded: nothing forward, the gradient's reduction backward."""
+    """From local to sharded: nothing forward, the gradient's reduction backward.
+
+    What comes out is no view for autograd, so that it may be written in place where the local tensor is a leaf, as in torch.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout) -> Tensor:
         ctx.layout, ctx.grad_layout = layout, grad_layout
-        return local.view_as(local)
+        return local.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

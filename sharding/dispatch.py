@@ -26,6 +26,7 @@ from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
+from .rules.aten import public_call
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .tensor import ShardedTensor
 
@@ -160,7 +161,8 @@ _PLAIN = object()  # in a key: a plain tensor that may count as replicated, see 
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
-    """A plain 0-d tensor is a number; any other plain tensor could mean anything, so it is an error outside of prepared modules.
+    """A plain 0-d tensor is a number, and one of one element is like one; any other could mean anything, so it is an error outside of
+    prepared modules.
 
     Raises:
         RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
@@ -172,7 +174,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         )
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
-    if plain_operands.may_replicate():
+    if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
         return _PLAIN
     return plain_operands.refuse(tensor, func)
 
@@ -195,6 +197,9 @@ def _decided(
     elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
         decision = Decision(func, (), False, None)
         decision.run = _on_wrappers
+    elif (public := public_call(func)) is not None:
+        decision = Decision(func, (), False, None)
+        decision.form, decision.run = public, _run_form
     elif kwargs.get("out") is not None:
         decision = Decision(func, (), False, None)
         decision.run = _into_out

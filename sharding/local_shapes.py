@@ -54,9 +54,9 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: b
     stated = _stated(spec, local.shape)
     Layout.of(mesh, spec, stated, local.dtype)  # what is wrong with the placements alone is said before anything moves
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
-    if not split or mesh.coordinate is None:
+    if not split:
         return stated
-    if check is False:
+    if check is False or mesh.coordinate is None:
         return _stated(spec, [n * mesh.size(axes) if axes else n for n, axes in zip(local.shape, spec.dims, strict=True)])
     group = mesh.group(split)
     shapes: _Shapes = group.agreed.setdefault(_Shapes, _Shapes())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..mesh.abstract_mesh import AbstractMesh
 from .layout import Layout
-from .spec import P, Placement, spec_to_placements
+from .spec import P, Placement, as_spec, spec_to_placements
 
 
 @dataclass(frozen=True, repr=False)
@@ -31,6 +31,26 @@ class NamedSharding:
     def is_fully_replicated(self) -> bool:
         """Whether every rank holds the whole tensor."""
         return all(self.mesh.size(axis) == 1 for axis in self.spec.axes)
+
+    def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
+        """Return whether both lay out a tensor of `ndim` dims alike, as JAX does: entries of None at the end and axes of one rank do not
+        count.
+
+        Raises:
+            ValueError: a spec has more entries than `ndim`, or names an axis that its mesh does not have.
+
+        Example:
+            >>> NamedSharding(mesh, P("dp")).is_equivalent_to(NamedSharding(mesh, P("dp", None)), 2)
+            True
+        """
+        return self.mesh == other.mesh and self._of(ndim) == other._of(ndim)
+
+    def _of(self, ndim: int) -> P:
+        """The spec with an entry for each dim, without the axes of one rank."""
+        spec, size = as_spec(self.spec, self.mesh.axis_names, ndim), self.mesh.size
+        dims = [tuple(axis for axis in axes if size(axis) > 1) for axes in spec.dims]
+        pending = {axis: kind for axis, kind in spec.unreduced if size(axis) > 1}
+        return P(*dims, unreduced=pending, sizes={axes: lengths for axes, lengths in spec.sizes if size(axes) > 1})
 
     def shard_shape(self, global_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the largest part of a tensor of `global_shape`.

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh
@@ -34,6 +35,7 @@ from .decide import name_of
 from .dtensor import is_dtensor
 from .layout import dtype_name
 from .prepared import is_prepared
+from .rules.registry import writes_first_operand
 from .spec import P
 from .tensor import ShardedTensor
 
@@ -157,11 +159,15 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
     if not plain or not sharded:
         return args, kwargs
     if not thread_state.implicit_replication:
-        if not may_replicate():
+        written = writes_first_operand(func) and args[0] is plain[0]
+        numbers = not written and all(is_one_element(x) for x in plain)
+        if not numbers and not may_replicate():
+            if written:
+                refuse(plain[0], func)
             return args, kwargs
         if any(x.is_meta for x in plain):
             refuse_without_value(func, sharded)
-        if not _check_replicated(func, plain, sharded):
+        if not numbers and not _check_replicated(func, plain, sharded):
             refuse(plain[0], func)
     return replicated_arguments(args, kwargs)
 
@@ -169,6 +175,11 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 def is_plain_operand(x: Any) -> bool:
     """Return whether this is a plain tensor that is not just a number."""
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and (x.ndim > 0 or x.requires_grad)
+
+
+def is_one_element(x: Tensor) -> bool:
+    """Return whether a plain tensor has one element and no gradient: it is taken as a number is, whatever its number of dims."""
+    return x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
 
 
 def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

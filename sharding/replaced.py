@@ -13,7 +13,7 @@ _registered: list[Any] = []
 
 def mark_replaced(old: Tensor) -> None:
     """Mark a parameter as replaced: an optimizer that steps it afterwards raises, instead of training nothing."""
-    old.__dict__[_REPLACED] = True
+    setattr(old, _REPLACED, True)
     if not _registered:
         _registered.append(register_optimizer_step_pre_hook(_check_parameters))
 
@@ -28,7 +28,7 @@ def _check_parameters(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for j, x in enumerate(group["params"]):
             if _REPLACED in x.__dict__:
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its module: a "
-                    "sharded one has its place; make the optimizer after fully_shard, data_parallel, parallelize and materialize, from "
-                    "model.parameters()"
+                    f"{type(optimizer).__name__}.step(): parameter {j} of group {i}, of shape {list(x.shape)}, is no longer in its "
+                    "module: a sharded one has its place; make the optimizer after fully_shard, data_parallel, parallelize and "
+                    "materialize, from model.parameters()"
                 )

@@ -38,6 +38,9 @@ class Cut(NamedTuple):
 class P:
     """A partition spec: for each tensor dim, the mesh axes that split it.
 
+    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they lay out a matrix alike.
+    `NamedSharding.is_equivalent_to` tells whether two do, and `==` of layouts, which have an entry for each dim.
+
     Attributes:
         dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is whole. Dims beyond the last
             entry are whole.

@@ -12,6 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from ..decide import Decision, decided, name_of
 from ..layout import Layout
 from ..spec import P, Partial, Placement, Replicate, Shard
+from .aten import public_names
 from .blocks import layout_of
 from .custom import operands_in
 from .engine import PENDING, REPLICATED, SPLIT, CannotKeep, State, axis_order, move_price
@@ -19,9 +20,6 @@ from .registry import FORMS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 Choice = tuple[tuple[State, ...], tuple[State, ...]]  # what one axis does to the results, and to the operands
-
-# aten operators that have no public function of their own name, and the one that is made of them.
-_PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax"}
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:
@@ -72,18 +70,13 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, name) for name in op.overloads()]
     if not str(packet).startswith("aten."):
         return [packet, *overloads]
-    public = list(functions(*_public_names(packet.__name__)))
+    public = list(functions(*public_names(packet.__name__)))
     if not public:
         raise ValueError(
             f"register_sharding({op}): no public function of torch has this name, and shardings are those of the functions that a "
             "program calls; name the function, as in register_sharding(torch.softmax)"
         )
     return [packet, *overloads, *public]
-
-
-def _public_names(name: str) -> tuple[str, ...]:
-    name = _PUBLIC_NAMES.get(name, name)
-    return (f"__i{name[:-1]}__", name) if name.endswith("_") else (f"__{name}__", name)
 
 
 def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:

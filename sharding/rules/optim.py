@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..cache import keep
 from ..dispatch import check_bases, known_local
@@ -195,3 +196,14 @@ def _register_by_element() -> None:
 
 
 _register_by_element()
+
+
+def _step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Have ASGD step tensor by tensor: over lists it makes numbers on the device that C++ sees, which for a wrapper is "meta"."""
+    if isinstance(optimizer, torch.optim.ASGD):
+        for group in optimizer.param_groups:
+            if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):
+                group["foreach"] = False
+
+
+register_optimizer_step_pre_hook(_step_one_by_one)

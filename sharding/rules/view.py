@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -48,7 +48,22 @@ def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
                     name = f"f{len(sizes)}"
                     place[d], sizes[name] = (name,), shape[d]
                     whole.add(name)
+    for d, other in _single_pairs(before, after):
+        name = f"f{len(sizes)}"
+        left[d] = right[other] = (name,)
+        sizes[name] = 1
     return left, right, sizes, whole
+
+
+def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Dims of size 1 that stay: those that stand between the same elements on both sides, from the first on."""
+    remaining: dict[int, list[int]] = {}
+    for d, n in enumerate(after):
+        if n == 1:
+            remaining.setdefault(math.prod(after[:d]), []).append(d)
+    for d, n in enumerate(before):
+        if n == 1 and remaining.get(math.prod(before[:d])):
+            yield d, remaining[math.prod(before[:d])].pop(0)
 
 
 def _factor_empty(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:

@@ -215,6 +215,25 @@ def _(mesh):
     _same(coming.wait(), numbers(4))
 
 
+@difference("`fill_` of a pending value")
+def _(mesh):
+    with pytest.raises(ValueError, match="would have to change its layout"):
+        sm.DTensor.from_local(torch.ones(3), mesh, [Partial()]).fill_(1.0)
+
+
+@difference("a plain tensor of one element that requires grad, beside a sharded one")
+def _(mesh):
+    with pytest.raises(RuntimeError, match="mixes a plain tensor"):
+        place(mesh, numbers(5), Shard(0)) * torch.ones(1, requires_grad=True)
+
+
+@difference("`init_device_mesh` over fewer ranks than there are")
+def _(mesh):
+    with pytest.raises(RuntimeError, match=r"needs 2 ranks, but the world has 4.*DeviceMesh\("):
+        sm.init_device_mesh(DEVICE, (2,))
+    assert sm.DeviceMesh(DEVICE, [0, 1]).size() == 2
+
+
 @difference("`distribute_tensor` of a tensor that is sharded")
 def _(mesh):
     assert sm.distribute_tensor(place(mesh, numbers(4), Shard(0)), mesh, [Replicate()]).placements == (Replicate(),)

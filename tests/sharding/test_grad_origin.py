@@ -17,7 +17,7 @@ from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_e
 SHAPE = (5, 6)
 SPECS = [P(), P("a"), P(None, "a"), P(unreduced={"a"})]
 KEPT = SPECS[:3]
-STEPS = ["move", "move", "tanh", "mix", "linear", "out and in", "part"]
+STEPS = ["move", "move", "tanh", "mix", "row", "linear", "out and in", "part"]
 
 
 def tensor(seed: int, *shape: int) -> torch.Tensor:
@@ -58,6 +58,8 @@ class Program:
             return F.linear(x, w, b)
         if name == "mix":
             return x * 0.7 + other
+        if name == "row":
+            return x + other.mean(0, keepdim=True)
         if name == "tanh" or not sharded:
             return self.alone(x)
         if name == "out and in":

@@ -30,7 +30,8 @@ MIXED = {
     "indexed": lambda x: X[x.long()],
     "setitem": lambda x: X.clone().__setitem__(slice(None), x),
     "where": lambda x: torch.where(X > 0, x, 0.0),
-    "one element": lambda x: x + torch.ones(1, dtype=X.dtype),
+    "one element that requires grad": lambda x: x + torch.ones(1, dtype=X.dtype, requires_grad=True),
+    "into one element": lambda x: torch.ones(1, dtype=X.dtype).add_(x.sum()),
     "foreach": lambda x: torch._foreach_add([x], [X]),
     "out": lambda x: torch.add(x, x, out=X.clone()),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +33,25 @@ def losses_and_result(params, optimizer, steps=4):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         losses.append(loss.item())
     return losses
+
+
+OPTIMIZERS = [one for one in vars(torch.optim).values() if isinstance(one, type) and "foreach" in inspect.signature(one).parameters]
+
+
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+def test_every_optimizer_of_torch_with_and_without_foreach(make, foreach):
+    plain = [p.requires_grad_() for p in parameters()]
+    expected = losses_and_result(plain, make(plain, foreach=foreach))
+
+    def program(mesh):
+        params = [nn.Parameter(sm.device_put(p, mesh, spec)) for p, spec in zip(parameters(), next(iter(PLACES.values())), strict=True)]
+        losses = losses_and_result(params, make(params, foreach=foreach))
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+        for p, q in zip(params, plain, strict=True):
+            torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-6, atol=1e-6)
+
+    on_mesh((2, 2), program)
 
 
 @pytest.mark.parametrize("where", PLACES)

@@ -8,6 +8,7 @@ Everything is worked out and checked before the first parameter is touched.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -83,7 +84,7 @@ def parallelize_module(
     Args:
         module: any module.
         device_mesh: a mesh, of one axis where inputs are plain tensors; by default that of `set_mesh`.
-        parallelize_plan: patterns of module paths with their styles, or one style; torch's or ours.
+        parallelize_plan: patterns of module paths with their styles, or one style; torch's or ours. None does nothing, with a warning.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -95,7 +96,8 @@ def parallelize_module(
         >>> sm.parallelize_module(model, mesh["tp"], {"layers.*.up": sm.ColwiseParallel(), "layers.*.down": sm.RowwiseParallel()})
     """
     if parallelize_plan is None:
-        raise TypeError("parallelize_module takes a style, or a dict of patterns and styles, as its plan; got None")
+        warnings.warn("parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles", stacklevel=2)
+        return module
     plan = parallelize_plan if isinstance(parallelize_plan, Mapping) else {"": parallelize_plan}
     return apply_plan(module, given_or_current(device_mesh), plan, src_data_rank, _parts_match, rest=False)
 

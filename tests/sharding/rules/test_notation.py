@@ -94,10 +94,10 @@ def test_only_the_dims_that_clash_are_whole():
     assert whole == {f for dim in (*before[1:3], *after[1:3]) for f in dim}
 
 
-def test_dims_of_one_have_no_factors():
-    before, after, _, _ = factor_shapes((1, 4, 1), (4, 1))
-    assert before == [(), after[0], ()]
-    assert after[1] == ()
+def test_dims_of_one_have_a_factor_where_they_stay():
+    before, after, sizes, _ = factor_shapes((1, 4, 1), (4, 1))
+    assert before == [(), *after]
+    assert [sizes[name] for (name,) in after] == [4, 1]
 
 
 def test_without_elements_only_leading_dims_are_followed():

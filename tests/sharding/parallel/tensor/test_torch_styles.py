@@ -302,8 +302,13 @@ def test_layouts_that_are_not_as_many():
 
 
 def test_no_plan():
-    text = same_error((2,), lambda mesh: parallelize_module(nn.Linear(4, 4), mesh), TypeError)
-    assert text == "parallelize_module takes a style, or a dict of patterns and styles, as its plan; got None"
+    def program(mesh):
+        module = nn.Linear(4, 4)
+        with pytest.warns(UserWarning, match="parallelize_module without a plan does nothing"):
+            assert parallelize_module(module, mesh) is module
+        assert not isinstance(module.weight, sm.ShardedTensor)
+
+    on_mesh((2,), program)
 
 
 def test_a_style_that_the_module_does_not_fit():

@@ -1,0 +1,177 @@
+"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each is run as the public function of its name.
+
+So the rules of public functions hold for them. Which function that is, and how its arguments are passed, is read from names and
+from the operator's schema; `_TRANSLATED` has the few that have no public function of their own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._ops import OpOverload, OpOverloadPacket
+
+from .registry import FORMS, HANDLERS, RULES, functions
+
+# Operators that have no public function of their own name, and the one that is made of them.
+_PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "reshape", "_local_scalar_dense": "item"}
+_PUBLIC_NAMES |= {f"adaptive_max_pool{n}d": f"adaptive_max_pool{n}d_with_indices" for n in (2, 3)}
+_PREFIXES = {"linalg_": torch.linalg, "special_": torch.special, "fft_": torch.fft}
+_REDUCTIONS = ("none", "mean", "sum")  # as aten numbers them
+
+
+def public_names(name: str) -> tuple[str, ...]:
+    """The names under which programs call the operator of aten with this name."""
+    name = _PUBLIC_NAMES.get(name, name)
+    return (f"__i{name[:-1]}__", name) if name.endswith("_") else (f"__{name}__", name)
+
+
+def public_call(op: Any) -> Callable[..., Any] | None:
+    """A function of the operator's own arguments that calls the public one; None for what is no operator of aten.
+
+    Raises:
+        NotImplementedError: no public function does what the operator does.
+    """
+    if not isinstance(op, OpOverload | OpOverloadPacket) or op in RULES or op in FORMS:
+        return None
+    return _call_of(op) if str(op).startswith("aten.") else None
+
+
+@cache
+def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
+    name = (op.overloadpacket if isinstance(op, OpOverload) else op).__name__
+    if name not in _TRANSLATED and _public(name) is None and _public(name.removesuffix("_")) is None:
+        raise _unknown(op)
+    return partial(_run_overload, op) if isinstance(op, OpOverload) else partial(_run_packet, op)
+
+
+def _unknown(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
+    return NotImplementedError(
+        f"torch.ops.{op} has no public function of torch that does the same, and operators on ShardedTensors are known by those: "
+        "call the function that your program means, or call the operator on this rank's part, x.to_local(), and wrap the result "
+        "with ShardedTensor.from_local"
+    )
+
+
+def _run_packet(packet: OpOverloadPacket, *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    return _run_overload(getattr(packet, overload), *args, **kwargs)
+
+
+def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    name, several = op.overloadpacket.__name__, len(op._schema.returns)
+    named = dict(zip([argument.name for argument in op._schema.arguments], args, strict=False)) | kwargs
+    if name in _TRANSLATED:
+        return _TRANSLATED[name](**named)
+    public = _public(name, any(argument.name == "reduction" for argument in op._schema.arguments))
+    if public is None:  # `silu_`: values are computed elsewhere and written
+        result = _run_public(op, _public(name.removesuffix("_")), named)
+        if result.shape != named["self"].shape:
+            raise _unknown(op)
+        return named["self"].copy_(result)
+    result = _run_public(op, public, named)
+    if several > 1 and not (isinstance(result, tuple) and len(result) == several):
+        raise _unknown(op)
+    return result
+
+
+@cache
+def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
+    """The public function of this name: one in the operator table, or else one of torch's own in C++ that writes no operand.
+
+    With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in C++ and words in Python.
+    """
+    found = list(_candidates(name))
+    known = [func for func in found if func in HANDLERS or func in FORMS or func in RULES]
+    known.sort(key=lambda func: in_python and not inspect.isfunction(func))
+    others = [func for func in found if not inspect.isfunction(func) and not name.endswith("_")]
+    return next(iter((*known, *others)), None)
+
+
+def _candidates(name: str) -> Iterator[Callable[..., Any]]:
+    yield from functions(*reversed(public_names(name)))
+    owners = [(owner, name.removeprefix(prefix)) for prefix, owner in _PREFIXES.items() if name.startswith(prefix)]
+    for owner, own_name in (*owners, (torch._C._nn, name)):  # type: ignore[attr-defined]
+        func = getattr(owner, own_name, None)
+        if func is not None:
+            yield func
+
+
+def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
+    """Call the public function with an operator's arguments: by name where it is written in Python, since orders differ there.
+
+    Raises:
+        NotImplementedError: it has no parameter for an argument.
+    """
+    if not inspect.isfunction(func):
+        return func(*_positional(op, named), **_by_name(op, named))
+    signature = inspect.signature(func)
+    first = next(iter(signature.parameters.values()))
+    if first.kind is first.VAR_POSITIONAL:
+        raise _unknown(op)
+    given = {first.name if name == "self" else name: value for name, value in named.items()}
+    if type(given.get("reduction")) is int:
+        given["reduction"] = _REDUCTIONS[given["reduction"]]
+    try:
+        signature.bind(**given)
+    except TypeError:
+        raise _unknown(op) from None
+    return func(**given)
+
+
+def _positional(op: OpOverload, named: dict[str, Any]) -> Sequence[Any]:
+    """The arguments up to the first that is left out or can be given by name only."""
+    out = []
+    for argument in op._schema.arguments:
+        if argument.kwarg_only or argument.name not in named:
+            break
+        out.append(named[argument.name])
+    return out
+
+
+def _by_name(op: OpOverload, named: dict[str, Any]) -> dict[str, Any]:
+    rest = list(named)[len(_positional(op, named)) :]
+    return {"input" if name == "self" else name: named[name] for name in rest if named[name] is not None}
+
+
+# -- operators without a public function of their own ------------------------------------------------------------------
+
+
+def _slice(self: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+    return self[(slice(None),) * (dim % self.ndim) + (slice(start, end, step),)]
+
+
+def _index(self: Any, indices: Sequence[Any]) -> Any:
+    return self[tuple(slice(None) if index is None else index for index in indices)]
+
+
+def _softmax(of: Callable[..., Any], self: Any, dim: int, half_to_float: bool = False) -> Any:
+    return of(self, dim, dtype=torch.float32 if half_to_float else None)
+
+
+def _embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
+    padding = None if padding_idx < 0 else padding_idx
+    return F.embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+
+
+def _to_copy(self: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    where = {} if device is None else {"device": device}
+    return self.to(dtype=self.dtype if dtype is None else dtype, copy=True, **where)
+
+
+_TRANSLATED: dict[str, Callable[..., Any]] = {
+    "_log_softmax": partial(_softmax, torch.log_softmax),
+    "_softmax": partial(_softmax, torch.softmax),
+    "_to_copy": _to_copy,
+    "alias": lambda self: self.view_as(self),
+    "embedding": _embedding,
+    "index": _index,
+    "lift_fresh": lambda self: self,
+    "slice": _slice,
+    "split": lambda self, split_size, dim=0: self.split(split_size, dim),
+}
