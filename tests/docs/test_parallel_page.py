@@ -93,6 +93,64 @@ def test_the_program_of_units():
     assert _ranks(3, program) == [3, 3, 3]
 
 
+def test_the_program_of_compiled_blocks():
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = nn.Module()
+        model.blocks = nn.ModuleList([Block(), Block()])
+        _run("block.compile(fullgraph=True)", {"sm": sm, "model": model, "mesh": mesh, "Block": Block})
+        model.blocks[0](torch.ones(2, 8)).sum().backward()
+        return len(units_in(model)), model.blocks[0].wq.weight.grad is not None
+
+    torch.compiler.reset()
+    assert _ranks(2, program) == [(3, True)] * 2
+
+
+def test_the_rows_that_it_shows():
+    """w_1 [5, 4] and w_2 [7, 4] on 3 ranks."""
+    shown = re.findall(r"w_\d \[(\d), 4\]: (P\(.*?\)}\))", PAGE)
+    assert len(shown) == 2
+
+    def program():
+        mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
+        model = nn.Sequential(*[nn.Linear(4, int(rows), bias=False) for rows, _ in shown])
+        sm.fully_shard(model, mesh)
+        return [x.spec.cuts[0] for x in model.parameters()]
+
+    assert _ranks(3, program)[0] == [eval(spec).cuts[0] for _, spec in shown]
+
+
+def test_the_plan():
+    config = models.Config()
+    inputs, targets = models.tokens()
+    expected = models.loss_of(models.gpt(config).to(DEVICE)(inputs), targets)
+
+    def program(mesh):
+        model = models.gpt(config).to(DEVICE)
+        _run("PLAN", {"sm": sm, "mesh": mesh, "heads": config.heads, "model": model})
+        placed = [sm.device_put(x, mesh, P("fsdp"), src_data_rank=None) for x in (inputs, targets)]
+        logits = model(placed[0])
+        assert logits.spec.dims[2] == ("tp",)
+        torch.testing.assert_close(models.loss_of(logits, placed[1]).full_tensor(), expected, rtol=1e-12, atol=0)
+
+    on_axes((2, 2), ("fsdp", "tp"), program)
+
+
+def test_the_program_of_sequences():
+    inputs, _ = models.tokens()
+    expected = models.gpt().to(DEVICE)(inputs).square().mean()
+
+    def program(mesh):
+        model = sm.parallelize(models.gpt().to(DEVICE), mesh, {}, src_data_rank=None)
+        ids = sm.device_put(inputs, mesh, P(None, "cp"), src_data_rank=None)
+        with collectives() as records:
+            found = _run("context_parallel(", {"sm": sm, "model": lambda ids: model(ids).square().mean(), "ids": ids})["loss"]
+        assert {record.op for record in records} == {"permute"}
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
+
+    on_axes((4,), ("cp",), program)
+
+
 def test_the_programs_of_hugging_face(tmp_path):
     tiny = pytest.importorskip("tests.models.tiny", reason="transformers is not installed", exc_type=ImportError)
     reference = tiny.model("llama")
