@@ -143,3 +143,16 @@ def _two_dims() -> None:
 
 def test_strided_shards_split_after_the_later_axes(world4: Pool) -> None:
     world4(_two_dims)
+
+
+def _back() -> None:
+    """The block of docs/from_dtensor.md."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    d: Any = theirs.distribute_tensor(numbers(8, 4), mesh, [theirs.Shard(0), theirs.Replicate()])
+    y = sm.distribute_tensor(d, mesh, [Shard(0), Shard(1)])  # type: ignore[arg-type]
+    back = theirs.DTensor.from_local(y.to_local(), y.mesh.to_torch(), [theirs.Shard(0), theirs.Shard(1)])
+    assert torch.equal(back.full_tensor(), numbers(8, 4))
+
+
+def test_and_back_to_torchs(world4: Pool) -> None:
+    world4(_back)
