@@ -37,7 +37,7 @@ def read_tensor(stored: Stored, piece: Piece, dtype: torch.dtype, into: Tensor |
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
-    elements = memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    elements = memoryview(x.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     tail = memoryview(bytearray(piece.length - start - len(elements)))
     _read_into(stored, piece, start, elements, tail)
     _check_crc(stored, piece, head[:start], elements, tail)

@@ -172,3 +172,28 @@ def test_torch_knows_the_type() -> None:
     before = len(torch_optimizer._global_optimizer_pre_hooks)
     optim_default.register()
     assert len(torch_optimizer._global_optimizer_pre_hooks) == before
+
+
+@pytest.mark.parametrize("inf_on", [None, 0, 1])
+def test_torchs_grad_scaler_with_a_fused_step(inf_on):
+    """An infinity on one rank skips the step on all."""
+
+    def train(x, weights):
+        optimizer, scaler = torch.optim.AdamW([x], lr=0.1, fused=True), torch.amp.GradScaler("cpu")
+        for _ in range(2):
+            scaler.scale((x * weights).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale()
+
+    def program(mesh):
+        values, weights = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.ones(4, 3)
+        if inf_on is not None:
+            weights[2 * inf_on] = float("inf")
+        plain, sharded = values.clone().requires_grad_(), sm.device_put(values, mesh, P("a")).requires_grad_()
+        assert train(plain, weights) == train(sharded, sm.device_put(weights, mesh, P("a")))
+        assert torch.equal(sharded.full_tensor(), plain)
+        assert torch.equal(plain, values) == (inf_on is not None)
+
+    on_mesh((2,), program)
