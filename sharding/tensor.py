@@ -26,6 +26,7 @@ from .spec import P, Placement, make_spec
 
 if TYPE_CHECKING:
     from .arrays import AddressableShard
+    from .sliced_from import SlicedFrom
 
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
@@ -46,6 +47,7 @@ class ShardedTensor(Tensor):
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
     _touched: int = 0  # how often `.data` was asked for or assigned: values may have been written unseen
+    _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None
     _arrived_grad: ShardedTensor | None
     from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show

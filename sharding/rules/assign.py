@@ -17,13 +17,14 @@ from torch import Tensor
 from ..dispatch import check_base
 from ..layout import Layout
 from ..spec import Cut, P
+from ..tensor import ShardedTensor
 from .blocks import layout_of, part_sizes, splits, splitting_axes
 from .index import expanded, index_names, patterns, selects
 from .masked import mask_of
 from .notation import Rule, einrule
 from .places import Part
 from .pointwise import is_operand
-from .registry import form, rule
+from .registry import form, handler, rule
 
 Write = Callable[[Tensor, tuple[Any, ...], Any], Any]
 
@@ -34,6 +35,13 @@ def _set(local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
 
 def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
     local.index_put_(tuple(e for e in entries if isinstance(e, Tensor)), value, accumulate)
+
+
+@handler("__setitem__")
+def _skip_written(input: Any, index: Any, value: Any) -> Any:
+    """The last step of `x[i] += y`, where the second has written to x already."""
+    source = value._sliced_from if type(value) is ShardedTensor else None
+    return None if source is not None and source.has_written(input, index, value) else NotImplemented
 
 
 # -- by numbers and slices ---------------------------------------------------------------------------------------------

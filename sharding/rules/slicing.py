@@ -10,7 +10,7 @@ communication now and an all_reduce, twice the bytes, in every operator that is 
 `split` and its kin move in one exchange together.
 
 Dims that are not split, or taken whole, are left to the rules, whose results are views. A slice that had to move is a copy:
-writing to it is refused.
+writing to it is refused, but for `x[i] += y`, see `sliced_from.py`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..dispatch import marked_as_copy
 from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
+from ..sliced_from import SlicedFrom
 from ..spec import P
 from .blocks import all_from_parts, evenly, from_parts, layout_of, part_sizes, resized, splits
 from .masked import mask_form
@@ -135,7 +136,13 @@ def _getitem(input: Tensor, index: Any) -> Callable[..., Any] | None:
         return mask_form(input, index)
     input[index]  # torch's own complaint comes before any of Python's
     found = sliced(input, entries)
-    return found and (lambda input, index: found(input))
+    return found and partial(_sliced_by_index, found)
+
+
+def _sliced_by_index(found: Callable[[Any], Any], input: Any, index: Any) -> Any:
+    out = found(input)
+    out._sliced_from = SlicedFrom(input, index)
+    return out
 
 
 def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
