@@ -261,7 +261,12 @@ class ShardedTensor(Tensor):
         """
         if _called_by(torch.nn.RNNBase.flatten_parameters):
             return 0
-        raise RuntimeError("a ShardedTensor has no single piece of memory; this rank's part has: x.to_local()")
+        raise RuntimeError(
+            "a ShardedTensor has no single piece of memory; this rank's part has: x.to_local(). To write a model for other "
+            "programs, use sm.save_safetensors(model, path), or give whole tensors: state = sm.full_state_dict(model) on every rank, "
+            "then on rank 0 model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
+            "load that state into a plain one"
+        )
 
     untyped_storage = storage = data_ptr  # type: ignore[assignment]
 

@@ -19,6 +19,7 @@ from ..tensor import ShardedTensor
 from .agree import agree, everyone, everywhere
 from .state import load_state_dict, state_dict
 from .stored import Entry, Stored
+from .ties import ties
 from .tree import PerRank, leaves, mapped, name_of, opened, structure_of
 from .wanted import Plain, Value, wanted
 
@@ -31,6 +32,7 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
 
     Args:
         state: a module, which stands for its `state_dict()`, or a tree as `save` takes it, such as `state_dict(model, optimizer)`.
+            Tied weights of a module are one tensor in the result, as in its `state_dict()`.
         rank: which rank gets it.
 
     Raises:
@@ -45,7 +47,16 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
     """
     world = current_world()
     _check_rank("full_state_dict", rank, world)
-    whole = mapped(opened(state), lambda _, leaf: whole_on(leaf, rank, world))
+    tied = ties(state)
+    first: dict[str, Any] = {}
+
+    def gathered(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = tied.get(name_of(path), name_of(path))
+        if name not in first:
+            first[name] = whole_on(leaf, rank, world)
+        return first[name]
+
+    whole = mapped(opened(state), gathered)
     return whole if world.rank == rank else {}
 
 

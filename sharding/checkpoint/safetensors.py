@@ -2,7 +2,8 @@
 
     length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | tensors, row-major
 
-The format is that of https://github.com/huggingface/safetensors; the library is not needed.
+The format is that of https://github.com/huggingface/safetensors; the library is not needed. A large model has several files and an index,
+`model.safetensors.index.json`, which names the file of each tensor. A tied weight is stored once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -24,11 +26,12 @@ from ...mesh.group import World, current_world
 from ..layout import Layout
 from ..tensor import ShardedTensor
 from .agree import CheckpointError, agree, everyone, everywhere
-from .files import Sink, sync_folder
+from .files import Sink, sync_folder, write_whole
 from .full import whole_on
 from .load import given, line_of
 from .reading import box_of
 from .stored import Entry, Stored
+from .ties import ties
 from .tree import leaves, mapped, name_of, opened
 from .wanted import Plain, Value, wanted
 
@@ -38,6 +41,8 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_INDEX = ".index.json"  # the end of an index file's name, after that of the file that it stands for
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -55,12 +60,15 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     """load_safetensors(path, like) -> a tree like `like`, of which each rank has read its own boxes. Every rank calls it.
 
     Args:
-        path: a file, or a folder: then all `*.safetensors` in it, as the parts of one model.
-        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module says itself what it needs, and gets it.
+        path: a file, an index (`model.safetensors.index.json`), or a folder: then the files that its index names, or all `*.safetensors`
+            in it if there is no index, as the parts of one model.
+        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module says itself what it needs, and gets it; of
+            its tied weights the files need only one.
 
     Raises:
         ValueError: a tensor that is not there, with near names, or with another shape or dtype; a leaf that is no tensor.
-        CheckpointError: a file is missing, or not in the format; names it. On every rank, the same text.
+        CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not in the file that the index names. The
+            text names the file, the same on every rank.
 
     Communication: two all_gathers of small objects over all ranks.
 
@@ -71,7 +79,7 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     world = current_world()
     group = everyone(world)
     found: list[tuple[Stored, dict[str, _Place]]] = []
-    everywhere(group, lambda: found.append(_headers(Path(path))))
+    everywhere(group, lambda: found.append(_headers(Path(path), ties(like))))
     ((stored, places),) = found
     tree = wanted(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
@@ -79,23 +87,73 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     return given(like, mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world)))
 
 
-def _headers(path: Path) -> tuple[Stored, dict[str, _Place]]:
-    """What is in the files.
+def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Place]]:
+    """Return what the files hold; `tied` are names that may be stored under another one.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: one is missing or damaged, or they contradict each other.
     """
+    entries: dict[str, Entry] = {}
+    places: dict[str, _Place] = {}
+    aliases: dict[str, str] = {}
+    files, indexed = _files(path)
+    for file in files:
+        header, data = _header(file)
+        aliases |= _aliases(header.pop("__metadata__", None))
+        for name, told in header.items():
+            if name in places:
+                raise CheckpointError(f"{name!r} is in {places[name].path} and in {file}; give the file, or the index, that is meant")
+            entries[name], places[name] = _entry(file, name, told, data), _Place(file, data + told["data_offsets"][0])
+    for name, file in indexed.items():
+        if name not in places or places[name].path != file:
+            raise CheckpointError(f"{file} has no {name!r}, which the index of {path} says it has; write the model again")
+    for group in [*_groups(aliases), *_groups(tied)]:
+        for kept in [name for name in group if name in entries][:1]:
+            for name in group:
+                entries.setdefault(name, entries[kept])
+                places.setdefault(name, places[kept])
+    return Stored(path, entries, {"dict": [[name, name] for name in entries]}, {}, None), places
+
+
+def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files that a path stands for, and which of them the index, if there is one, names for each tensor."""
+    indices = sorted(path.glob(f"*.safetensors{_INDEX}")) if path.is_dir() else [path] if path.name.endswith(_INDEX) else []
+    if len(indices) > 1:
+        raise CheckpointError(f"{path} has {len(indices)} indices, {[index.name for index in indices]}; give the path of one")
+    if indices:
+        weight_map = _weight_map(indices[0])
+        named = {name: indices[0].parent / file for name, file in weight_map.items()}
+        return sorted(set(named.values())), named
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
         raise CheckpointError(f"{path} has no *.safetensors files")
-    entries: dict[str, Entry] = {}
-    places: dict[str, _Place] = {}
-    for file in files:
-        header, data = _header(file)
-        for name, told in header.items():
-            if name != "__metadata__":
-                entries[name], places[name] = _entry(file, name, told, data), _Place(file, data + told["data_offsets"][0])
-    return Stored(path, entries, {"dict": [[name, name] for name in entries]}, {}, None), places
+    return files, {}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            return found
+        problem = "a file of its weight_map is not beside it"
+    except OSError as error:
+        problem = error.strerror
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = repr(error)
+    raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it is to have a weight_map, from names to files")
+
+
+def _aliases(metadata: Any) -> dict[str, str]:
+    """Return the tied names in a file's metadata, where `safetensors.torch.save_model` too writes the name that is stored."""
+    return {name: kept for name, kept in metadata.items() if name != "format"} if isinstance(metadata, dict) else {}
+
+
+def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
+    """Return the names that stand for one tensor, group by group."""
+    groups: dict[str, list[str]] = {}
+    for name, kept in aliases.items():
+        groups.setdefault(kept, [kept]).append(name)
+    return list(groups.values())
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
@@ -154,39 +212,86 @@ def _mapped(place: _Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0) -> None:
+def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, max_shard_size: int | str | None = None) -> None:
     """save_safetensors(tree, path): one file with whole tensors, written by `rank`, to which they come one after the other.
 
     Args:
         tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by dots. What is pending is reduced.
+            Tied weights of a module are written once, under the first name.
+        path: the file; or a folder that exists, for `model.safetensors` in it.
         rank: which rank writes. It holds one whole tensor at a time, the others none.
+        max_shard_size: the largest file, in bytes or as "5GB". A larger model has files `model-00001-of-00002.safetensors` and so on, and
+            `model.safetensors.index.json`, as HuggingFace writes them; a tensor is never cut. None for one file.
 
     Raises:
-        ValueError: a leaf that is no tensor, or of a dtype that the format does not have.
-        CheckpointError: the file could not be written; a file that had the name is as it was. On every rank, the same text.
+        ValueError: a leaf that is no tensor, or of a dtype that the format does not have; a size that is none.
+        CheckpointError: a file could not be written; files that had the names are as they were. On every rank, the same text.
 
     Communication: for each `ShardedTensor` as `full_state_dict`, then one all_gather of small objects over all ranks.
 
     Example:
         >>> sm.save_safetensors(model, "model.safetensors")
+        >>> sm.save_safetensors(model, "llama", max_shard_size="5GB")
     """
-    world, path = current_world(), Path(path)
-    tensors = _by_alignment({name_of(path): leaf for path, leaf in leaves(opened(tree))})
-    parts = chain([_header_of(tensors)], (_bytes_on(leaf, rank, world) for _, leaf in tensors))
+    world, path, tied = current_world(), Path(path), ties(tree)
+    tensors = {name: leaf for name, leaf in _named(tree) if name not in tied}
+    shards = _shards(tensors, _bytes_of(max_shard_size))
+    parts = [chain([_header_of(shard, tied)], (_bytes_on(leaf, rank, world) for leaf in shard.values())) for shard in shards]
 
     def write() -> None:
         if world.rank == rank:
-            _write(path, parts)
+            _write(path / "model.safetensors" if path.is_dir() else path, shards, parts)
         else:
-            deque(parts, 0)
+            deque(chain.from_iterable(parts), 0)
 
     everywhere(everyone(world), write)
 
 
-def _header_of(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
+def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree by name.
+
+    Raises:
+        ValueError: a leaf that cannot be written.
+    """
+    for path, leaf in leaves(opened(tree)):
+        name = name_of(path)
+        if not isinstance(leaf, Tensor):
+            raise ValueError(f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has tensors only: leave it out")
+        if leaf.dtype not in _NAMES:
+            raise ValueError(f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first")
+        yield name, leaf
+
+
+def _bytes_of(size: int | str | None) -> float:
+    """Return a size as a number: 5_000_000_000 of "5GB"."""
+    if size is None:
+        return math.inf
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMG]I?)?B)?", str(size).upper())
+    if match is None or isinstance(size, bool) or not float(match[1]):
+        raise ValueError(f'save_safetensors: max_shard_size={size!r} is not a size; give bytes, or such as "500MB", "5GB", "5GiB"')
+    return float(match[1]) * _UNITS[match[2] or ""]
+
+
+def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tensor]]:
+    """Return the tensors file by file, in order; in each file the largest elements first, so that each tensor is aligned."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = limit
+    for name, leaf in tensors.items():
+        size = leaf.numel() * leaf.dtype.itemsize
+        if size > room and shards[-1]:
+            shards.append({})
+            room = limit
+        shards[-1][name] = leaf
+        room -= size
+    return [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
+
+
+def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
     """The header and its length: padded, so that the data begin at a multiple of 8 bytes."""
-    header, at = {}, 0
-    for name, leaf in tensors:
+    aliases = {name: kept for name, kept in tied.items() if kept in tensors}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}  # transformers asks for this format
+    at = 0
+    for name, leaf in tensors.items():
         stop = at + leaf.numel() * leaf.dtype.itemsize
         header[name] = {"dtype": _NAMES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [at, stop]}
         at = stop
@@ -195,36 +300,51 @@ def _header_of(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _by_alignment(found: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """The largest elements first, so that each tensor begins at a multiple of its own.
-
-    Raises:
-        ValueError: a leaf that cannot be written.
-    """
-    for name, leaf in found.items():
-        if not isinstance(leaf, Tensor):
-            raise ValueError(f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has tensors only: leave it out")
-        if leaf.dtype not in _NAMES:
-            raise ValueError(f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first")
-    return sorted(found.items(), key=lambda item: -item[1].dtype.itemsize)
-
-
 def _bytes_on(leaf: Tensor, rank: int, world: World) -> Any:
     """A whole tensor's bytes on `rank`; nothing on the others, which take part."""
     whole = whole_on(leaf, rank, world)
     return b"" if whole is None or not whole.numel() else whole.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _write(path: Path, parts: Iterator[Any]) -> None:
-    beside = path.with_name(path.name + ".unfinished")
+def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]) -> None:
+    """Write every file beside its place, and only then give them their names; the index last."""
+    files = _shard_paths(path, len(shards))
+    beside = [file.with_name(file.name + ".unfinished") for file in files]
+    index = path.with_name(path.name + _INDEX)
     try:
-        with Sink(beside) as sink:
-            for part in parts:
-                sink.write(part)
-            sink.sync()
-        os.rename(beside, path)
+        for file, data in zip(beside, parts, strict=True):
+            with Sink(file) as sink:
+                for part in data:
+                    sink.write(part)
+                sink.sync()
+        index.unlink(missing_ok=True)
+        for unfinished, file in zip(beside, files, strict=True):
+            os.rename(unfinished, file)
+        _remove_others(path, files)
+        if len(files) > 1:
+            write_whole(index, _index_of(shards, files))
         sync_folder(path.parent)
     except OSError as error:
-        deque(parts, 0)  # the other ranks go on sending
-        beside.unlink(missing_ok=True)
+        deque(chain.from_iterable(parts), 0)  # the other ranks go on sending
+        for file in beside:
+            file.unlink(missing_ok=True)
         raise CheckpointError(f"{path} could not be written ({error.strerror or error}); a file that had the name is as it was") from error
+
+
+def _shard_paths(path: Path, count: int) -> list[Path]:
+    names = [f"{path.stem}-{i + 1:05d}-of-{count:05d}{path.suffix}" for i in range(count)]
+    return [path] if count == 1 else [path.with_name(name) for name in names]
+
+
+def _remove_others(path: Path, files: Sequence[Path]) -> None:
+    """Remove the files that an earlier save of this path, with another number of files, has left."""
+    shard = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix))
+    for file in sorted(path.parent.iterdir()):
+        if file not in files and (file.name == path.name or shard.fullmatch(file.name)):
+            file.unlink()
+
+
+def _index_of(shards: Sequence[Mapping[str, Tensor]], files: Sequence[Path]) -> bytes:
+    size = sum(leaf.numel() * leaf.dtype.itemsize for shard in shards for leaf in shard.values())
+    weight_map = {name: file.name for shard, file in zip(shards, files, strict=True) for name in shard}
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2).encode()

@@ -92,6 +92,74 @@ def test_a_folder_into_a_module(tmp_path):
             assert torch.equal(found[name], value)
 
 
+# 48, 24, 32 and 0 bytes
+SHARDED = {"a": torch.arange(12.0).reshape(4, 3), "n": torch.arange(3), "b": torch.ones(2, 2).double(), "none": torch.zeros(0, 2)}
+
+
+def _save(folder, **settings):
+    on_mesh((2,), lambda mesh: save_safetensors({name: place(mesh, x) for name, x in SHARDED.items()}, folder, **settings))
+
+
+def _check(path):
+    like = {name: torch.empty_like(x) for name, x in SHARDED.items()}
+    for found in on_mesh((2,), lambda mesh: load_safetensors(path, like)):
+        assert all(torch.equal(found[name], x) for name, x in SHARDED.items())
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 4), (48, 3), ("56B", 2), ("0.072KB", 2), ("1GiB", 1), (None, 1)])
+def test_files_of_a_largest_size(size, count, tmp_path):
+    _save(tmp_path, max_shard_size=size)
+    parts = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    expected = ["model.safetensors"] if count == 1 else [*parts, "model.safetensors.index.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+    _check(tmp_path)
+    if count > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": 104}
+        assert set(index["weight_map"].values()) == set(parts)
+        _check(tmp_path / "model.safetensors.index.json")
+
+
+def test_files_of_an_earlier_save_go(tmp_path):
+    """In any order of one file and several: what is left is one model."""
+    (tmp_path / "adapter.safetensors.txt").write_text("kept")
+    for size in (48, None, 56, 48):
+        _save(tmp_path / "model.safetensors", max_shard_size=size)
+        _check(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3 + 1 + 1
+
+
+def test_an_index_says_which_files_belong_to_the_model(tmp_path):
+    _save(tmp_path, max_shard_size=48)
+    write(tmp_path / "consolidated.safetensors", {"a": torch.zeros(4, 3)})
+    _check(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    text = same_error((2,), lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}), CheckpointError, silent=False)
+    assert "consolidated.safetensors" in text
+    assert "model-00001-of-00003.safetensors" in text
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ('{"weight_map": {"a": "model-00002-of-00003.safetensors"}}', "has no 'a'"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors cannot be read"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "cannot be read as the index"),
+        ('{"weight_map": 3}', "cannot be read as the index"),
+        ("[", "cannot be read as the index"),
+    ],
+)
+def test_a_wrong_index(index, words, tmp_path):
+    _save(tmp_path, max_shard_size=48)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert words in same_error((2,), lambda mesh: load_safetensors(tmp_path, {"a": torch.empty(4, 3)}), CheckpointError, silent=False)
+
+
+@pytest.mark.parametrize("size", [0, -1, "five", "5XB", True])
+def test_a_size_that_is_none(size, tmp_path):
+    assert "max_shard_size" in same_error((2,), lambda mesh: save_safetensors(SHARDED, tmp_path, max_shard_size=size), ValueError)
+
+
 @pytest.mark.parametrize(
     ("like", "words"),
     [
@@ -126,7 +194,8 @@ def test_what_the_format_does_not_have(leaf, tmp_path):
     assert "'a.b'" in same_error((2,), lambda mesh: save_safetensors({"a": {"b": leaf}}, tmp_path / "x"), ValueError)
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", [None, 3_000_000])
+def test_a_full_disk(size, tmp_path, monkeypatch):
     """The file that was there stays, and the ranks that only send do not hang."""
     path = tmp_path / "x.safetensors"
     write(path, {"x": torch.zeros(4, 3)})
@@ -138,7 +207,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", no_room)
 
     def program(mesh):
-        save_safetensors({str(i): place(mesh, torch.zeros(600_000)).redistribute(P("a")) for i in range(3)}, path)
+        save_safetensors({str(i): place(mesh, torch.zeros(600_000)).redistribute(P("a")) for i in range(3)}, path, max_shard_size=size)
 
     text = same_error((2,), program, CheckpointError, silent=False)
     assert "No space left on device" in text

@@ -1,0 +1,40 @@
+"""Tied weights: the names in a module's state that stand for one tensor.
+
+    {"embed.weight": w, "head.weight": w}        ties: {"head.weight": "embed.weight"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from .tree import Path, children, is_stateful, name_of
+
+
+def ties(tree: Any) -> dict[str, str]:
+    """Return, for each name of a module's tensor that has an earlier name too, that earlier name.
+
+    Only parameters and buffers of modules are compared, by identity: ranks that have no elements of a tensor come to the same answer.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in _tensors(tree, ()):
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            found[name] = kept
+    return found
+
+
+def _tensors(tree: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of the modules in a tree, by their names in its state, in that order."""
+    if isinstance(tree, nn.Module):
+        saved = tree.state_dict(keep_vars=True)
+        named = chain(tree.named_parameters(remove_duplicate=False), tree.named_buffers(remove_duplicate=False))
+        tensors = dict(named)
+        yield from ((name_of((*path, name)), tensors[name]) for name in saved if name in tensors)
+    elif not is_stateful(tree):
+        for key, child in children(tree) or ():
+            yield from _tensors(child, (*path, key))

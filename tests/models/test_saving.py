@@ -1,0 +1,96 @@
+"""Parallel models of Hugging Face written for programs that know nothing of shardmesh, and read again by `from_pretrained`."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+
+import shardmesh as sm
+from tests.models.tiny import IDS, model, spread
+
+transformers = pytest.importorskip("transformers")
+
+
+def _mesh():
+    return sm.init_device_mesh("cpu", (2, 2), axis_names=("fsdp", "tp"))
+
+
+def _same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])  # the head of GPT-2 is its embedding
+def test_save_pretrained(name, tmp_path):
+    def program():
+        made = spread(name, model(name), _mesh(), "fsdp+tp")
+        state = sm.full_state_dict(made)
+        if _mesh().get_rank() == 0:
+            made.save_pretrained(tmp_path, state_dict=state)
+
+    sm.simulate(4)(program)()
+    reference = model(name)
+    _same(type(reference).from_pretrained(tmp_path).state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("size", [None, "20KB"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_save_safetensors(name, size, tmp_path):
+    def program():
+        made = spread(name, model(name), _mesh(), "fsdp")
+        sm.save_safetensors(made, tmp_path, max_shard_size=size)
+
+    sm.simulate(4)(program)()
+    reference = model(name)
+    reference.config.save_pretrained(tmp_path)
+    assert (len(os.listdir(tmp_path)) > 2) == (size is not None)
+    _same(type(reference).from_pretrained(tmp_path, dtype=torch.float64).state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("size", ["50GB", "20KB"])
+def test_files_of_save_pretrained(name, size, tmp_path):
+    """Without the tied weights, and with an index where there are several."""
+    reference = model(name)
+    reference.save_pretrained(tmp_path, max_shard_size=size)
+
+    def program():
+        made = spread(name, model(name), _mesh(), "fsdp")
+        for x in made.parameters():
+            x.data.zero_()
+        return sm.full_state_dict(sm.load_safetensors(tmp_path, made))
+
+    _same(sm.simulate(4)(program)()[0], reference.state_dict())
+
+
+def test_adapters(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        torch.manual_seed(0)
+        return peft.get_peft_model(model("llama"), peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+    def program():
+        made = adapted()
+        sm.fully_shard(made, _mesh(), axes="fsdp", units=type(made.base_model.model.model.layers[0]))
+        state = sm.full_state_dict(made)
+        if _mesh().get_rank() == 0:
+            made.save_pretrained(tmp_path, state_dict=state)
+
+    sm.simulate(4)(program)()
+    back = peft.PeftModel.from_pretrained(model("llama"), tmp_path).eval()
+    torch.testing.assert_close(back(input_ids=IDS).logits, adapted().eval()(input_ids=IDS).logits, rtol=1e-6, atol=1e-7)
+
+
+def test_what_asks_for_memory_is_told_how_to_save(tmp_path):
+    def program():
+        made = spread("llama", model("llama"), _mesh(), "fsdp")
+        for save in (made.save_pretrained, lambda path: torch.export.export(copy.deepcopy(made), (IDS,))):
+            with pytest.raises(RuntimeError, match=r"sm\.save_safetensors\(model, path\).*sm\.full_state_dict\(model\)"):
+                save(tmp_path)
+
+    sm.simulate(4)(program)()
