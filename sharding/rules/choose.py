@@ -22,7 +22,17 @@ from torch import Tensor, return_types
 
 from ..layout import Layout
 from ..spec import Cut, P
-from .blocks import all_from_parts, all_splitting_axes, layout_of, part_sizes, resized, settled, splits, whole
+from .blocks import (
+    all_from_parts,
+    all_splitting_axes,
+    check_by_torch,
+    layout_of,
+    part_sizes,
+    resized,
+    settled,
+    splits,
+    whole,
+)
 from .extreme import extreme_of_all
 from .notation import Rule
 from .pointwise import broadcast, is_operand
@@ -189,6 +199,28 @@ def _argsort(input: Tensor, dim: int = -1, descending: bool = False, stable: boo
 @rule("msort")
 def _msort(input: Tensor) -> Rule:
     return along(input, 0)
+
+
+def _sorted_form(func: Callable[..., Any], fixed: int | None, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+    """The result is split as the operand is: every rank sorts the whole dim, and keeps its part."""
+    dim = fixed if fixed is not None else kwargs["dim"] if "dim" in kwargs else args[0] if args else -1
+    if not _is_split(input, dim):
+        return None
+    check_by_torch(func, input, *args, **kwargs)
+    layout = layout_of(input)
+    spec, dim = layout.spec.with_unreduced({}), dim % input.ndim
+    gathered = P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(spec.cuts)], {})
+
+    def run(input: Any, *args: Any, **kwargs: Any) -> Any:
+        found = func(input.redistribute(gathered), *args, **kwargs)
+        parts = [x.redistribute(spec) for x in (found if isinstance(found, tuple) else (found,))]
+        return return_types.sort(parts) if isinstance(found, tuple) else parts[0]
+
+    return run
+
+
+for _func, _dim in ((torch.sort, None), (torch.argsort, None), (torch.msort, 0)):
+    form(_func.__name__)(partial(_sorted_form, _func, _dim))
 
 
 @rule("kthvalue")

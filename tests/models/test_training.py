@@ -11,7 +11,21 @@ import pytest
 import torch
 
 import shardmesh as sm
-from tests.models.tiny import IDS, MODELS, gpt2, loss_of, mesh_for, model, rows, same, spread, train, whole
+from tests.models.tiny import (
+    IDS,
+    MODELS,
+    gpt2,
+    loss_of,
+    mesh_for,
+    mixtral,
+    model,
+    qwen3_moe,
+    rows,
+    same,
+    spread,
+    train,
+    whole,
+)
 
 EXACT = 1e-10
 # Llama's norms and Mixtral's router round to float32 what tensor parallelism adds up in another order in float64.
@@ -105,3 +119,28 @@ def test_clipping_by_norm_with_plain_rows():
     loss_of(made, IDS).backward()
     expected = torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0).item()
     assert sm.simulate(4)(program)() == pytest.approx([expected] * 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+@pytest.mark.filterwarnings("error:.*no sharding rule")
+def test_experts_by_grouped_products(make):
+    """The models' own choice of kernel, which takes no float64; router losses count tokens over all ranks."""
+
+    def made():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            found = make(output_router_logits=True)
+        found.config._experts_implementation = "grouped_mm"
+        return found
+
+    def program():
+        mesh = mesh_for("fsdp")
+        return train(spread("", made(), mesh, "fsdp"), rows(mesh, True), _loss_with_router)
+
+    expected = train(made(), IDS, _loss_with_router)
+    for found in sm.simulate(4)(program)():
+        same(found, expected, 1e-5)
+
+
+def _loss_with_router(made, ids):
+    return made(input_ids=ids, labels=ids, use_cache=False).loss

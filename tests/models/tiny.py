@@ -36,6 +36,11 @@ def mixtral(**options: Any) -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
+def qwen3_moe(**options: Any) -> nn.Module:
+    moe = {"moe_intermediate_size": 16, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SIZES | _HEADS | moe | options))
+
+
 MODELS: dict[str, Callable[..., nn.Module]] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
 PLANS: dict[str, Any] = {
     "llama": "auto",

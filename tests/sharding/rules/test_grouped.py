@@ -59,6 +59,20 @@ def test_rows_after_the_last_group_leave_no_gradient(mesh):
     assert torch.equal(rows.grad.full_tensor()[40:], torch.zeros(30, 40))
 
 
+@every_rank(3)
+def test_sorting_rows_by_their_group_leaves_them_split(mesh):
+    """So each rank multiplies its share of the rows."""
+    numbers = torch.arange(70) * 7 % 3
+    groups, order = sm.distribute_tensor(numbers, mesh, P("a"), src_data_rank=None).sort(stable=True)
+    assert groups.spec == order.spec == P("a")
+    ends = groups.float().histc(3, 0, 2).cumsum(0, dtype=torch.int32)
+    rows, matrices = (sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in ((ROWS, P("a")), (MATRICES, P())))
+    y = F.grouped_mm(rows[order], matrices, offs=ends)
+    assert y.spec == P("a", None)
+    expected = torch.stack([ROWS[i] @ MATRICES[numbers[i]] for i in numbers.argsort(stable=True)])
+    torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_what_the_device_refuses():
     text = same_error((3,), lambda mesh: _product(mesh, P("a"), P(), torch.float64), RuntimeError)
     assert "float64" in text
