@@ -13,6 +13,9 @@ Times are medians, ratios of times medians of the rounds' ratios. "CPU" is what 
 it is no longer for what others did on the machine meanwhile. Calls, bytes received and memory are the most of any rank; how they are
 counted, see train_counts.py. "at rest" is what is held between steps. "compiled" is with each block under torch.compile (Inductor); calls,
 bytes and memory are those of a step that is not compiled.
+
+All make `torch.optim.AdamW(model.parameters())`. What that does by default is part of what is measured: on the CPU torch takes the loop for
+plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/rules/optim_default.py).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..mesh.source import user_line
 from . import random
 from .cache import keep
+from .device_result import device_result
 from .layout import Layout, told_apart
 from .rules.engine import CannotKeep, assign
 from .rules.notation import Dim, NoMatch, Rule
@@ -222,9 +223,10 @@ def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any]
             return func(*args, **kwargs)
     except RuntimeError as error:
         unknown = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
-        if made is not None or not unknown:
+        found = None if made is None else device_result(func, made, args, kwargs)
+        if found is None and (made is not None or not unknown):
             raise
-        return None
+        return found
 
 
 _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype of its result

@@ -27,6 +27,7 @@ from .layout import Layout
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
 from .rules.aten import public_call
+from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .tensor import ShardedTensor
 
@@ -189,7 +190,10 @@ def _decided(
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
-    if any(k is _PLAIN for k in key):
+    if has_tensor_as_number(func, kwargs):
+        decision = Decision(func, (), False, None)
+        decision.run = _run_with_numbers
+    elif any(k is _PLAIN for k in key):
         if not operands:
             plain_operands.refuse(next(filter(plain_operands.is_plain_operand, plain_operands.tensors_in((*args, *kwargs.values())))), func)
         decision = Decision(func, (), False, None)
@@ -230,6 +234,10 @@ def _settled(decision: Decision) -> Decision:
 def _run_beside_plain(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     args, kwargs = plain_operands.replicated(decision.func, args, kwargs)
     return torch_function(ShardedTensor, decision.func, (), args, kwargs)
+
+
+def _run_with_numbers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_function(ShardedTensor, decision.func, (), args, with_numbers(decision.func, kwargs))
 
 
 def _moved(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,12 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def read_piece(path: Path, offset: int, length: int) -> bytearray:
-    """`length` bytes from `offset`, fewer where the file ends."""
-    data = bytearray(length)
-    view, done = memoryview(data), 0
+def read_into(path: Path, offset: int, views: Iterable[memoryview]) -> int:
+    """Fill the views, one after the other, with a file's bytes from `offset`; return how many there were, fewer where it ends."""
+    done = 0
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
-        while done < length:
-            got = file.readinto(view[done:])
-            if not got:
-                break
-            done += got
-    view.release()
-    del data[done:]
-    return data
+        for view in views:
+            while view and (got := file.readinto(view)):
+                view, done = view[got:], done + got
+    return done

@@ -18,8 +18,9 @@ from ..layout import Layout
 from ..tensor import ShardedTensor
 from . import folder as folders
 from .agree import CheckpointError, agree, everyone, everywhere
+from .pieces import value_of
 from .placing import own_name
-from .reading import Loaded, box_of, read, readings, value_of
+from .reading import Loaded, box_of, read, readings
 from .stored import Stored, check_whole, parse, read_index
 from .tree import Followed, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
 from .wanted import Plain, Value, wanted

@@ -9,8 +9,6 @@ the others wait for it.
 
 from __future__ import annotations
 
-import io
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +20,8 @@ from torch import Tensor
 from ...kernels.box import Box, box_origin, box_shape, box_size, full_box, intersect, slices
 from ...mesh.group import Group
 from ..layout import Layout
-from . import files
-from .agree import CheckpointError, everywhere
+from . import pieces
+from .agree import everywhere
 from .stored import Piece, Stored
 
 ROUND_BYTES = 256 << 20  # read by a node before its ranks exchange what they have
@@ -55,6 +53,14 @@ class Loaded:
     boxes: dict[str, Box]
     tensors: dict[str, Tensor]
     values: dict[str, bytes] = field(default_factory=dict)
+
+    def memory_of(self, reading: Reading, rank: int) -> Tensor | None:
+        """Where a piece goes that this rank needs all of, if it can be read there: one block of host memory."""
+        box, name = reading.parts.get(rank), reading.piece.name
+        if box is None or box != reading.piece.box:
+            return None
+        place = self.tensors[name][slices(box, box_origin(self.boxes[name]))]
+        return place if place.device.type == "cpu" and place.is_contiguous() else None
 
     def put(self, reading: Reading, rank: int, data: Tensor) -> None:
         """A part arrives: a box of a tensor, or the bytes of a value."""
@@ -161,14 +167,22 @@ def _read_mine(
         raise failure
     for reading in these:
         if reading.reader == rank:
-            data = _data(stored, reading)
+            memory = loaded.memory_of(reading, rank)
+            data = _data(stored, reading, memory)
             for place, other in enumerate(ranks):
-                if other in reading.parts:
+                if other in reading.parts and not (other == rank and data is memory):
                     part = _part(data, reading, other)
                     if other == rank:
                         loaded.put(reading, rank, part)
                     else:
                         sends[place].append(part.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _data(stored: Stored, reading: Reading, into: Tensor | None) -> Tensor:
+    """A piece as a tensor, `into` if it could be read there; of a value, its bytes."""
+    if reading.dtype is None:
+        return torch.frombuffer(bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8)
+    return pieces.read_tensor(stored, reading.piece, reading.dtype, into)
 
 
 def _part(data: Tensor, reading: Reading, rank: int) -> Tensor:
@@ -196,55 +210,3 @@ def _as_box(data: Tensor, reading: Reading, rank: int) -> Tensor:
     if box is None or reading.dtype is None:
         return data
     return data.clone().view(reading.dtype).reshape(box_shape(box))  # a copy, since a view may not begin between its elements
-
-
-def _data(stored: Stored, reading: Reading) -> Tensor:
-    """A piece as a tensor; of a value, its bytes.
-
-    Raises:
-        CheckpointError: it is not what was written.
-    """
-    piece = reading.piece
-    data = _checked(stored, piece)
-    if piece.box is None:
-        return torch.frombuffer(data, dtype=torch.uint8)
-    found: Callable[[], Any] = partial(torch.load, io.BytesIO(data), map_location="cpu", weights_only=True)
-    x = _unpacked(stored, piece, found)
-    if not isinstance(x, Tensor) or x.dtype != reading.dtype or tuple(x.shape) != box_shape(piece.box):
-        raise CheckpointError(_damaged(stored, piece, f"it has {type(x).__name__} {getattr(x, 'shape', '')} in the place of {piece.box}"))
-    return x
-
-
-def _checked(stored: Stored, piece: Piece) -> bytearray:
-    path, size = stored.folder / piece.file, stored.sizes.get(piece.file)
-    try:
-        data = files.read_piece(path, piece.offset, piece.length)
-    except OSError as error:
-        raise CheckpointError(f"{path}, which has part of {piece.name!r}, cannot be read ({error.strerror}); load another step") from error
-    if len(data) < piece.length:
-        has = f"it has {path.stat().st_size} bytes" + ("" if size is None else f" of {size}")
-        raise CheckpointError(_damaged(stored, piece, has))
-    if piece.crc is not None and (crc := zlib.crc32(data)) != piece.crc:
-        where = f"{piece.offset}:{piece.offset + piece.length}"
-        raise CheckpointError(_damaged(stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"))
-    return data
-
-
-def _damaged(stored: Stored, piece: Piece, how: str) -> str:
-    return f"{stored.folder / piece.file}, which has part of {piece.name!r}, is damaged: {how}; load another step"
-
-
-def _unpacked(stored: Stored, piece: Piece, load: Callable[[], Any]) -> Any:
-    try:
-        return load()
-    except Exception as error:
-        raise CheckpointError(_damaged(stored, piece, f"torch.load says {error}")) from error
-
-
-def value_of(stored: Stored, name: str, data: bytes) -> Any:
-    """A value that is no tensor, from its bytes.
-
-    Raises:
-        CheckpointError: it is not one that is read without running code that the file names.
-    """
-    return _unpacked(stored, stored.entries[name].pieces[0], partial(torch.load, io.BytesIO(data), weights_only=True))

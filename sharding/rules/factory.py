@@ -81,6 +81,13 @@ def _register_new(name: str, fill: Callable[..., Any]) -> None:
         return out.requires_grad_() if requires_grad else out
 
 
+@handler("new")
+def _new(input: Any, *size: Any, device: Any = None) -> Any:
+    """torch's old name of `new_empty`, where it is given a shape."""
+    shape = (size or (0,)) if all(type(n) is int for n in size) else size[0]
+    return input.new_empty(shape, device=device) if isinstance(shape, torch.Size | tuple) else NotImplemented
+
+
 @handler("new_tensor")
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
     """A number stays a plain 0-d tensor; anything else is replicated, the same on every rank."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..cache import keep
 from ..dispatch import check_bases, known_local
 from ..layout import Layout
+from ..lineage import mixed, seed_of
 from ..plain_operands import refuse_without_value
 from ..spec import P
 from ..tensor import ShardedTensor
@@ -69,6 +70,7 @@ def _local(argument: Any) -> Any:
 
 def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
     """An operator that treats each place of its lists alike and by element."""
+    seed = seed_of(func.__name__)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         lists = _lists(args, kwargs)
@@ -81,6 +83,9 @@ def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
             _check_writable(lists[0])
         result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})
         if result is None or in_place:
+            for row in zip(*lists, strict=True):
+                if type(row[0]) is ShardedTensor:
+                    row[0]._lineage = mixed(seed, [x for x in row if type(x) is ShardedTensor])
             if func.__name__ in _FUSED:  # torch's kernels do not say that they have written
                 torch.autograd.graph.increment_version([_part(x) for x in lists[0] if type(x) is ShardedTensor])
             return result if result is None else lists[0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,8 +174,29 @@ def test_the_program_of_sequences():
     on_axes((4,), ("cp",), program)
 
 
+def test_the_programs_of_hugging_face(tmp_path):
+    tiny = pytest.importorskip("tests.models.tiny", reason="transformers is not installed", exc_type=ImportError)
+    reference = tiny.model("llama")
+    reference.save_pretrained(tmp_path)
+    expected = reference(input_ids=tiny.IDS, labels=tiny.IDS).loss.detach()
+    auto = SimpleNamespace(from_pretrained=lambda _: tiny.model("llama"), from_config=lambda _: tiny.llama().double())
+
+    def program(mesh):
+        names = {"torch": torch, "sm": sm, "P": P, "mesh": mesh, "AutoModelForCausalLM": auto, "name": "", "config": None, "ids": tiny.IDS}
+        loss = _run("gradient_checkpointing_enable()", dict(names))["loss"]
+        torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-6, atol=0)
+        code = _program("materialize(model)").replace("llama/", str(tmp_path))
+        exec(compile(code, "docs/parallel.md", "exec"), names)
+        ids = sm.device_put(tiny.IDS, mesh, P("fsdp"))
+        torch.testing.assert_close(names["model"](input_ids=ids, labels=ids).loss.full_tensor(), expected, rtol=1e-6, atol=0)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable", FutureWarning)
+        on_axes((2, 2), ("fsdp", "tp"), program)
+
+
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 10
+    assert len(blocks(PAGE, "python")) == 12
 
 
 # -- the table of forms ------------------------------------------------------------------------------------------------

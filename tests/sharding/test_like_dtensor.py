@@ -61,11 +61,14 @@ def test_new_tensors_of_the_same_shape_are_laid_out_alike(mesh):
         (x.new_zeros(8, 4), 0),
         (x.new_ones(x.shape, dtype=torch.int64), 1),
         (x.new_empty(8, 4).fill_(2), 2),
+        (x.new(8, 4).fill_(2), 2),
+        (x.new(x.shape).fill_(2), 2),
     ):
         assert made.placements == (Shard(0),)
         assert made.to_local().shape == (2, 4)
         assert made.full_tensor().tolist() == [[value] * 4] * 8
     assert x.new_zeros((8, 2)).placements == (Replicate(),)
+    assert x.new().shape == (0,)
     assert sm.from_local(X, mesh, [Partial()]).new_full((8, 4), 3.0).placements == (Replicate(),)
 
 

@@ -162,3 +162,36 @@ def test_a_number_beside_lists_is_reduced_first(mesh):
     (y,) = torch._foreach_mul([x], pending)
     torch._foreach_mul_([x], pending)
     assert x.full_tensor().tolist() == y.full_tensor().tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_lbfgs_on_fully_sharded_parameters(line_search_fn):
+    """Steps by step sizes computed from gradients, over the flat gradient of uneven parameters, one of them without a gradient."""
+    inputs, targets = torch.randn(2, 9, 5, dtype=torch.float64).unbind()
+
+    def trained(wrap):
+        torch.manual_seed(4)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+        model.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+        wrap(model)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, history_size=3, line_search_fn=line_search_fn)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = ((model(inputs) - targets) ** 2).mean()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        return losses, [p.detach() for p in model.parameters()]
+
+    expected, wanted = trained(lambda model: model)
+    assert expected[-1] < expected[0] / 2
+
+    def program(mesh):
+        losses, params = trained(lambda model: sm.fully_shard(model, mesh))
+        torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
+        for p, q in zip(params, wanted, strict=True):
+            torch.testing.assert_close(p.full_tensor(), q, rtol=1e-8, atol=1e-10)
+
+    on_mesh((3,), program)

@@ -1,4 +1,4 @@
-"""Where gradients are put as they are made: into the buffers from which they are summed over the ranks.
+"""Where gradients are put: into the buffers from which they are summed over the ranks, as they are made or when a unit's are all there.
 
     backward    grad of w_2 -> [      | w_2 |     ]    of a block, whose gradients come one after the other
                 grad of w_1 -> [ w_1  | w_2 |     ]
@@ -52,27 +52,36 @@ class InOrder:
 
 
 class Placing:
-    """The buffers of one use of a unit's parameters, each made when the first gradient comes.
+    """The buffers of one use of a unit's parameters.
 
     Args:
         places: by the number of a parameter its places, and its number among them. Gradients of others stay where they were made.
         waits: whether gradients are not to be summed in this backward.
+        late: whether to put all gradients when all are there, one by one, each let go as it is put. Backward has let go the unit's
+            activations by then: the buffer takes their memory, where one that is made for the first gradient adds to them.
 
     Attributes:
         placed: the gradients that have been put, by number, as views of the buffers.
     """
 
-    def __init__(self, places: Mapping[int, tuple[Places, int]], waits: Callable[[], bool]) -> None:
-        self._places, self._waits = places, waits
+    def __init__(self, places: Mapping[int, tuple[Places, int]], waits: Callable[[], bool], *, late: bool = False) -> None:
+        self._places, self._waits, self._late = places, waits, late
         self.buffers: dict[Places, Tensor] = {}
         self.placed: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}
 
     def put(self, number: int, grad: Tensor, scale: float) -> bool:
-        """Put a gradient in its place; whether it has one."""
-        found = self._places.get(number)
-        if found is None or self._waits():
+        """Take a gradient that is whole; whether it has a place."""
+        if number not in self._places or self._waits():
             return False
-        places, i = found
+        if self._late:
+            self._held[number] = grad
+        else:
+            self._put(number, grad, scale)
+        return True
+
+    def _put(self, number: int, grad: Tensor, scale: float) -> None:
+        places, i = self._places[number]
         buffer = self.buffers.get(places)
         if buffer is None:
             buffer = self.buffers[places] = places.empty_buffer()
@@ -81,12 +90,18 @@ class Placing:
             torch.mul(grad, scale, out=place)
         else:
             place.copy_(grad)
-        return True
 
-    def taken(self) -> Placing:
+    def forget(self, number: int) -> None:
+        """A backward that came here before has failed."""
+        self.placed.pop(number, None)
+        self._held.pop(number, None)
+
+    def taken(self, scale: float) -> Placing:
         """What has been put so far; the next backward through the same graph begins with new buffers."""
         found = Placing(self._places, self._waits)
         found.buffers, self.buffers, found.placed, self.placed = self.buffers, {}, self.placed, {}
+        while self._held:
+            found._put(*self._held.popitem(), scale)
         return found
 
 

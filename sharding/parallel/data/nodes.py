@@ -87,7 +87,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         passage: Passage = ctx.passage
-        placing = passage.placing.taken()
+        placing = passage.placing.taken(passage.scale)
         asked = [
             placing.placed.get(i, grad) if grad is not None and needed else None
             for i, (grad, needed) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
@@ -113,7 +113,7 @@ class _Used(torch.autograd.Function):
         if grad is None:
             return None, None, None
         passage: Passage = ctx.passage
-        passage.placing.placed.pop(ctx.number, None)  # by a backward that has failed
+        passage.placing.forget(ctx.number)
         grad = passage.weighed(ctx.number, grad)
         if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not passage.placing.put(ctx.number, grad, passage.scale):
             return None, None, grad

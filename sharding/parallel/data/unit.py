@@ -265,7 +265,8 @@ class Unit:
         return passage, passage.gathered(passage.enter(parts))
 
     def _passage(self) -> Passage:
-        return Passage(self._values, self._sum, self._sum_differentiably, Placing(self._places(), self._gradients_wait))
+        placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter))
+        return Passage(self._values, self._sum, self._sum_differentiably, placing)
 
     def _values(self) -> list[Tensor]:
         """The parameters as views of the gathered buffers; those that are not cut, as they are."""

@@ -11,7 +11,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import Layout, P
-from shardmesh.sharding.checkpoint import files, placing, reading
+from shardmesh.sharding.checkpoint import pieces, placing, reading
 from shardmesh.sharding.checkpoint.agree import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.random_state import RandomState
@@ -150,8 +150,8 @@ def test_each_byte_is_written_once_and_evenly(tmp_path):
 def test_each_byte_is_read_once(spec, kept, tmp_path, monkeypatch):
     """Whatever the replicas, a node reads each piece once; the two readers keep their own parts of it, and the rest is sent."""
     read = []
-    whole = files.read_piece
-    monkeypatch.setattr(files, "read_piece", lambda *args: (read.append(args), whole(*args))[1])
+    whole = pieces.read_tensor
+    monkeypatch.setattr(pieces, "read_tensor", lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1])
 
     def program(mesh):
         save({"x": place(mesh, X).redistribute(P("a"))}, tmp_path)
@@ -186,8 +186,8 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(placing, "PIECE_BYTES", 50)
     monkeypatch.setattr(reading, "ROUND_BYTES", 3000)
     read = []
-    whole = files.read_piece
-    monkeypatch.setattr(files, "read_piece", lambda *args: (read.append(args), whole(*args))[1])
+    whole = pieces.read_tensor
+    monkeypatch.setattr(pieces, "read_tensor", lambda stored, piece, *args: (read.append(piece), whole(stored, piece, *args))[1])
 
     def program(mesh):
         save({"x": place(mesh, X), "flat": place(mesh, torch.arange(40)).redistribute(P("a"))}, tmp_path)

@@ -36,7 +36,7 @@ class Parameter:
         return math.prod(self.shape[1:])
 
 
-SHAPE = 27  # bytes of a pickled tuple of a number
+SHAPE = 29  # bytes of a pickled tuple of the number of a call and one length, both below 256
 
 
 def chunk(size: int, parts: int, part: int) -> int:
@@ -159,29 +159,30 @@ class Paper:
         mine = whole // S * chunk(S, self.tp, self.coordinate["tp"])  # uneven: exchanges take the places of both collectives
         return {"all_to_all": (4 * times, 2 * times * (whole - mine + (self.tp - 1) * mine))}
 
-    def with_torch_styles(self) -> Used:
+    def with_torch_styles(self, first: bool) -> Used:
         """Each module of the plan takes plain tensors and gives plain ones.
 
         tp: forward, sums of the embedding, o_proj and down_proj, and the logits gathered. Backward, sums for all that takes a whole
-            input, the gradients of those first outputs again, and for each replicated output 5 numbers to see that replicas agree.
+            input. In the first step, for each replicated output 5 numbers to see that replicas agree.
         sp: the sums are scattered along the sequence, and gathered before attention, the MLP and the head, when ranks have told each other
-            how long their parts are; backward the other way.
+            how long their parts are, which are uneven; backward the other way.
         """
         n, layers, whole = self.tp, self.case.config.layers, self.tokens_here() * self.case.config.d * 8
         sums = 2 * layers + 1
+        outputs = sums + 1 if self.case.tp == "tp" else 1
+        checks = {"all_reduce": (outputs, outputs * 5 * _scalar(n))} if first else {}
         if self.case.tp == "tp":
-            times, checks = sums + (5 * layers + 1) + sums, sums + 1
-            return plus(self._logits(), {"all_reduce": (times + checks, times * 2 * (n - 1) * whole // n + checks * 5 * _scalar(n))})
+            times = sums + (5 * layers + 1)
+            return plus(self._logits(), {"all_reduce": (times, times * 2 * (n - 1) * whole // n)}, checks)
         lengths = {"all_gather_object": (sums, sums * (n - 1) * SHAPE)}
-        return plus(self._logits(), self.activations(), lengths, {"all_reduce": (1, 5 * _scalar(n))})
+        return plus(self._logits(), self.activations(), lengths, checks)
 
     def _logits(self) -> Used:
-        """Gathered, and the sum of their gradients scattered; uneven parts by exchanges."""
+        """Gathered, uneven parts by an exchange; each rank has all of their gradient."""
         n, tokens, size = self.tp, self.tokens_here() * 8, self.case.config.vocabulary
         if size % n == 0:
-            return dict.fromkeys(("all_gather", "reduce_scatter"), (1, (n - 1) * tokens * size // n))
-        mine = chunk(size, n, self.coordinate["tp"])
-        return {"all_to_all": (2, (size - mine + (n - 1) * mine) * tokens)}
+            return {"all_gather": (1, (n - 1) * tokens * size // n)}
+        return {"all_to_all": (1, (size - chunk(size, n, self.coordinate["tp"])) * tokens)}
 
     def loss(self) -> Used:
         """Of the vocabulary's parts: the largest logit and the sum, backward a gradient of it, per token; the rest are scalars."""
@@ -230,6 +231,6 @@ def expected(paper: Paper) -> Used:
     return plus(of_data(paper), paper.activations() if paper.tp > 1 else {}, paper.loss())
 
 
-def expected_of_plain(paper: Paper) -> Used:
+def expected_of_plain(paper: Paper, first: bool = False) -> Used:
     """What a step with plain inputs communicates: the loss is each rank's own."""
-    return plus(of_data(paper), paper.with_torch_styles() if paper.tp > 1 else {})
+    return plus(of_data(paper), paper.with_torch_styles(first) if paper.tp > 1 else {})

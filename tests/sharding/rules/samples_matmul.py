@@ -1,5 +1,9 @@
 """Sample calls of products of matrices."""
 
+from functools import partial
+
+import torch
+
 from tests.sharding.rules.table import c, call, f, samples
 
 samples("linear", call(f(4, 3), f(5, 3), f(5)), call(f(2, 3, 4), f(5, 4)), call(f(3), f(2, 3), bias=f(2)))
@@ -53,3 +57,9 @@ samples("vecdot", call(f(4, 3), f(4, 3, seed=1)), call(f(4, 3), f(3)), call(c(4,
 samples("cross", call(f(4, 3), f(4, 3, seed=1)), call(f(2, 3, 2), f(1, 3, 1), dim=1))
 samples("linalg.cross", call(f(4, 3), f(1, 3)), call(f(3, 4), f(3, 1), dim=0))
 samples("vdot", call(c(5), c(5, seed=3)))
+
+ENDS = torch.tensor([2, 2, 7], dtype=torch.int32)
+F32 = partial(f, dtype=torch.float32)
+samples("grouped_mm _grouped_mm", call(F32(7, 8), F32(3, 8, 4), offs=ENDS), call(F32(7, 8), F32(3, 8, 12), offs=ENDS))
+samples("grouped_mm _grouped_mm", call(F32(3, 4, 8), F32(8, 8), offs=ENDS + 1))
+samples("grouped_mm _grouped_mm", call(F32(4, 8), F32(8, 12), offs=ENDS + 1), call(F32(3, 4, 8), F32(3, 8, 4)))

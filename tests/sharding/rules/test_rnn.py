@@ -188,12 +188,24 @@ def test_packed_sequences_are_refused():
     assert "padded batch" in same_error((2,), packed, NotImplementedError)
 
 
-def test_a_plain_state_with_values_is_refused():
-    def program(mesh):
-        cell = sm.distribute_module(nn.GRUCell(INPUT, HIDDEN), mesh, src_data_rank=None)
-        cell(put(mesh, numbers(2, INPUT).float(), P("a")), torch.ones(2, HIDDEN))
+def test_a_plain_state_counts_as_replicated_if_it_is():
+    """`distribute_module` has prepared the cell; the function alone takes no plain state."""
 
-    assert "mixes a plain tensor" in same_error((2,), program, RuntimeError)
+    def cell(mesh):
+        torch.manual_seed(0)
+        return sm.distribute_module(nn.GRUCell(INPUT, HIDDEN), mesh, src_data_rank=None)
+
+    def program(mesh):
+        x, state = numbers(2, INPUT).float(), torch.ones(2, HIDDEN)
+        made = cell(mesh)
+        torch.testing.assert_close(made(put(mesh, x, P("a")), state), made(put(mesh, x, P("a")), put(mesh, state, P())))
+
+    def different(mesh):
+        cell(mesh)(put(mesh, numbers(2, INPUT).float(), P("a")), torch.full((2, HIDDEN), 1.0 + mesh.get_rank()))
+
+    on_mesh((2,), program)
+    with pytest.raises(sm.ReplicaError, match=r"a plain tensor beside a ShardedTensor counts as replicated inside a prepared module"):
+        on_mesh((2,), different)
 
 
 def test_weights_are_not_flattened(monkeypatch):

@@ -68,16 +68,16 @@ def _mesh() -> sm.DeviceMesh:
     return sm.init_device_mesh("cpu", (2,), axis_names=("a",))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["ddp", "zero1"])
 def test_a_gradient_is_put_in_its_place_before_the_next_is_made(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Placing.put
+    put = Placing._put
     logs: dict[Any, list[str]] = {}
 
-    def logged(self: Placing, number: int, grad: Tensor, scale: float) -> bool:
+    def logged(self: Placing, number: int, grad: Tensor, scale: float) -> None:
         logs[id(self._waits.__self__.module)].append(f"put {number}")  # type: ignore[attr-defined]
-        return put(self, number, grad, scale)
+        put(self, number, grad, scale)
 
-    monkeypatch.setattr(Placing, "put", logged)
+    monkeypatch.setattr(Placing, "_put", logged)
 
     def program(mesh: sm.DeviceMesh) -> list[str]:
         model: Any = FORMS[form](_Layers(), mesh)

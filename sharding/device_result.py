@@ -1,0 +1,73 @@
+"""Ask the device's own kernel about a call that torch's kernel for "meta" refuses.
+
+The two do not always take the same dtypes and strides: `grouped_mm` takes float32 on a CPU and bfloat16 only on "meta". The rule of the
+operator knows the shape of the result; whether the device takes the operands, and of what dtype the result is, it says for
+small operands of the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .rules.notation import Dim, Rule
+
+_LARGEST = 32  # sizes up to this one stay; larger ones keep their remainder by half of it, which kernels may ask about
+
+
+def device_result(func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return the results on meta tensors of a call that the kernel for "meta" refuses; None where the device refuses it, too.
+
+    A call that is refused for its sizes is refused: the kernel for "meta" takes it when they are small.
+
+    Args:
+        func: the operator.
+        made: its rule.
+        args, kwargs: its arguments, with meta tensors of the global shapes.
+    """
+    shapes = _small_shapes(made)
+    if not shapes or _run(func, args, kwargs, shapes, "meta") is not None:
+        return None
+    device = made.operands[0]._operand.mesh.device_type  # type: ignore[attr-defined]
+    small = _run(made.local or func, args, kwargs, shapes, device)
+    tensors, structure = pytree.tree_flatten(small)
+    if not tensors or len(tensors) != len(made.outputs) or not all(isinstance(x, Tensor) for x in tensors):
+        return None
+    if any(factors == () for dims in made.outputs for factors in dims):  # the rule does not tell these sizes
+        return None
+    full = [torch.empty(_shape(dims, made.sizes), dtype=x.dtype, device="meta") for dims, x in zip(made.outputs, tensors, strict=True)]
+    return pytree.tree_unflatten(full, structure)
+
+
+def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
+    """Shapes for the operands (by id) in which every factor is small; None where operands contradict each other."""
+    sizes = {name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2) for name, n in made.sizes.items()}
+    shapes = {}
+    for x, dims in zip(made.operands, made.inputs, strict=True):
+        if any(factors and math.prod(made.sizes[f] for f in factors) != n for factors, n in zip(dims, x.shape, strict=True)):
+            return None
+        shapes[id(x)] = [small if factors else n for factors, small, n in zip(dims, _shape(dims, sizes), x.shape, strict=True)]
+    return shapes
+
+
+def _shape(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
+    return [math.prod(sizes[f] for f in factors) for factors in dims]
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shapes: dict[int, list[int]], device: str) -> Any:
+    """What the operator returns for zeros of these shapes; None where it raises."""
+
+    def stand_in(x: Any) -> Any:
+        return torch.zeros(shapes.get(id(x), x.shape), dtype=x.dtype, device=device) if isinstance(x, Tensor) and x.is_meta else x
+
+    args, kwargs = pytree.tree_map(stand_in, (tuple(args), kwargs))
+    try:
+        with torch.no_grad():
+            return func(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return None
