@@ -401,7 +401,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for metrics.json and loss.png")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
     parser.add_argument("--save-every", type=int, default=50, help="steps between two checkpoints; the last step always has one")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save, if there is one")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the folder of --save (a flag: no path)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--single", action="store_true", help="one process with plain tensors")
     which.add_argument("--compare", action="store_true", help=f"both; fails if losses differ by more than {TOLERANCE}")

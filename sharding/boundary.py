@@ -267,15 +267,33 @@ def _check_leaf(tensor: Tensor) -> None:
 
 
 def device_put(
-    x: Tensor, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
+    x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
     """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
 
     With a mesh set, `device_put(x, P(...))`.
 
+    Args:
+        x: a tensor; or a NumPy array, a number, or nested lists of numbers, of which it takes a copy with the dtype that `torch.tensor`
+            gives it.
+
+    Raises:
+        TypeError: `x` is none of these.
+        ValueError, RuntimeError: as `distribute_tensor`.
+
     Communication: as `distribute_tensor` or `redistribute`.
     """
-    return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
+    return distribute_tensor(x if isinstance(x, Tensor) else _as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
+
+
+def _as_tensor(x: Any) -> Tensor:
+    try:
+        return torch.tensor(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(x).__name__} ({error}); "
+            "put the tensors of a container one by one"
+        ) from error
 
 
 def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from .arrays import AddressableShard
     from .sliced_from import SlicedFrom
 
+_ONE_PART = (
+    "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal mesh can read; to save all of it, use "
+    "sm.save(tree, folder), or on every rank state = sm.full_state_dict(model) and then torch.save(state, path) on rank 0"
+)
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
 
@@ -398,6 +403,8 @@ class ShardedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_param = getattr(self, "_is_param", False)
+        if self._local.shape != self._layout.shape and _called_by(torch.save):
+            warnings.warn(_ONE_PART, stacklevel=4)  # at the line that calls torch.save
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
 
 

@@ -62,6 +62,11 @@ def complete(folder: Path) -> dict[int, Checkpoint]:
     return found
 
 
+def without_manifest(folder: Path) -> dict[int, Path]:
+    """Return the folders that have the name of a complete checkpoint and lack the manifest, by step."""
+    return {step: path for step, state, path in _entries(folder) if not state and not (path / MANIFEST).is_file()}
+
+
 def _entries(folder: Path) -> list[tuple[int, str, Path]]:
     """(step, state, path) of every folder of a checkpoint, complete or not."""
     if not folder.is_dir():

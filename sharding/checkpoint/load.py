@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
             anything else, None too: the value that is stored under this name;
             objects with `state_dict()` and `load_state_dict()`: they get what is stored, and are in the result themselves. A module says
             itself what it needs; of other objects, and of the optimizer in `state_dict(model, optimizer)`, the checkpoint does.
-        step: of the checkpoint; the newest that is complete by default.
+        step: of the checkpoint; the newest that is complete by default, with a warning where a newer one has lost its manifest.
 
     Raises:
         FileNotFoundError: no complete checkpoint, or none of this step.
@@ -113,6 +114,8 @@ def _stored(group: Group, dir: Path, step: int | None) -> Stored:
         path, named = _found(dir, step)
         if path is None:
             return _Index(problem=_no_checkpoint(dir, step))
+        if step is None:
+            _warn_of_newer(dir, named)
         manifest, index = read_index(path)
         text = (manifest or b"") + index
         return _Index(str(path), named, None if manifest is None else len(manifest), len(index))
@@ -144,7 +147,21 @@ def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
     return (None, None) if step is None or step not in found else (found[step].path, step)
 
 
+def _warn_of_newer(dir: Path, step: int | None) -> None:
+    """Warn of a newer step that is passed over."""
+    newer = folders.without_manifest(dir)
+    if step is not None and newer and max(newer) > step:
+        path = newer[max(newer)]
+        text = f"load: {path} has no {folders.MANIFEST} and is passed over; step {step}, the newest complete one, is loaded"
+        warnings.warn(text, stacklevel=6)  # at the line that calls load
+
+
 def _no_checkpoint(dir: Path, step: int | None) -> str:
+    if dir.is_file():
+        return (
+            f"load: {dir} is a file; give the folder that was given to sm.save. A *.safetensors file is read by sm.load_safetensors, "
+            "a file of torch.save by torch.load on one rank and sm.load_full_state_dict"
+        )
     have = sorted(folders.complete(dir))
     which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
     return f"load: {dir} has no {which}" + (f"; it has steps {have[-8:]}" if have else "; is it the folder that was given to sm.save?")

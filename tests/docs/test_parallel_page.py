@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardmesh as sm
@@ -73,7 +74,9 @@ def test_the_first_program():
 
     def program():
         model = nn.Sequential(*[Block() for _ in range(2)]).double()
-        names = _run("sm.rowwise()}", {"torch": torch, "model": model, "Block": Block})
+        batch = torch.ones(4, 8, dtype=torch.float64, device=DEVICE)
+        names = _run("sm.rowwise()}", {"torch": torch, "model": model, "Block": Block, "batch": batch})
+        assert names["loss"].full_tensor().item() > 0
         assert model[0].wq.weight.spec.dims[0] == ("tp", "fsdp")
         x = sm.device_put(torch.ones(4, 8, dtype=torch.float64), names["mesh"], P("fsdp"), src_data_rank=None)
         before = model[0].wq.weight.full_tensor().detach().clone()
@@ -81,6 +84,26 @@ def test_the_first_program():
         return (model[0].wq.weight.full_tensor() - before).abs().max().item()
 
     assert min(_ranks(8, program)) > 0
+
+
+PORTS = {"DDP(model)": "sm.data_parallel(model, mesh)  ", "fully_shard(block, mesh=mesh)": "units=Block)\noptimizer"}
+
+
+def _trained_by(words: str) -> list[torch.Tensor]:
+    """On a real rank: the parameters after a program of the page, with other rows on each rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
+    loader = [batch[dist.get_rank()][None] for batch in rows]
+    _run(words, {"torch": torch, "sm": sm, "model": model, "Block": Block, "loader": loader})
+    return [x.full_tensor().detach() if hasattr(x, "full_tensor") else x.detach() for x in model.parameters()]
+
+
+@pytest.mark.parametrize("theirs", PORTS)
+def test_a_script_of_torch_and_its_port(theirs, world4):
+    expected, found = world4(_trained_by, theirs), world4(_trained_by, PORTS[theirs])
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-12, atol=0)
 
 
 def test_the_program_of_units():
@@ -173,7 +196,7 @@ def test_the_programs_of_hugging_face(tmp_path):
 
 
 def test_every_program_of_the_page_is_run():
-    assert len(blocks(PAGE, "python")) == 8
+    assert len(blocks(PAGE, "python")) == 12
 
 
 # -- the table of forms ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -551,3 +552,37 @@ def test_two_disjoint_meshes():
 
     for total in sm.simulate(4)(program)():
         assert total == pytest.approx(2 * (X.sum() + 2 * X.sum()).item(), rel=1e-6)
+
+
+# -- device_put of what is no tensor -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.arange(10.0).reshape(5, 2), [[1, 2], [3, 4], [5, 6]], [True, False], np.float32(2.5), 3.0, 7, True])
+def test_device_put_takes_arrays_numbers_and_lists(value):
+    """As a tensor of the same numbers; those of rank 0 count."""
+    expected = torch.tensor(value)
+
+    def program(mesh):
+        given = value if mesh.get_rank() == 0 else torch.zeros_like(expected).numpy()
+        x = sm.device_put(given, mesh, P("a") if expected.ndim else P())
+        assert x.dtype == expected.dtype
+        assert torch.equal(x.full_tensor().cpu(), expected)
+        assert torch.equal(sm.device_put(value, mesh, src_data_rank=None).to_local().cpu(), expected)
+
+    on_mesh((3,), program)
+
+
+def test_device_put_copies_an_array():
+    def program(mesh):
+        array = np.ones(4)
+        x = sm.device_put(array, mesh, P("a"), src_data_rank=None)
+        array[:] = 0
+        assert x.full_tensor().tolist() == [1.0] * 4
+
+    on_mesh((2,), program)
+
+
+@pytest.mark.parametrize("value", ["text", None, {"x": 1}, [torch.ones(2), torch.ones(3)]])
+def test_device_put_refuses_what_is_no_array(value):
+    text = same_error((2,), lambda mesh: sm.device_put(value, mesh, P()), TypeError)
+    assert f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(value).__name__}" in text

@@ -408,6 +408,7 @@ def test_optimizers_equal_one_process(how):
     on_mesh((3,), program)
 
 
+@pytest.mark.filterwarnings("ignore:torch.save writes only this rank's part")
 @every_rank(3)
 def test_state_dicts_copies_and_files(mesh):
     module = nn.Linear(3, 8, dtype=torch.float64)

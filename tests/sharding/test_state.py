@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -133,6 +134,7 @@ def reloaded(thing, **options):
     return torch.load(file, **options)
 
 
+@pytest.mark.filterwarnings("ignore:torch.save writes only this rank's part")
 @every_rank(2, 2)
 def test_pickle_and_torch_save(mesh):
     """Each rank's file holds its own part; torch.load with its default, weights_only=True, reads it."""
@@ -149,6 +151,7 @@ def test_pickle_and_torch_save(mesh):
     assert p.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:torch.save writes only this rank's part")
 @every_rank(2)
 def test_optimizer_state_in_a_file(mesh):
     module = sharded_linear(mesh)
@@ -174,3 +177,21 @@ def test_a_file_of_another_rank_is_refused():
             pickle.loads(files[1 - mesh.world.rank])
 
     on_mesh((2,), load)
+
+
+def test_torch_save_of_a_part_warns_once():
+    def program(mesh):
+        module = sharded_linear(mesh)
+        whole = {name: x.redistribute(P()) for name, x in module.state_dict().items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            reloaded(module.state_dict())
+            reloaded(whole)
+            pickle.dumps(module.weight)
+            copy.deepcopy(module)
+        return [str(warning.message) for warning in caught]
+
+    (text,) = on_mesh((2, 1), program)[0]
+    assert "writes only this rank's part" in text
+    assert "sm.save(tree, folder)" in text
+    assert "sm.full_state_dict(model)" in text

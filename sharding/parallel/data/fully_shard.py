@@ -78,7 +78,7 @@ def fully_shard(
         >>> sm.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
-    given = given_or_current(mesh)
+    given = _mesh_of("fully_shard", "axes", mesh)
     names, mesh = _axes(module, given, axes), _with_tensor_axes(module, given)
     form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
     if offload:
@@ -122,7 +122,7 @@ def data_parallel(
     Example:
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
-    mesh = _with_tensor_axes(module, given_or_current(mesh))
+    mesh = _with_tensor_axes(module, _mesh_of("data_parallel", "parameter", mesh))
     form = form_of(mesh, parameter, gradient, optimizer)
     options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters)
     return split(module, options, units, None, ignored_params, src_data_rank)
@@ -139,6 +139,20 @@ def _check_offload(module: nn.Module, mesh: DeviceMesh, form: Form) -> None:
             f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be summed on the host; "
             f"split over all axes, axes={(*copies, *form.optimizer)!r}"
         )
+
+
+def _mesh_of(layer: str, argument: str, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh that was given, or the current one.
+
+    Raises:
+        TypeError: names of axes stand in its place; there is no mesh.
+    """
+    if isinstance(mesh, str | tuple | list):
+        raise TypeError(
+            f"{layer}(module, {mesh!r}): the second argument is the mesh; write {layer}(module, mesh, {argument}={mesh!r}), "
+            f"or {layer}(module, {argument}={mesh!r}) inside `with mesh:`"
+        )
+    return given_or_current(mesh)
 
 
 def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:

@@ -115,7 +115,7 @@ def apply_plan(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"a plan is for a DeviceMesh, as sm.init_device_mesh makes it; got {mesh!r}")
     named, tensors = dict(module.named_modules()), _tensors(module)
-    _check_matched(plan, matches, [*named, *tensors])
+    _check_matched(plan, matches, [*named, *tensors], type(module).__name__)
     uses = list(_uses(plan, mesh, named, tensors, matches))
     layouts = _layouts(uses, tensors, mesh)
     hooks = _hooks(uses)
@@ -194,12 +194,12 @@ def _style(given: Any, pattern: str) -> Style:
     return style
 
 
-def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str]) -> None:
+def _check_matched(plan: Mapping[str, Any], matches: Matches, paths: list[str], model: str) -> None:
     """Raises: ValueError for the patterns that match nothing, with what each may have meant."""
     lost = [pattern for pattern in plan if not any(matches(path, pattern) for path in paths)]
     if lost:
         lines = [f"{pattern!r} matches no module and no parameter; {_near(pattern, paths)}" for pattern in lost]
-        raise ValueError("; ".join(lines))
+        raise ValueError(f"the plan does not fit the model, a {model}: {'; '.join(lines)}")
 
 
 def _near(pattern: str, paths: Iterable[str]) -> str:

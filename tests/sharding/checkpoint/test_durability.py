@@ -232,7 +232,9 @@ def test_a_missing_file(name, tmp_path):
     path = tmp_path / "step-00000002" / name
     path.unlink()
     if name == "manifest.json":  # the sign that a checkpoint is complete
-        assert loaded(tmp_path) == 1
+        with pytest.warns(UserWarning, match=r"step-00000002 has no manifest.json and is passed over; step 1, .*, is loaded"):
+            assert loaded(tmp_path) == 1
+        assert loaded(tmp_path, 1) == 1  # asked for: no warning
     else:
         assert str(path) in error_of(tmp_path)
 
@@ -266,3 +268,10 @@ def test_the_manifest(tmp_path):
     assert told["versions"]["torch"] == torch.__version__
     for name, file in told["files"].items():
         assert (tmp_path / "step-00000003" / name).stat().st_size == file["size"] == sum(length for _, length, _ in file["pieces"])
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "model.pt").write_bytes(b"")
+    text = same_error((2,), lambda mesh: sm.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
+    for words in (f"{tmp_path / 'model.pt'} is a file; give the folder", "sm.load_safetensors", "sm.load_full_state_dict"):
+        assert words in text

@@ -543,3 +543,11 @@ def test_offloading_replicated_parameters_is_refused():
             sm.fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
 
     on_ranks((2, 2), program)
+
+
+@pytest.mark.parametrize(("layer", "argument"), [(sm.fully_shard, "axes"), (sm.data_parallel, "parameter")])
+@pytest.mark.parametrize("axes", ["dp", ("dp", "fsdp")])
+def test_axes_in_the_place_of_the_mesh(layer, argument, axes):
+    with pytest.raises(TypeError, match="the second argument is the mesh") as error:
+        layer(nn.Linear(2, 2), axes)
+    assert f"write {layer.__name__}(module, mesh, {argument}={axes!r})" in str(error.value)

@@ -54,7 +54,8 @@ def test_a_pattern_that_matches_nothing_names_near_misses(pattern, near):
 
 def test_a_pattern_like_nothing_lists_what_there_is():
     text = refused({"zzz": colwise()}, model=lambda: nn.Sequential(nn.Linear(4, 4)))
-    assert text == "'zzz' matches no module and no parameter; there are '0', '0.weight', '0.bias'"
+    near = "'zzz' matches no module and no parameter; there are '0', '0.weight', '0.bias'"
+    assert text == f"the plan does not fit the model, a Sequential: {near}"
 
 
 def test_two_patterns_that_place_one_parameter_in_two_ways():
