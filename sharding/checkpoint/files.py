@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from .crc import crc32_combine
+
 _BUFFER = 1 << 20
+_COMBINED = 1 << 16  # bytes of a tensor from which on combining checksums is faster than computing one
 
 
 class Sink:
@@ -27,6 +34,8 @@ class Sink:
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
         self._error: OSError | None = None
+        self._elements: int | None = None  # how many bytes `torch.save` will write of a tensor's elements, and has a CRC-32 of
+        self._waiting: Any = None  # these bytes, until what follows tells it
 
     def __enter__(self) -> Sink:
         return self
@@ -41,8 +50,8 @@ class Sink:
 
     def write(self, data: Any) -> int:
         """As of a file; `torch.save` calls it."""
-        self.crc = zlib.crc32(data, self.crc)
         written = memoryview(data).nbytes
+        self._checksum(data, written)
         self.position += written
         if self._error is None:
             try:
@@ -50,6 +59,31 @@ class Sink:
             except OSError as error:
                 self._error = error
         return written
+
+    def save(self, x: Tensor) -> None:
+        """Write what `torch.save` makes of a tensor on the host.
+
+        It computes the CRC-32 of the elements, which is the most of the time that this takes, and writes it after them: so `crc` is made
+        of that one, instead of reading the elements again.
+        """
+        self._elements = x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
+        torch.save(x, self)  # type: ignore[arg-type]
+        self._add_waiting(None)
+        self._elements = None
+
+    def _checksum(self, data: Any, nbytes: int) -> None:
+        if self._waiting is not None:
+            self._add_waiting(_crc_after(data, memoryview(self._waiting).nbytes))
+        if nbytes == self._elements:
+            self._waiting = data  # its memory is that of the tensor that is being saved
+        else:
+            self.crc = zlib.crc32(data, self.crc)
+
+    def _add_waiting(self, crc: int | None) -> None:
+        """Add the elements that were written last to the checksum, by their own if that is known."""
+        data, self._waiting = self._waiting, None
+        if data is not None:
+            self.crc = zlib.crc32(data, self.crc) if crc is None else crc32_combine(self.crc, crc, memoryview(data).nbytes)
 
     def flush(self) -> None:
         """Of a file: `torch.save` calls it. What matters is `sync`."""
@@ -64,6 +98,12 @@ class Sink:
             raise self._error
         self._file.flush()
         os.fsync(self._raw.fileno())
+
+
+def _crc_after(data: Any, length: int) -> int | None:
+    """Return the CRC-32 in the data descriptor that a zip container has after so many bytes of a file; None if it is no such thing."""
+    signature, crc, size = struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
+    return crc if signature == b"PK\x07\x08" and size == length & 0xFFFFFFFF else None
 
 
 class _Descriptor(io.RawIOBase):

@@ -33,8 +33,9 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
                                                               rank 1   w [3:6]        from both
                                                               rank 2   w [6:8]        from the piece 4:8
 
-    Each piece of a file is read once per node, by a rank that needs part of it, which sends the others on the node what they need; its
-    CRC-32 is compared before it is used. Nothing of `like` is changed until everything has been read and found in order.
+    Each piece of a file is read once per node, by a rank that needs part of it, which sends the others on the node what they need; over
+    gloo each rank reads what it needs itself, from the page cache of the node. The CRC-32 of a piece is compared before it is used.
+    Nothing of `like` is changed until everything has been read and found in order.
 
     Args:
         dir: the folder of checkpoints, or one checkpoint's own; also one that torch.distributed.checkpoint wrote, from DTensors or others.
@@ -54,7 +55,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
             same text.
 
     Communication: three all_gathers of small objects and a broadcast of the index over all ranks; on each node, for every 256 MiB of
-        which ranks need the same, an all_gather of small objects and an all_to_all.
+        which ranks need the same, an all_gather of small objects and an all_to_all (not over gloo).
 
     Example:
         >>> state = sm.load("checkpoints", like=sm.state_dict(model, optimizer))
@@ -81,9 +82,12 @@ def _arrived(world: World, group: Group, stored: Stored, wants: Mapping[str, Any
         CheckpointError: some rank of some node could not read; on every rank, the same text.
     """
     loaded = _places(stored, wants, world.rank)
-    node = _node(world)
+    node = _sharing(world)
     tensors = {name: want if isinstance(want, Layout) else None for name, want in wants.items() if not isinstance(want, Value)}
     plan = readings(stored, tensors, _values(stored, wants, node), node)
+    if len(node) == 1:  # each rank begins elsewhere, so that together they read a file that is in no cache yet only once
+        first = len(plan) * world.rank // world.size
+        plan = plan[first:] + plan[:first]
     work = partial(read, stored, plan, world.group(node), world.rank, loaded, _device(world.group(node)))
     everywhere(group, work)
     return loaded
@@ -199,6 +203,17 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
                 if stored_name in stored.entries:
                     needed.setdefault(stored_name, []).append(rank)
     return needed
+
+
+def _sharing(world: World) -> range:
+    """Return the ranks that send each other what they read: those of a node, where data goes over devices or between threads.
+
+    Over sockets (gloo) it is this rank alone: it finds what others have read in the page cache of the host, which is faster.
+    """
+    node = _node(world)
+    if isinstance(world, ProcessWorld) and _device(world.group(node)).type == "cpu":
+        return range(world.rank, world.rank + 1)
+    return node
 
 
 def _node(world: World) -> range:

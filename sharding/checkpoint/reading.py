@@ -4,7 +4,7 @@
     wanted   ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
 
 It goes in rounds of a bounded number of bytes. What is read where is worked out by all ranks alike; a rank that cannot read says so before
-the others wait for it.
+the others wait for it. A rank that shares with no other (over gloo) reads all that it needs itself, in the same way.
 """
 
 from __future__ import annotations

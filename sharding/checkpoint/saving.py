@@ -154,7 +154,7 @@ def _written(sink: Sink, data: Tensor | bytes) -> tuple[int, int, int]:
     if isinstance(data, bytes):
         sink.write(data)
     else:
-        torch.save(data, sink)  # type: ignore[arg-type]
+        sink.save(data)
     return start, sink.position - start, sink.crc
 
 

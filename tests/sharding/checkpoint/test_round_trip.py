@@ -182,6 +182,51 @@ def test_nothing_is_sent_where_ranks_need_different_pieces(tmp_path):
     assert on_mesh((4,), program) == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
 
 
+def test_tensors_are_read_where_they_are(tmp_path, monkeypatch):
+    """Into the memory of what is loaded, if a piece is one block of it; else into memory of its own."""
+    into, whole = [], pieces.read_tensor
+
+    def read(stored, piece, dtype, memory=None):
+        x = whole(stored, piece, dtype, memory)
+        into.append(memory is not None and x is memory)
+        return x
+
+    monkeypatch.setattr(pieces, "read_tensor", read)
+
+    def program(mesh):
+        save({"x": place(mesh, X).redistribute(P("a")), "flat": X}, tmp_path)
+        for spec in (P("a"), P(None, "a")):
+            found = load(tmp_path, {"x": Layout.of(mesh, spec, X.shape)})
+            assert torch.equal(found["x"].full_tensor(), X)
+
+    on_mesh((2,), program)
+    assert sorted(into) == [False, False, True, True]
+
+
+def _replicated(folder):
+    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
+    x = place(mesh, X)
+    save({"x": x.redistribute(P("a")), "step": 3}, folder)
+    read, whole = [], pieces.read_tensor
+    pieces.read_tensor = lambda stored, piece, *args: (read.append(piece.file), whole(stored, piece, *args))[1]
+    try:
+        with collectives() as records:
+            found = load(folder, {"x": x, "step": 0})
+    finally:
+        pieces.read_tensor = whole
+    assert torch.equal(found["x"].to_local(), X)
+    assert found["step"] == 3
+    return read, launched(records)
+
+
+def test_over_sockets_each_rank_reads_for_itself(world4, tmp_path):
+    """Nothing is sent, and the ranks begin with different files."""
+    results = world4(_replicated, tmp_path)
+    assert {tuple(sorted(read)) for read, _ in results} == {tuple(f"__{rank}_0.distcp" for rank in range(4))}
+    assert len({read[0] for read, _ in results}) == 4
+    assert [launches for _, launches in results] == [["all_gather_object", "broadcast", "all_gather_object", "all_gather_object"]] * 4
+
+
 def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(placing, "PIECE_BYTES", 50)
     monkeypatch.setattr(reading, "ROUND_BYTES", 3000)

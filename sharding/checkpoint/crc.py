@@ -1,0 +1,40 @@
+"""CRC-32 of bytes one after the other, from the CRC-32 of each part."""
+
+from __future__ import annotations
+
+import functools
+
+_POLYNOMIAL = 0xEDB88320  # of zlib and zip, bits reversed: the highest bit is the coefficient of x**0
+_ONE = 1 << 31
+
+
+def crc32_combine(first: int, second: int, length: int) -> int:
+    """Return `zlib.crc32(a + b)` from `zlib.crc32(a)`, `zlib.crc32(b)` and `len(b)`, as zlib's function of this name does.
+
+    >>> import zlib
+    >>> crc32_combine(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
+    True
+    """
+    return _times(_power_of_x(8 * length), first) ^ second
+
+
+@functools.lru_cache(maxsize=1024)
+def _power_of_x(exponent: int) -> int:
+    """x ** exponent modulo the polynomial."""
+    power, square = _ONE, _ONE >> 1
+    while exponent:
+        if exponent & 1:
+            power = _times(square, power)
+        square, exponent = _times(square, square), exponent >> 1
+    return power
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo the polynomial."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = (a << 1) & 0xFFFFFFFF
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
