@@ -214,7 +214,7 @@ def _sorted_form(func: Callable[..., Any], fixed: int | None, input: Tensor, *ar
     def run(input: Any, *args: Any, **kwargs: Any) -> Any:
         found = func(input.redistribute(gathered), *args, **kwargs)
         parts = [x.redistribute(spec) for x in (found if isinstance(found, tuple) else (found,))]
-        return return_types.sort(parts) if isinstance(found, tuple) else parts[0]
+        return return_types.sort(tuple(parts)) if isinstance(found, tuple) else parts[0]
 
     return run
 
