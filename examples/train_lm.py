@@ -316,7 +316,8 @@ def write(model: GPT, text: list[int], length: int = 240, temperature: float = 0
         ids_bs = torch.tensor([text[-window:]], device=device)
         logits_v = model(ids_bs, last_only=True)[0] / temperature
         text.append(int(torch.multinomial(logits_v.softmax(0), 1)))
-    return bytes(text[window - 60 :]).decode("utf-8", errors="replace")
+    found = bytes(text[window - 60 :]).decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in found)  # no control codes on a terminal
 
 
 def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run:

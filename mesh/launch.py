@@ -47,6 +47,7 @@ _SETTLE_S = 0.5  # a killed rank breaks its peers' connections: wait this long t
 _POLL_S = 1.0  # a child's own children can hold its pipes open after it died: look at its exit status as well
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SIGTERM_EXIT = 128 + signal.SIGTERM  # what shells report of a process that SIGTERM has ended
+_NO_GUARD_EXIT = 79  # of a rank that came upon launch() while it imported the script
 _RESULT, _FAILURE = b"+", b"-"  # what a child's message starts with
 _RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -137,6 +138,8 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
     with _environ_lock:  # not while another thread's launch() lends its environment to a child
         rank = os.environ.get("RANK")
     if rank is not None:
+        if getattr(mp.current_process(), "_inheriting", False):  # a rank imports the script; the parent says what is wrong, once
+            raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
             f"{os.environ.get('WORLD_SIZE', '?')} (RANK is set by torchrun or by launch itself). Call the function "
@@ -297,10 +300,9 @@ def _exit_failure(exitcode: int, when: str) -> _Failure:
             signal=-exitcode,
             exitcode=exitcode,
         )
-    summary = (
-        f"exited with code {exitcode} {when} its function returned. What it printed is above; where that speaks of "
-        "launch() itself, put the script's launch() call under `if __name__ == '__main__':`"
-    )
+    summary = f"exited with code {exitcode} {when} its function returned; what it printed is above"
+    if exitcode == _NO_GUARD_EXIT:
+        summary = "imported the script, and with it ran its launch() call again; put that call under `if __name__ == '__main__':`"
     return _Failure(summary, time.monotonic(), exitcode=exitcode)
 
 
@@ -373,7 +375,7 @@ def _raise_first_failure(ranks: Sequence[_Rank], passed_on: Sequence[int]) -> No
     lines = [f"rank {rank} of {len(ranks)} {failure.summary}"]
     if failure.traceback:
         lines += ["", f"--- traceback of rank {rank} ---", failure.traceback.rstrip()]
-    if others:
+    if others and failure.exitcode != _NO_GUARD_EXIT:
         lines += ["", "after it:", *(f"  rank {r} {f.summary}" for r, f in others)]
     error = LaunchError("\n".join(lines), rank, failure.signal, failure.exitcode, failure.traceback)
     raise error from failure.exception

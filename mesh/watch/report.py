@@ -98,7 +98,8 @@ def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Memb
     pages = [m.page for m in gone if m.page is not None and m.page.words[H.STATE] == State.LOST]
     reasons = {page.read_text(page.words[H.DOING]) for page in pages}
     said = f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
-    lines = [f"{ranks_text(ranks)} {said}, while {_wait(_waiting(found))} in number {sequence} of the group {group_text(seat)}:"]
+    waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
+    lines = [f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}:"]
     return _absent("lost", ranks, lines, found, gone)
 
 

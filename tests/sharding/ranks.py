@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,13 @@ def place(mesh: sm.DeviceMesh, tensor: torch.Tensor, *placements: sm.Placement, 
     """`tensor`, the same on every rank, without communication; replicated where no placements are given."""
     x = sm.distribute_tensor(tensor, mesh, list(placements) or None, src_data_rank=None)
     return x.requires_grad_() if grad else x
+
+
+def save_part(x: Any, file: Any) -> None:
+    """`torch.save` of this rank's part, without the warning that it is no more than that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.save writes only this rank's part")
+        torch.save(x, file)
 
 
 @contextmanager

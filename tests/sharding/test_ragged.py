@@ -21,7 +21,7 @@ from shardmesh.sharding.plan import without_trivial_axes
 from shardmesh.sharding.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
 from tests.device import DEVICE
 from tests.sharding import reference
-from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
+from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error, save_part
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_moves, ragged_specs, shapes
 
 ROWS = P("a", sizes={"a": (3, 0, 5)})
@@ -426,7 +426,7 @@ def test_state_dicts_copies_and_files(mesh):
 
 def saved_and_loaded(x):
     file = io.BytesIO()
-    torch.save(x, file)
+    save_part(x, file)
     file.seek(0)
     return torch.load(file)
 

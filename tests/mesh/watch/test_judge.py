@@ -309,6 +309,7 @@ def test_a_dead_rank_that_had_come_is_not_waited_for(four: list[Hand]) -> None:
     found = judge.lost(four[0].watch, four[0].seat(), 0)
     assert found is not None
     assert found.ranks == (2,)
+    assert "rank 2 died, while ranks 0, 1, 3 wait" in found.text
 
 
 def test_a_rank_that_ended_well_may_be_gone(four: list[Hand]) -> None:
