@@ -17,10 +17,12 @@ import torch
 import torch.optim.optimizer as torch_optimizer
 from torch.utils import _foreach_utils as foreach_utils
 
+from ..lineage import mixed, piece_of, seed_of
 from ..tensor import ShardedTensor
 
 _LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
 _CHOSEN = "_shardmesh_chosen"  # under this name an optimizer that steps has the options that were chosen for it
+_STEP = seed_of("optimizer step")
 Group = dict[str, Any]
 
 
@@ -32,7 +34,7 @@ def register() -> None:
     if torch_optimizer._group_tensors_by_device_and_dtype is not _by_local_device:
         torch_optimizer._group_tensors_by_device_and_dtype = _by_local_device  # type: ignore[assignment]
         torch_optimizer.register_optimizer_step_pre_hook(_choose)
-        torch_optimizer.register_optimizer_step_post_hook(_restore)
+        torch_optimizer.register_optimizer_step_post_hook(_finish)
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -64,15 +66,33 @@ def _choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _is_open(optimizer, group):
             name = "fused" if "fused" in group and _is_contiguous(optimizer, group["params"]) else "foreach"
             group[name] = True
-            chosen.append((group, name))
+            chosen.append((group, name, [x._lineage for x in group["params"]]))
     if chosen:
         setattr(optimizer, _CHOSEN, chosen)
 
 
-def _restore(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Leave the groups as the user has made them, for `state_dict()` and later steps."""
-    for group, name in vars(optimizer).pop(_CHOSEN, ()):
+def _restore(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Group, list[int]]]:
+    """Leave the groups as the user has made them, for `state_dict()` and later steps.
+
+    Returns:
+        the groups that had been chosen for, and the lineages of their parameters before.
+    """
+    chosen = vars(optimizer).pop(_CHOSEN, ())
+    for group, name, _ in chosen:
         group[name] = None
+    return [(group, before) for group, _, before in chosen]
+
+
+def _finish(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Restore the groups, and set lineages that do not depend on what was chosen: memory may be contiguous on some ranks only."""
+    for group, before in _restore(optimizer):
+        for x, lineage in zip(group["params"], before, strict=True):
+            if x.grad is not None:
+                x._lineage = lineage
+                x._lineage = mixed(_STEP, [x, x.grad])
+                for i, y in enumerate(optimizer.state.get(x, {}).values()):
+                    if type(y) is ShardedTensor:
+                        y._lineage = piece_of(x._lineage, i + 1)
 
 
 def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:

@@ -237,7 +237,7 @@ def test_a_killed_rank_leaves_its_collectives(crashed: Path) -> None:
     assert killed.state == "dead"
     assert [e.op for e in killed.entries[-6:]] == ["all_gather", "all_reduce"] * 3
     assert [e.step for e in killed.entries[-6:]] == [0, 0, 1, 1, 2, 2]
-    assert sm.typeof(killed.entries[-2]) == "f32[8] @ P('dp') on (dp=2, tp=2) -> P(None)"
+    assert killed.entries[-2].layout == "f32[8] @ P('dp') on (dp=2, tp=2) -> P(None)"
     assert all(e.end is not None for e in killed.entries)
     for rank in (0, 1, 3):
         last = found.ranks[rank].entries[-1]
