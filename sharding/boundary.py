@@ -269,30 +269,24 @@ def _check_leaf(tensor: Tensor) -> None:
 def device_put(
     x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
-    """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
+    """`shardmesh.device_put` of one leaf: a tensor, an array or a number."""
+    return distribute_tensor(as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
 
-    With a mesh set, `device_put(x, P(...))`.
 
-    Args:
-        x: a tensor; or a NumPy array, a number, or nested lists of numbers, of which it takes a copy with the dtype that `torch.tensor`
-            gives it.
+def as_tensor(x: Any, where: str = "") -> Tensor:
+    """The leaf that `device_put` is given as a tensor; `where` says which of a tree.
 
     Raises:
-        TypeError: `x` is none of these.
-        ValueError, RuntimeError: as `distribute_tensor`.
-
-    Communication: as `distribute_tensor` or `redistribute`.
+        TypeError: it is none.
     """
-    return distribute_tensor(x if isinstance(x, Tensor) else _as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
-
-
-def _as_tensor(x: Any) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
     try:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(x).__name__} ({error}); "
-            "put the tensors of a container one by one"
+            f"device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
+            "it to a tensor first"
         ) from error
 
 

@@ -29,6 +29,7 @@ from .collectives import psum
 from .following import unfollowed
 from .linear import KeepFirst
 from .mapping import Mapping, current_mapping
+from .trees import without_none
 from .types import ShardingTypeError, Type
 
 
@@ -44,7 +45,7 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        argnums: the argument or arguments: any trees of tensors.
+        argnums: the argument or arguments: any trees of tensors, in which None stays None.
         has_aux: the value is then the pair.
 
     Returns:
@@ -72,16 +73,16 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
 def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    leaves, tree = pytree.tree_flatten([args[i] for i in nums])
+    leaves, tree = without_none([args[i] for i in nums])
     _check_floating("value_and_grad", leaves)
     with _watched(leaves, (args, kwargs)) as fresh:
         given = list(args)
-        for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+        for i, branch in zip(nums, tree.filled(fresh), strict=True):
             given[i] = branch
         value = f(*given, **kwargs)
         found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
         done = pytree.tree_map(_finished, value)
-    branches = pytree.tree_unflatten(found, tree)
+    branches = tree.filled(found)
     return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
@@ -107,7 +108,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays.
         primals: its arguments.
 
     Returns:
@@ -118,26 +119,26 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
     Communication: that of f; `back`: as `value_and_grad`.
     """
-    leaves, tree = pytree.tree_flatten(list(primals))
+    leaves, tree = without_none(list(primals))
     _check_floating("vjp", leaves)
     mapping = current_mapping()
     with _watched(leaves, primals) as fresh:
-        value = f(*pytree.tree_unflatten(fresh, tree))
+        value = f(*tree.filled(fresh))
         result, *aux = value if has_aux else (value,)
-        outs, out_tree = pytree.tree_flatten(result)
+        outs, out_tree = without_none(result)
         record = None if mapping is None else _record(mapping, outs, fresh)
         nested, done = _thread.nested, pytree.tree_map(_finished, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
-        given, given_tree = pytree.tree_flatten(cotangents)
+        given, given_tree = without_none(cotangents)
         if given_tree != out_tree:
-            raise ValueError(f"vjp: cotangents {given_tree} for results {out_tree}; give a tree like that of the results")
+            raise ValueError(f"vjp: cotangents {given_tree.spec} for results {out_tree.spec}; give a tree like that of the results")
         before, _thread.nested = _thread.nested, nested
         try:
             found = _gradients(outs, fresh, given, record)
         finally:
             _thread.nested = before
-        return tuple(pytree.tree_unflatten(found, tree))
+        return tuple(tree.filled(found))
 
     return (done, back, *aux)
 
@@ -153,19 +154,19 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
 
     Communication: that of f, and of backward twice.
     """
-    leaves, tree = pytree.tree_flatten(list(primals))
-    directions, directions_tree = pytree.tree_flatten(list(tangents))
+    leaves, tree = without_none(list(primals))
+    directions, directions_tree = without_none(list(tangents))
     _check_floating("jvp", leaves)
     if directions_tree != tree:
-        raise ValueError(f"jvp: tangents {directions_tree} for primals {tree}; give a tree like that of the primals")
+        raise ValueError(f"jvp: tangents {directions_tree.spec} for primals {tree.spec}; give a tree like that of the primals")
     with _watched(leaves, (primals, tangents)) as fresh:
-        result = f(*pytree.tree_unflatten(fresh, tree))
-        outs, out_tree = pytree.tree_flatten(result)
+        result = f(*tree.filled(fresh))
+        outs, out_tree = without_none(result)
         found = [torch.zeros_like(out) for out in outs]
         linked = [i for i, out in enumerate(outs) if out.requires_grad]
         for i, derivative in zip(linked, _derivatives([outs[i] for i in linked], fresh, directions), strict=True):
             found[i] = derivative
-        return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in found], out_tree)
+        return pytree.tree_map(_finished, result), out_tree.filled([_finished(t) for t in found])
 
 
 def _derivatives(outs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
