@@ -10,7 +10,19 @@
 Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how it is done.
 """
 
-from .mesh import AbstractMesh, DeviceMesh, Link, Topology, Work, calibrate, init_device_mesh, simulate
+from .mesh import (
+    AbstractMesh,
+    DeviceMesh,
+    Link,
+    Topology,
+    Work,
+    calibrate,
+    init_device_mesh,
+    make_mesh,
+    process_count,
+    process_index,
+    simulate,
+)
 from .mesh.counter import CommBudgetError, CommReport, comm_budget, comm_report
 from .mesh.current import get_mesh, set_mesh
 from .mesh.errors import (
@@ -57,13 +69,11 @@ from .sharding.device_put import device_put
 from .sharding.eval_shape import Evaluated, eval_shape
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
+from .sharding.functional.casts import axis_index, axis_size, pcast, pvary
 from .sharding.functional.collectives import (
     all_gather,
     all_to_all,
-    axis_index,
-    axis_size,
     pbroadcast,
-    pcast,
     pmax,
     pmean,
     pmin,
@@ -71,8 +81,9 @@ from .sharding.functional.collectives import (
     pshuffle,
     psum,
     psum_scatter,
+    pswapaxes,
 )
-from .sharding.functional.gradients import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
+from .sharding.functional.gradients import checkpoint, grad, jvp, remat, stop_gradient, value_and_grad, vjp
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
 from .sharding.functional.mapping import UnboundAxisError
@@ -257,6 +268,7 @@ __all__ = [
     "make_array_from_callback",
     "make_array_from_process_local_data",
     "make_array_from_single_device_arrays",
+    "make_mesh",
     "manual_seed",
     "mark_step",
     "materialize",
@@ -274,9 +286,13 @@ __all__ = [
     "pmean",
     "pmin",
     "ppermute",
+    "process_count",
+    "process_index",
     "pshuffle",
     "psum",
     "psum_scatter",
+    "pswapaxes",
+    "pvary",
     "ragged_all_to_all",
     "rand",
     "randint",
@@ -289,6 +305,7 @@ __all__ = [
     "redistribute_many",
     "register_rule",
     "register_sharding",
+    "remat",
     "replay_random",
     "reshard",
     "rowwise",

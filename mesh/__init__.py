@@ -14,6 +14,7 @@ from .errors import (
     MeshError,
 )
 from .group import CollectiveRecord, Group, World, current_world
+from .make_mesh import make_mesh, process_count, process_index
 from .null import null_world
 from .simulate import simulate
 from .topology import Link, Topology
@@ -41,6 +42,9 @@ __all__ = [
     "comm_report",
     "current_world",
     "init_device_mesh",
+    "make_mesh",
     "null_world",
+    "process_count",
+    "process_index",
     "simulate",
 ]

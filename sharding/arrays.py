@@ -164,25 +164,26 @@ def make_array_from_single_device_arrays(
 
 @dataclass(frozen=True, eq=False)
 class AddressableShard:
-    """The part of a tensor that this rank holds.
+    """The part of a tensor that a rank holds.
 
     Attributes:
         index: where the part lies in the global tensor, a slice per dim: `whole[shard.index]` is the part.
-        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution. None in
+            `global_shards` for another rank's.
         device: where it is.
         replica_id: this rank's place among those that hold the same part, 0 for the first; so the parts with replica_id 0
             make up the tensor. Contributions to a pending tensor are no replicas of each other.
-        rank: this rank, in the world.
+        rank: the rank, in the world.
     """
 
     index: Index
-    data: Tensor
+    data: Any
     device: torch.device
     replica_id: int
     rank: int
 
     def __repr__(self) -> str:
-        data = f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        data = "not here" if self.data is None else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
         index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
         return f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
 
@@ -194,6 +195,16 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
         return []
     data = x._local.detach()
     return [AddressableShard(slices(layout.box), data, data.device, _replica_id(layout, mesh.coordinate), mesh.world.rank)]
+
+
+def global_shards(x: ShardedTensor) -> list[AddressableShard]:
+    """The part of every rank of the mesh, with the data of this rank's. Communication: none."""
+    layout, mesh = x._layout, x.mesh
+    found = []
+    for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
+        data = x._local.detach() if coordinate == mesh.coordinate else None
+        found.append(AddressableShard(slices(box), data, x._local.device, _replica_id(layout, coordinate), int(rank)))
+    return found
 
 
 def _replica_id(layout: Layout, coordinate: Sequence[int]) -> int:

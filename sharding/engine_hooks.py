@@ -90,6 +90,17 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def sequence_number() -> int:
+    """The number that autograd gives to the next node made in this thread; -1 where this torch does not say."""
+    find = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return -1 if find is None else find()
+
+
+def made_before(node: Any, number: int) -> bool:
+    """Whether a node was made before `sequence_number` was this, in this thread; False where that cannot be told."""
+    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
+
+
 def with_memory(grad: torch.Tensor) -> torch.Tensor:
     """The gradient, with zeros in memory where torch has a tensor without memory stand for them (as the second derivative of
     `abs`)."""

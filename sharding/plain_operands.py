@@ -33,6 +33,7 @@ from .compare import ReplicaError, compare
 from .copies import Copy
 from .decide import name_of
 from .dtensor import is_dtensor
+from .functional.mapping import current_mapping
 from .layout import dtype_name
 from .prepared import is_prepared
 from .rules.registry import writes_first_operand
@@ -235,6 +236,8 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
             "distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
         )
+    if current_mapping() is not None:
+        raise RuntimeError(f"{what}, inside a mapped function, which works on parts: pass the ShardedTensor as an argument")
     raise RuntimeError(
         f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "
         "ShardedTensor.from_local(t, mesh, placements), or take plain tensors as replicated inside "

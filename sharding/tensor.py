@@ -172,6 +172,25 @@ class ShardedTensor(Tensor):
         return self._layout.is_fully_replicated
 
     @property
+    def is_fully_addressable(self) -> bool:
+        """Whether this rank alone can read the whole tensor: where it is the mesh's only one."""
+        return self._layout.mesh.size() == 1 and self.mesh.coordinate is not None
+
+    @property
+    def committed(self) -> bool:
+        """Whether the tensor stays where it was put: always."""
+        return True
+
+    def addressable_data(self, index: int) -> Tensor:
+        """The data of `addressable_shards[index]`: this rank's part, outside the graph. Raises: IndexError for another index."""
+        return self.addressable_shards[index].data
+
+    @property
+    def global_shards(self) -> list[AddressableShard]:
+        """The part of every rank of the mesh, in mesh order; `data` is None for those of other ranks."""
+        return arrays.global_shards(self)
+
+    @property
     def addressable_shards(self) -> list[AddressableShard]:
         """The part that this rank holds and where it lies, as a list of one; of none on a rank outside the mesh."""
         return arrays.addressable_shards(self)

@@ -10,6 +10,8 @@ is worked on part by part. All are differentiable any number of times, and under
 
 What all take:
 
+    axis_index_groups: (not `ppermute`, `pshuffle`, `pbroadcast`) lists of places along the axis, each place in one of them: the
+        collective then runs in each list by itself, in its order, and its result varies. Lists of one length, but for reductions.
     forward_dtype: cast to this dtype before anything moves; the result has it.
     backward_dtype: dtype in which the gradient travels; it arrives in the dtype of `x`.
 
@@ -25,22 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checked import check_no_sizes, check_one_each, checked_dim, checked_pairs, lengths_along, word
 from .extreme import Extreme, pick
-from .following import unfollowed
-from .leaf import Call, Law, Prepared, each, together
-from .linear import Broadcast, Exchange, Gather, KeepFirst, Permute, Reduce, Scatter, Swap, apply, even_lengths
-from .mapping import Axes, AxisName, bound, current_mapping
-from .types import Origin, Type, place
+from .leaf import Call, Law, Prepared, each, over, together
+from .linear import Broadcast, Exchange, Gather, Permute, Reduce, Scatter, Swap, apply, even_lengths
+from .mapping import Axes, AxisName, Groups, bound
 
 Dtype = torch.dtype | None
-
-
-def _kept(axes: Axes, make: Any, *key: Any) -> Any:
-    """The op that `make(axes, *key)` makes, made once."""
-    found = axes.ops.get((make, *key))
-    if found is None:
-        found = axes.ops[make, *key] = make(axes, *key)
-    return found
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
@@ -57,22 +50,24 @@ def _counted(x: Tensor) -> Any:
 
 
 def _reduce(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(_kept(axes, Reduce), _counted(x))
+    return Prepared(axes.kept(Reduce), _counted(x))
 
 
 def _mean(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(_kept(axes, Reduce), _counted(x), lambda total: total / axes.size)
+    return Prepared(axes.kept(Reduce), _counted(x), lambda total: total / axes.size)
 
 
 def _largest(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(_kept(axes, Extreme, "max"))
+    return Prepared(axes.kept(Extreme, "max"))
 
 
 def _smallest(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(_kept(axes, Extreme, "min"))
+    return Prepared(axes.kept(Extreme, "min"))
 
 
-def psum(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def psum(
+    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+) -> Any:
     """psum(x: S | R | U, axis) -> R: the sum over the ranks of the axis, on each of them.
 
         rank 0   x = [a]        [a+b]        backward   [g]        [g+h]
@@ -89,20 +84,24 @@ def psum(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_d
     Example:
         >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
     """
-    axes = bound(axis_name)
-    return together(x, Call(axes, _PSUM, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype))
+    axes, law = over(axis_name, _PSUM, axis_index_groups)
+    return together(x, Call(axes, law, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype))
 
 
-def pmean(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def pmean(
+    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+) -> Any:
     """pmean(x: S | R | U, axis) -> R: the mean over the ranks of the axis, on each of them; of integers, floats.
 
     Communication: as `psum`.
     """
-    axes = bound(axis_name)
-    return together(x, Call(axes, _PMEAN, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype))
+    axes, law = over(axis_name, _PMEAN, axis_index_groups)
+    return together(x, Call(axes, law, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype))
 
 
-def pmax(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def pmax(
+    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+) -> Any:
     """pmax(x: S | R, axis) -> R: the largest value over the ranks of the axis, element by element.
 
         rank 0   x = [1 5]        [3 5]        backward   [g h]        [0 h]
@@ -112,24 +111,26 @@ def pmax(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_d
 
     Communication: all_reduce; backward two.
     """
-    axes = bound(axis_name)
-    return together(x, Call(axes, _PMAX, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype))
+    axes, law = over(axis_name, _PMAX, axis_index_groups)
+    return together(x, Call(axes, law, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype))
 
 
-def pmin(x: Any, axis_name: AxisName, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
+def pmin(
+    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
+) -> Any:
     """pmin(x: S | R, axis) -> R: the smallest value over the ranks of the axis, element by element; else as `pmax`.
 
     Communication: all_reduce; backward two.
     """
-    axes = bound(axis_name)
-    return together(x, Call(axes, _PMIN, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype))
+    axes, law = over(axis_name, _PMIN, axis_index_groups)
+    return together(x, Call(axes, law, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype))
 
 
 _PSUM_SCATTER = Law("psum_scatter", takes_pending=True)
 
 
 def psum_scatter(
-    x: Any, axis_name: AxisName, *, scatter_dimension: int = 0, tiled: bool = False,
+    x: Any, axis_name: AxisName, *, scatter_dimension: int = 0, axis_index_groups: Groups = None, tiled: bool = False,
     forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
     """psum_scatter(x: S | R | U, axis, dim) -> S(dim): the sum, of which each rank gets its part along a dim.
@@ -150,24 +151,24 @@ def psum_scatter(
     """
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        dim = _dim("psum_scatter", "scatter_dimension", scatter_dimension, part.ndim)
+        dim = checked_dim("psum_scatter", "scatter_dimension", scatter_dimension, part.ndim)
         if tiled:
-            return Prepared(_kept(axes, Scatter, dim, even_lengths(part.shape[dim], axes.size)), _counted(part), dims=(dim,))
-        _check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
-        return Prepared(_kept(axes, Scatter, dim, (1,) * axes.size), _counted(part), lambda out: out.squeeze(dim), (dim,))
+            return Prepared(axes.kept(Scatter, dim, even_lengths(part.shape[dim], axes.size)), _counted(part), dims=(dim,))
+        check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
+        return Prepared(axes.kept(Scatter, dim, (1,) * axes.size), _counted(part), lambda out: out.squeeze(dim), (dim,))
 
-    return each(x, Call(bound(axis_name), _PSUM_SCATTER, (scatter_dimension, tiled), prepare, apply, None, forward_dtype, backward_dtype))
+    axes, law = over(axis_name, _PSUM_SCATTER, axis_index_groups, equal=True)
+    return each(x, Call(axes, law, (scatter_dimension, tiled), prepare, apply, None, forward_dtype, backward_dtype))
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
 _ALL_GATHER = {"replicated": Law("all_gather", varies=False), "sharded": Law("all_gather")}
-_WORDS = {"varying": "sharded", "invariant": "replicated", "pending": "unreduced"}  # other words for the same
 
 
 def all_gather(
-    x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False, to: str = "replicated", sizes: Sequence[int] | None = None,
-    forward_dtype: Dtype = None, backward_dtype: Dtype = None,
+    x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, axis: int = 0, tiled: bool = False, to: str = "replicated",
+    sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
     """all_gather(x: S(dim), axis, dim) -> R: every rank's part, on each of them.
 
@@ -188,15 +189,15 @@ def all_gather(
     """
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        dim = _dim("all_gather", "axis", axis, part.ndim + (not tiled))
+        dim = checked_dim("all_gather", "axis", axis, part.ndim + (not tiled))
         if not tiled:
-            _check_no_sizes("all_gather", sizes)
-            return Prepared(_kept(axes, Gather, dim, (1,) * axes.size), before=lambda t: t.unsqueeze(dim), dims=(dim,))
-        return Prepared(_kept(axes, Gather, dim, _lengths("all_gather", axes, part, dim, sizes)), dims=(dim,))
+            check_no_sizes("all_gather", sizes)
+            return Prepared(axes.kept(Gather, dim, (1,) * axes.size), before=lambda t: t.unsqueeze(dim), dims=(dim,))
+        return Prepared(axes.kept(Gather, dim, lengths_along("all_gather", axes, part, dim, sizes)), dims=(dim,))
 
-    law = _ALL_GATHER[_word("all_gather", to, _ALL_GATHER)]
+    axes, law = over(axis_name, _ALL_GATHER[word("all_gather", to, _ALL_GATHER)], axis_index_groups, equal=True)
     sizes = None if sizes is None else tuple(sizes)
-    return each(x, Call(bound(axis_name), law, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+    return each(x, Call(axes, law, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
 
 
 # -- exchanging --------------------------------------------------------------------------------------------------------
@@ -206,8 +207,8 @@ _PBROADCAST = Law("pbroadcast", varies=False)
 
 
 def all_to_all(
-    x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, tiled: bool = False, sizes: Sequence[int] | None = None,
-    forward_dtype: Dtype = None, backward_dtype: Dtype = None,
+    x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, axis_index_groups: Groups = None, tiled: bool = False,
+    sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
     """all_to_all(x: S(concat), axis, split, concat) -> S(split): part i along one dim goes to rank i, and parts are put together
     along another.
@@ -231,28 +232,39 @@ def all_to_all(
     """
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        split = _dim("all_to_all", "split_axis", split_axis, part.ndim)
-        concat = _dim("all_to_all", "concat_axis", concat_axis, part.ndim)
+        split = checked_dim("all_to_all", "split_axis", split_axis, part.ndim)
+        concat = checked_dim("all_to_all", "concat_axis", concat_axis, part.ndim)
         if not tiled:
-            _check_no_sizes("all_to_all", sizes)
-            _check_one_each("all_to_all", "split_axis", axes, part, split)
+            check_no_sizes("all_to_all", sizes)
+            check_one_each("all_to_all", "split_axis", axes, part, split)
             before = None if split == 0 else lambda t: t.movedim(split, 0)
             return _rows(axes, before, None if concat == 0 else lambda t: t.movedim(0, concat), (split, concat))
         if sizes is None and part.shape[split] % axes.size == 0:
             return _evenly(axes, part, split, concat)
         if split == concat:
             raise _not_a_multiple(axes, part, split)
-        given = (concat, _lengths("all_to_all", axes, part, concat, sizes))
-        return Prepared(_kept(axes, Exchange, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
+        given = (concat, lengths_along("all_to_all", axes, part, concat, sizes))
+        return Prepared(axes.kept(Exchange, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
 
     sizes = None if sizes is None else tuple(sizes)
     key = (split_axis, concat_axis, tiled, sizes)
-    return each(x, Call(bound(axis_name), _ALL_TO_ALL, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+    axes, law = over(axis_name, _ALL_TO_ALL, axis_index_groups, equal=True)
+    return each(x, Call(axes, law, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+
+
+def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
+    """pswapaxes(x: S, axis, dim) -> S: the mesh axis and a dim trade places: `all_to_all` with this dim as both, not tiled.
+
+    Raises: ValueError where the dim is not as long as the axis.
+
+    Communication: as `all_to_all`.
+    """
+    return all_to_all(x, axis_name, axis, axis, axis_index_groups=axis_index_groups)
 
 
 def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepared:
     """Row i of what `before` gives goes to rank i, and arrives as row `index` there."""
-    return Prepared(_kept(axes, Swap), before, after, dims)
+    return Prepared(axes.kept(Swap), before, after, dims)
 
 
 def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
@@ -290,7 +302,7 @@ def ppermute(
     pairs = tuple(map(tuple, perm))
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(_kept(axes, Permute, _checked_pairs("ppermute", axes, pairs)))
+        return Prepared(axes.kept(Permute, checked_pairs("ppermute", axes, pairs)))
 
     return each(x, Call(bound(axis_name), _PPERMUTE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
 
@@ -310,7 +322,7 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, forward_dtype:
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         if sorted(source for source, _ in pairs) != list(range(axes.size)):
             raise ValueError(f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} once")
-        return Prepared(_kept(axes, Permute, pairs))
+        return Prepared(axes.kept(Permute, pairs))
 
     return each(x, Call(bound(axis_name), _PSHUFFLE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
 
@@ -331,107 +343,6 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, forward_dtype: Dtype
         raise ValueError(f"pbroadcast over {axes}: source={source} must be an index from 0 to {axes.size - 1}")
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(_kept(axes, Broadcast, source))
+        return Prepared(axes.kept(Broadcast, source))
 
     return each(x, Call(axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype))
-
-
-# -- places and types --------------------------------------------------------------------------------------------------
-
-
-def axis_size(axis_name: AxisName) -> int:
-    """axis_size(axis) -> int: number of ranks along the axis, of a tuple the product. Communication: none."""
-    return bound(axis_name).size
-
-
-def axis_index(axis_name: AxisName) -> Tensor:
-    """axis_index(axis) -> S: this rank's place along the axis, of a tuple major to minor; a 0-d int64 tensor.
-
-    It is a tensor so that what is computed from it is known to vary. `int(axis_index(...))` works, and from then on whatever
-    the function makes counts as varying.
-
-    Communication: none.
-    """
-    axes = bound(axis_name)
-    mapping = current_mapping()
-    if mapping is None or mapping.checker is None:
-        return axes.index_tensor.clone()
-    with unfollowed():
-        index = axes.index_tensor.clone()
-    mapping.checker.note(index, mapping.checker.varying(Origin("axis_index", place()), Type.of(frozenset(axes.names))))
-    return index
-
-
-_PCAST = {"sharded": Law("pcast to 'sharded'"), "unreduced": Law("pcast to 'unreduced'", varies=False, pends=True)}
-
-
-def _same(x: Tensor, op: Any, travel: Any, ready: Any) -> Tensor:
-    return x.view_as(x)
-
-
-def pcast(x: Any, axis_name: AxisName, *, to: str) -> Any:
-    """pcast(x: R | S, axis, to="sharded") -> S, pcast(x: R, axis, to="unreduced") -> U: the same value by another type.
-
-    "sharded" ("varying"): the same data, which from now on counts as each rank's own. "unreduced" ("pending"): what the first
-    rank has stays there, and the others have zeros, so that the sum is the value.
-
-    Raises: ValueError for another word.
-
-    Communication: none, neither way.
-    """
-    word = _word("pcast", to, _PCAST)
-    use = _same if word == "sharded" else apply
-    return each(x, Call(bound(axis_name), _PCAST[word], None, lambda a, _: Prepared(_kept(a, KeepFirst)), use))
-
-
-# -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _word(name: str, to: str, known: Any) -> str:
-    word = _WORDS.get(to, to)
-    if word not in known:
-        raise ValueError(f"{name}(to={to!r}): write one of {', '.join(map(repr, known))}")
-    return word
-
-
-def _dim(name: str, argument: str, dim: int, ndim: int) -> int:
-    if not -ndim <= dim < ndim:
-        raise ValueError(f"{name}: {argument}={dim} is not a dim of a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}")
-    return dim % ndim
-
-
-def _check_one_each(name: str, argument: str, axes: Axes, part: Tensor, dim: int) -> None:
-    if part.shape[dim] != axes.size:
-        raise ValueError(
-            f"{name} over {axes} of {axes.size} ranks: dim {dim} ({argument}) of {list(part.shape)} must have {axes.size} elements, one "
-            "for each rank; to cut it into longer parts, write tiled=True"
-        )
-
-
-def _check_no_sizes(name: str, sizes: Sequence[int] | None) -> None:
-    if sizes is not None:
-        raise ValueError(f"{name}: sizes={tuple(sizes)} are lengths of parts that are put one after the other; write tiled=True")
-
-
-def _lengths(name: str, axes: Axes, part: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """How long every rank's part is along a dim."""
-    if sizes is None:
-        return (part.shape[dim],) * axes.size
-    lengths = tuple(int(n) for n in sizes)
-    if len(lengths) != axes.size or lengths[axes.index] != part.shape[dim]:
-        raise ValueError(
-            f"{name} over {axes} of {axes.size} ranks: sizes={lengths} must hold the length of every rank's part along dim {dim}; the part "
-            f"of rank {axes.index} is {list(part.shape)}"
-        )
-    return lengths
-
-
-def _checked_pairs(name: str, axes: Axes, perm: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    pairs = tuple((int(source), int(destination)) for source, destination in perm)
-    for side in zip(*pairs, strict=True):
-        if len(set(side)) < len(side) or not all(0 <= place < axes.size for place in side):
-            raise ValueError(
-                f"{name} over {axes}: perm={list(pairs)} must be pairs (source, destination) of indices from 0 to {axes.size - 1}, none "
-                "twice on one side"
-            )
-    return pairs

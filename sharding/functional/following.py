@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .. import engine_hooks
 from ..decide import name_of
 from ..plain_operands import tensors_in
 from ..tensor import ShardedTensor
+from .mapping import captures_here
 from .pending import stays_pending
 from .special import SPECIAL, special_of
 from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
@@ -114,7 +116,9 @@ class Following(TorchFunctionMode):
                 return found[0]
             outside = x.is_leaf or self.unknown.type is REPLICATED
             if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
-                raise ShardingTypeError(_from_outside(x))
+                raise FromOutsideError(_from_outside(x))
+            if x.is_leaf and not x.requires_grad and (captures := captures_here()) is not None:
+                captures.constants.append(ref(x))
         self.note(x, self.unknown)
         return self.unknown
 
@@ -138,15 +142,25 @@ class Following(TorchFunctionMode):
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if types and ShardedTensor in types:
+            args, kwargs = self._with_captures(func, args, kwargs or {}) or (args, kwargs)
         special = SPECIAL.get(func, func)
         if special is func:
             special = SPECIAL[func] = special_of(func)
-        if special is not None:
-            return special(self, func, args, kwargs or {})
+        try:
+            if special is not None:
+                return special(self, func, args, kwargs or {})
+            tag = self._of_operands(args, kwargs)  # first, since what comes from outside must go in before the operator runs
+        except FromOutsideError:
+            replaced = self._with_captures(func, args, kwargs or {})
+            if replaced is None:
+                raise
+            return self.__torch_function__(func, (), *replaced)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) in _NO_TENSORS:
             return result
-        tag = self.made(func, args, kwargs)
+        if not tag.settled:
+            tag = self._settled(func, args, kwargs or {}, tag)
         if type(result) is Tensor and not transforms_active():
             result._mapped_tag = tag  # type: ignore[attr-defined]
         else:
@@ -155,8 +169,23 @@ class Following(TorchFunctionMode):
             self.wrote(result)
         return result
 
+    def _with_captures(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The arguments with what the function closes over as it goes in; None where there is nothing of that kind."""
+        captures = captures_here()
+        return None if captures is None else captures.replaced(func, args, kwargs)
+
+    def entered(self, x: Any) -> Any:
+        """The tensor, or if the function closes over it, how it goes in."""
+        captures = captures_here()
+        return x if captures is None else captures.of(x)
+
     def made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
         """What is known of an operator's results."""
+        tag = self._of_operands(args, kwargs)
+        return tag if tag.settled else self._settled(func, args, kwargs or {}, tag)
+
+    def _of_operands(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
+        """What is known of an operator's operands together."""
         tag = self.looked
         for x in args:
             kind = type(x)
@@ -170,7 +199,7 @@ class Following(TorchFunctionMode):
                 tag = self.joined(tensors_in((x,)), tag)
         if kwargs:
             tag = self.joined(tensors_in(kwargs.values()), tag)
-        return tag if tag.settled else self._settled(func, args, kwargs or {}, tag)
+        return tag
 
     def _settled(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         if tag.type.pending:
@@ -238,6 +267,10 @@ class Following(TorchFunctionMode):
             why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
             self.looked = self.join(self.looked, self.varying(Origin(why, place()), tag.type))
         self.numbers = self.join(self.numbers, self.looked)
+
+
+class FromOutsideError(ShardingTypeError):
+    """A tensor that requires grad and that no operator of the mapped function has made."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -25,10 +25,11 @@ from ...mesh.source import DESCRIBERS
 from .. import backward
 from ..random import replay_random
 from ..tensor import ShardedTensor
+from .captures import Captures, Replaying
 from .collectives import psum
 from .following import unfollowed
 from .linear import KeepFirst
-from .mapping import Mapping, current_mapping
+from .mapping import Mapping, captures_here, current_mapping
 from .trees import without_none
 from .types import ShardingTypeError, Type
 
@@ -207,23 +208,28 @@ def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
     return recomputed
 
 
+remat = checkpoint  # JAX has both names
+
+
 def _contexts() -> tuple[Any, Any]:
     """The contexts in which a piece runs first, and again."""
-    mapping, (_, replay) = current_mapping(), replay_random()
-    return nullcontext(), _Both(replay, nullcontext() if mapping is None else mapping)
+    mapping, captures, (_, replay) = current_mapping(), captures_here(), replay_random()
+    return nullcontext(), _Both(replay, nullcontext() if mapping is None else mapping, captures)
 
 
 class _Both:
-    """Two contexts as one that can be entered again and again."""
+    """The contexts of a piece that runs again as one that can be entered again and again."""
 
-    def __init__(self, replay: Any, mapping: Any) -> None:
-        self.replay, self.mapping = replay, mapping
+    def __init__(self, replay: Any, mapping: Any, captures: Captures | None) -> None:
+        self.replay, self.mapping, self.captures = replay, mapping, captures
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
         stack.enter_context(self.replay)
         stack.enter_context(self.mapping.entered() if isinstance(self.mapping, Mapping) else self.mapping)
+        if self.captures is not None:
+            stack.enter_context(Replaying(self.captures))
         self.stacks.append(stack)
 
     def __exit__(self, *error: Any) -> None:
@@ -258,6 +264,7 @@ def _again(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     mapping = current_mapping()
     if mapping is None or mapping.checker is None:
         return make(x)
+    x = mapping.checker.entered(x)
     tag = mapping.checker.of(x)
     with unfollowed():
         fresh = make(x)

@@ -21,7 +21,7 @@ from ..spec import P
 from ..tensor import ShardedTensor
 from .following import unfollowed
 from .linear import Finish, apply, is_transformed
-from .mapping import Axes, current_mapping
+from .mapping import Axes, AxisName, Groups, bound, bound_groups, current_mapping
 from .signature import flattened, rebuilt
 from .types import Origin, ShardingTypeError, Tag, Type, place
 
@@ -66,6 +66,22 @@ class Law(NamedTuple):
         if self.pends:
             return f"{where} that {tag.type}; it can leave under unreduced= as it is, and be summed as it is"
         return f"{where} that {tag.type}, of which each rank holds a share; psum or psum_scatter it"
+
+
+def over(name: AxisName, law: Law, groups: Groups, equal: bool = False) -> tuple[Axes, Law]:
+    """The axes that a collective names, or this rank's group along them, and its law there: what a group makes varies.
+
+    Args:
+        equal: whether groups must be of one length.
+
+    Raises: as `bound` and `bound_groups`; ValueError for groups of several lengths.
+    """
+    if groups is None:
+        return bound(name), law
+    axes = bound_groups(name, groups)
+    if equal and len(set(axes.sizes)) > 1:
+        raise ValueError(f"{law.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one length")
+    return axes, law._replace(varies=True, takes_pending=False)
 
 
 class Prepared(NamedTuple):
@@ -205,6 +221,7 @@ def _bucket(parts: list[Any], call: Call) -> list[Any]:
     if len(parts) == 1:
         return [_one(parts[0], call)]
     checker = checker_here()
+    parts = parts if checker is None else [checker.entered(part) for part in parts]
     tags = [] if checker is None else [_tag_after(checker, part, call) for part in parts]
     with unfollowed() if tags else nullcontext():
         if checker is not None and checker.uneven:
@@ -235,6 +252,7 @@ def _one(x: Any, call: Call) -> Any:
     checker = checker_here()
     if checker is None:
         return _launched(x, call)
+    x = checker.entered(x)
     tag = _tag_after(checker, x, call)
     with unfollowed():
         if checker.uneven and call.even:

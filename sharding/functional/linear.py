@@ -159,7 +159,7 @@ class Scatter(Laid):
 
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
-        return split.replace(P(unreduced=self.axes.names)), split
+        return split.replace(P(unreduced=self.axes.mesh.axis_names)), split
 
 
 def _lie_in_order(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
@@ -305,8 +305,8 @@ def split_layout(axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[i
     """A tensor of this shape, cut along `dim` over the axes into parts of these lengths."""
     whole = list(shape)
     whole[dim] = sum(lengths)
-    entry = axes.names[0] if len(axes.names) == 1 else axes.names
-    return Layout.of(axes.mesh, P(*[None] * dim, entry, sizes={axes.names: tuple(lengths)}), whole, dtype)
+    names = axes.mesh.axis_names
+    return Layout.of(axes.mesh, P(*[None] * dim, names, sizes={names: tuple(lengths)}), whole, dtype)
 
 
 def even_lengths(total: int, parts: int) -> tuple[int, ...]:

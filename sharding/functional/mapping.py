@@ -23,9 +23,11 @@ from ...mesh.group import Group, current_world
 from .. import engine_hooks
 
 if TYPE_CHECKING:
+    from .captures import Captures
     from .following import Following
 
 AxisName = str | Sequence[str]
+Groups = Sequence[Sequence[int]] | None
 
 
 class UnboundAxisError(ValueError):
@@ -58,12 +60,33 @@ class Axes:
         with torch.inference_mode(False):
             return torch.tensor(self.index, device=self.mesh.device)
 
+    def kept(self, make: Any, *key: Any) -> Any:
+        """What `make(axes, *key)` makes, made once."""
+        found = self.ops.get((make, *key))
+        if found is None:
+            found = self.ops[make, *key] = make(self, *key)
+        return found
+
     def place_in_group(self, place: int) -> int:
         """The group index of the rank at a place along the axes."""
         return place if self.order is None else self.order[place]
 
     def __str__(self) -> str:
         return repr(self.names[0] if len(self.names) == 1 else self.names)
+
+
+class GroupedAxes(Axes):
+    """This rank's group of the ranks along some axes; its mesh has one axis. `names` are those that the groups are places along.
+
+    Attributes:
+        sizes: of all groups.
+    """
+
+    def __init__(self, axes: Axes, groups: tuple[tuple[int, ...], ...]) -> None:
+        mine = next(group for group in groups if axes.index in group)
+        name, ranks = "_".join(axes.mesh.axis_names), axes.mesh.ranks.flatten()[list(mine)]
+        super().__init__(DeviceMesh(axes.mesh.device_type, ranks, axis_names=(name,)), (name,))
+        self.names, self.sizes = axes.names, tuple(map(len, groups))
 
 
 class Mapping:
@@ -73,12 +96,14 @@ class Mapping:
         root: the mesh on which all of them are axes; that of the outermost mapped function where it contains the inner one's.
         names: the manual axes, outer functions' first.
         checker: follows the types of values, while that is on.
+        captures: what the function closes over, while that is on.
         seeds, cursor, recording: what is known of the calls of `grad` inside, which of them comes next, and whether they are new.
     """
 
     def __init__(self, root: DeviceMesh, names: tuple[str, ...]) -> None:
         self.root, self.names = root, names
         self.checker: Following | None = None
+        self.captures: Captures | None = None
         self.seeds: list[Any] = []
         self.cursor, self.recording = 0, False
         self._axes: dict[Any, Axes] = {}
@@ -94,6 +119,22 @@ class Mapping:
         if found is None:
             found = self._axes[key] = Axes(self.root, self._checked(key))
         return found
+
+    def grouped(self, name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
+        """This rank's group of the ranks along the axes.
+
+        Raises: as `axes`; ValueError for groups that do not hold each place once.
+        """
+        axes = self.axes(name)
+        given = tuple(tuple(map(int, group)) for group in groups)
+        if sorted(place for group in given for place in group) != list(range(axes.size)) or not all(given):
+            shown = list(map(list, given))
+            raise ValueError(f"axis_index_groups={shown} over {axes}: each of the places 0 to {axes.size - 1} must be in one group, once")
+        key = axes.names, given
+        found = self._axes.get(key)
+        if found is None:
+            found = self._axes[key] = GroupedAxes(axes, given)
+        return found  # type: ignore[return-value]
 
     def _checked(self, name: Any) -> tuple[str, ...]:
         names = (name,) if isinstance(name, str) else name
@@ -152,6 +193,12 @@ def current_mapping() -> Mapping | None:
     return _thread.mapping
 
 
+def captures_here() -> Captures | None:
+    """What the mapped function that runs in this thread closes over, while types are followed."""
+    mapping = _thread.mapping
+    return None if mapping is None else mapping.captures
+
+
 def bound(name: AxisName) -> Axes:
     """The axes that a collective names.
 
@@ -159,6 +206,14 @@ def bound(name: AxisName) -> Axes:
     """
     mapping = _thread.mapping
     return (mapping or _replayed(name)).axes(name)
+
+
+def bound_groups(name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
+    """This rank's group of the ranks along the axes that a collective names.
+
+    Raises: as `bound`; ValueError for groups that do not hold each place along the axes once.
+    """
+    return (_thread.mapping or _replayed(name)).grouped(name, groups)
 
 
 def _replayed(name: AxisName) -> Mapping:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from .following import unfollowed
-from .leaf import Later, Law, checker_here, is_starting, noted
+from .leaf import Later, Law, checker_here, is_starting, noted, over
 from .linear import Finish, LinearMap, apply
 from .linear import finish as finish_work
-from .mapping import Axes, AxisName, bound
+from .mapping import Axes, AxisName, Groups
 
 _LAW = Law("ragged_all_to_all")
 Counts = Sequence[int] | Tensor
@@ -29,7 +29,7 @@ Slices = list[tuple[int, int]]  # (first row, number of rows)
 
 def ragged_all_to_all(
     operand: Tensor, output: Tensor, input_offsets: Counts, send_sizes: Counts, output_offsets: Counts, recv_sizes: Counts, *,
-    axis_name: AxisName, backward_dtype: torch.dtype | None = None,
+    axis_name: AxisName, axis_index_groups: Groups = None, backward_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: `output` with the rows that the ranks send here.
 
@@ -44,6 +44,7 @@ def ragged_all_to_all(
         output_offsets: where they are put in the `output` of each rank.
         recv_sizes: how many come from each rank.
         axis_name: one axis or a tuple of axes.
+        axis_index_groups: lists of places along the axis: the exchange then is one inside each list.
         backward_dtype: dtype in which the gradient travels.
 
     Raises: ValueError, on every rank, for counts that are not one for each rank, rows outside of `operand` or `output`, or sizes on
@@ -51,12 +52,13 @@ def ragged_all_to_all(
 
     Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one all_to_all.
     """
-    axes, checker = bound(axis_name), checker_here()
+    (axes, law), checker = over(axis_name, _LAW, axis_index_groups, equal=True), checker_here()
     counts = [input_offsets, send_sizes, output_offsets, recv_sizes]
     if checker is None:
         return _sent(operand, output, counts, axes, backward_dtype)
+    operand, output = checker.entered(operand), checker.entered(output)
     given = checker.joined(iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.looked)
-    tag = _LAW(given, axes)
+    tag = law(given, axes)
     with unfollowed():
         return noted(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
 

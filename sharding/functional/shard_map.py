@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, is_grad_enabled
 from torch.utils import _pytree as pytree
@@ -32,6 +33,7 @@ from ..cache import keep
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
 from ..tensor import ShardedTensor
+from .captures import Captures, captured_in
 from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, unfollowed
@@ -50,7 +52,8 @@ def shard_map(
     in_specs: Any = None,
     out_specs: Any,
     axis_names: Collection[str] | None = None,
-    check: bool | str = True,
+    check: bool | str | None = None,
+    check_vma: bool | None = None,
 ) -> Callable[..., Any]:
     """shard_map(f, mesh=, in_specs=, out_specs=) -> f over `ShardedTensor`s: it runs on every rank's parts.
 
@@ -69,7 +72,8 @@ def shard_map(
             tensors stay global: `f` sees `ShardedTensor`s on the mesh of these. Specs name manual axes only.
         check: True: the first time a signature is seen, types are followed, and a result that varies where its spec says that it
             is replicated is an error that names the line where it began to. "always": at every call. "values": also compare
-            replicas bit for bit, at every call. False: trust f.
+            replicas bit for bit, at every call. False: trust f. The default is True.
+        check_vma: JAX's name for `check`, of which it knows True and False.
 
     Returns:
         The mapped function. Keyword arguments go to `f` as they are.
@@ -87,6 +91,11 @@ def shard_map(
         >>> loss = sm.shard_map(lambda x, w: sm.psum((x @ w).square().sum(), "dp"), mesh=mesh, in_specs=(P("dp"), P()), out_specs=P())
         >>> loss(x, w).backward()
     """
+    if check_vma is not None:
+        if check not in (None, check_vma):
+            raise ValueError(f"shard_map(check={check!r}, check_vma={check_vma!r}): the two are one argument; give check")
+        check = check_vma
+    check = True if check is None else check
     if check not in CHECKS:
         raise ValueError(f"shard_map(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     if f is None:
@@ -108,6 +117,9 @@ class Known:
         exits: how each result comes out; None before the first one did.
         seeds: what `grad` needs to know inside.
         uneven: whether parts of some argument differ in shape.
+        captures: whether the function closes over tensors that are sharded or require grad, so that it is followed at every call.
+        constants: plain tensors without gradient that it works on.
+        ready: whether a call needs nothing but to run the function on the arguments' parts.
     """
 
     mapping: Mapping
@@ -119,6 +131,19 @@ class Known:
     exits: Sequence[Exit] | None = None
     seeds: list[Any] = field(default_factory=list)
     uneven: bool = False
+    captures: bool = False
+    constants: Sequence[ref[Tensor]] = ()
+    ready: bool = False
+
+    @property
+    def captures_now(self) -> bool:
+        """Whether the function closes over what must go in as an argument; also what has come to require grad since it was seen."""
+        return self.captures or any(x is not None and x.requires_grad for x in [weak() for weak in self.constants])
+
+    @property
+    def still_ready(self) -> bool:
+        """Whether it is ready but for what its constants may have become."""
+        return bool(self.constants) and self.plain and self.exits is not None and not self.captures_now
 
 
 class Mapped:
@@ -152,7 +177,7 @@ class Mapped:
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
         known = None if kwargs else self._known.get(tuple(key))
-        if known is None or known.exits is None or not known.plain or (outer is not None and outer.checker is not None):
+        if known is None or not (known.ready or known.still_ready) or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
         return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)
 
@@ -176,12 +201,15 @@ class Mapped:
     # -- any call ------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer = current_mapping()
+        if outer is not None and outer.captures is not None:
+            args = captured_in(args, outer.captures)
         leaves, tree = leaves_of(args)
         known = self._known_for(args, leaves, tree, kwargs)
-        outer = current_mapping()
         with nullcontext() if outer is None or outer.checker is None else unfollowed():
             parts = as_they_lie(leaves, known.ways) if known.plain else enter(self.name, leaves, known.ways)
-        if known.exits is None or not self._trusting or (outer is not None and outer.checker is not None):
+        around = None if outer is None else outer.checker
+        if known.exits is None or not self._trusting or around is not None or known.captures_now:
             return self._carefully(known, leaves, parts, tree, kwargs)
         return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
 
@@ -244,9 +272,11 @@ class Mapped:
         tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
         if self.check == "values":
             check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
-        out = self._followed(known, parts, tree, kwargs, checker, around)
+        captures = Captures(self.name, known.mapping, known.mesh, known.own.axis_names, known.inner, checker)
+        out = self._followed(known, parts, tree, kwargs, checker, around, captures)
+        known.captures, known.constants = bool(captures.entered), captures.constants if is_grad_enabled() else ()
         with unfollowed():
-            result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways))
+            result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways), captures)
         if around is not None:
             for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
                 checker.note(after, checker.without(known.own.axis_names, before))
@@ -260,21 +290,26 @@ class Mapped:
         checker.note(part, tag)
         return tag
 
-    def _followed(self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any) -> Any:
+    def _followed(
+        self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any, captures: Captures
+    ) -> Any:
         mapping, before = known.mapping, known.seeds
-        mapping.checker, mapping.recording, known.seeds = checker, True, []
+        mapping.checker, mapping.captures, mapping.recording, known.seeds = checker, captures, True, []
         try:
             with checker.also(mapping.names), checker if around is None else nullcontext():
-                return self._run(known, parts, tree, kwargs, uncompiled(self.f))
+                return captured_in(self._run(known, parts, tree, kwargs, uncompiled(self.f)), captures)
         except BaseException as error:
             known.seeds = before
             if checker.uneven and around is None and known.exits is None and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
                 tell_error(self.name, error, known.own)
             raise
         finally:
-            mapping.checker, mapping.recording = None, False
+            mapping.checker, mapping.captures, mapping.recording = None, None, False
 
-    def _out(self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None = None) -> Any:
+    def _out(
+        self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None = None,
+        captures: Captures | None = None,
+    ) -> Any:  # fmt: skip
         """The results, checked; `error` is what is wrong already."""
         leaves, _ = pytree.tree_flatten(out)
         specs: list[P | None] = []
@@ -285,12 +320,17 @@ class Mapped:
         if known.exits is None or not self._trusting:
             paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
             compare = checker is not None and self.check != "values"  # which compares by itself, and says more
-            known.exits = first_exits(paths, specs, leaves, error, known.mesh, known.own, compare)
+            plain = [] if captures is None else captures.plain()
+            paths, specs = [*paths, *[path for path, _ in plain]], [*specs, *[P(*[None] * x.ndim) for _, x in plain]]
+            every = [*leaves, *[x for _, x in plain]]
+            known.exits = first_exits(paths, specs, every, error, known.mesh, known.own, compare)[: len(leaves)]
+            known.ready = self._trusting and known.plain and not known.captures and not known.constants
         elif error is not None:
             raise error
         result = wrapped(self.name, out, known.exits, parts)
         if self.check == "values":
-            check_replicas([(way.path, x, way.layout) for x, way in zip(leaves, known.exits, strict=True)], known.own)
+            entered = [] if captures is None else [(way.path, part, way.dst) for way, part in captures.entrances()]
+            check_replicas([*entered, *[(way.path, x, way.layout) for x, way in zip(leaves, known.exits, strict=True)]], known.own)
         return result
 
     def _checked_specs(self, known: Known, out: Any, leaves: Sequence[Any], checker: Following | None) -> list[P | None]:

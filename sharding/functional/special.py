@@ -55,8 +55,9 @@ def _constant(following: Following, func: Any, args: Sequence[Any], kwargs: dict
 
 def _like(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator that takes the values of its first operand and but the shape or dtype of the second."""
+    tag = following.joined(tensors_in(args[:1]), following.looked)
     result = func(*args, **kwargs)
-    following.note(result, following.joined(tensors_in(args[:1]), following.looked))
+    following.note(result, tag)
     return result
 
 
@@ -82,8 +83,9 @@ def _index(following: Following, func: Any, args: Sequence[Any], kwargs: dict[st
 
 
 def _ordinary(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tag = following.made(func, args, kwargs)
     result = func(*args, **kwargs)
-    following.note(result, following.made(func, args, kwargs))
+    following.note(result, tag)
     return result
 
 
@@ -156,10 +158,11 @@ def _grad(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str
     """`torch.autograd.grad` on parts: each gradient is of the type dual to its input's."""
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     _check_seed(following, func, args, kwargs)
+    types = [following.of(x).type for x in ([inputs] if isinstance(inputs, Tensor) else inputs)]
     found = func(*args, **kwargs)
-    for x, g in zip([inputs] if isinstance(inputs, Tensor) else inputs, found, strict=True):
+    for type_, g in zip(types, found, strict=True):
         if g is not None:
-            following.note(g, following.gradient(following.of(x).type.dual_over(following.names)))
+            following.note(g, following.gradient(type_.dual_over(following.names)))
     return found
 
 
@@ -209,6 +212,7 @@ def _norm_with_statistics(following: Following, func: Any, args: Sequence[Any], 
     return result
 
 
+@special(*[getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn")])
 @special(Tensor.requires_grad_, Tensor.retain_grad, Tensor.requires_grad.__set__, Tensor.register_hook, Tensor.detach_)  # type: ignore[attr-defined]
 def _leave(following: Following, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """No values change."""

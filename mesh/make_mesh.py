@@ -1,0 +1,63 @@
+"""Meshes and ranks by JAX's names: `make_mesh`, `process_index`, `process_count`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import errors
+from .abstract_mesh import checked_names, checked_shape
+from .device_mesh import DeviceMesh, init_device_mesh
+from .group import active_world, current_world
+from .process import ProcessWorld
+from .start import launch_environment, start_processes
+
+
+def make_mesh(
+    axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Any = None, device_type: str | None = None
+) -> DeviceMesh:
+    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` by JAX's name and arguments.
+
+    Args:
+        axis_shapes: one size per axis.
+        axis_names: one name per axis.
+        devices: the ranks, as a list or an array such as `mesh.devices`; by default as many as the mesh has, from 0 on.
+        device_type: "cpu", "cuda", ...; by default "cuda" where there is one.
+
+    Raises: MeshError when the shape asks for more ranks than there are, or for another number than `devices`; else as
+        `init_device_mesh`.
+    Communication: as `init_device_mesh`.
+
+        mesh = make_mesh((2, 4), ("dp", "tp"))
+    """
+    shape = checked_shape(axis_shapes)
+    names = checked_names(axis_names, shape)
+    kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    world = active_world() or start_processes(kind)
+    if devices is None and prod(shape) == world.size:
+        return init_device_mesh(kind, shape, axis_names=names)
+    ranks = np.arange(min(prod(shape), world.size)) if devices is None else np.asarray(devices)
+    if ranks.size != prod(shape):
+        raise errors.MeshError(f"make_mesh({shape}): {prod(shape)} ranks for {ranks.size} devices; give a shape of as many as there are.")
+    return DeviceMesh(kind, ranks.reshape(shape), axis_names=names)
+
+
+def process_index() -> int:
+    """process_index() -> this rank's number in its world: of the processes, or of `simulate`. Communication: none."""
+    return _place()[0]
+
+
+def process_count() -> int:
+    """process_count() -> the number of ranks of this rank's world. Communication: none."""
+    return _place()[1]
+
+
+def _place() -> tuple[int, int]:
+    """(rank, size); before the processes have met, as the launcher has set them."""
+    world = current_world()
+    started = not isinstance(world, ProcessWorld) or world.size > 1
+    return (world.rank, world.size) if started else launch_environment() or (world.rank, world.size)
