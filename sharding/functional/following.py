@@ -43,12 +43,15 @@ class Following(TorchFunctionMode):
 
     Attributes:
         names: the manual axes.
+        trusts: whether nothing is checked.
         uneven: whether parts of some argument differ in shape.
         looked: what the program knows in numbers: the type of everything that it looked at.
         numbers: the same, and that of everything whose shape depends on values.
         random: the type of what random operators give.
         unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
     """
+
+    trusts = False
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
@@ -267,6 +270,18 @@ class Following(TorchFunctionMode):
             why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
             self.looked = self.join(self.looked, self.varying(Origin(why, place()), tag.type))
         self.numbers = self.join(self.numbers, self.looked)
+
+
+class Trusting(Following):
+    """Follows who has made what, so that tensors from outside are found, and believes the rest."""
+
+    trusts = True
+
+    def _settled(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+        return tag
+
+    def look(self, func: Any, tag: Tag) -> None:
+        """Numbers are not followed."""
 
 
 class FromOutsideError(ShardingTypeError):

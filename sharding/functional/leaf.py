@@ -21,7 +21,7 @@ from ..spec import P
 from ..tensor import ShardedTensor
 from .following import unfollowed
 from .linear import Finish, apply, is_transformed
-from .mapping import Axes, AxisName, Groups, bound, bound_groups, current_mapping
+from .mapping import Axes, AxisName, Groups, bound, bound_groups, captures_here, current_mapping
 from .signature import flattened, rebuilt
 from .types import Origin, ShardingTypeError, Tag, Type, place
 
@@ -220,8 +220,8 @@ def together(x: Any, call: Call) -> Any:
 def _bucket(parts: list[Any], call: Call) -> list[Any]:
     if len(parts) == 1:
         return [_one(parts[0], call)]
-    checker = checker_here()
-    parts = parts if checker is None else [checker.entered(part) for part in parts]
+    checker, captures = checker_here(), captures_here()
+    parts = parts if captures is None else [captures.of(part) for part in parts]
     tags = [] if checker is None else [_tag_after(checker, part, call) for part in parts]
     with unfollowed() if tags else nullcontext():
         if checker is not None and checker.uneven:
@@ -249,10 +249,12 @@ def _cut_later(out: Later, cut: Callable[[Tensor], list[Tensor]], count: int) ->
 def _one(x: Any, call: Call) -> Any:
     if not isinstance(x, Tensor):
         return _number(x, call)
-    checker = checker_here()
+    captures = captures_here()
+    if captures is None:  # nobody follows types
+        return _launched(x, call)
+    x, checker = captures.of(x), checker_here()
     if checker is None:
         return _launched(x, call)
-    x = checker.entered(x)
     tag = _tag_after(checker, x, call)
     with unfollowed():
         if checker.uneven and call.even:

@@ -20,7 +20,7 @@ from .following import unfollowed
 from .leaf import Later, Law, checker_here, is_starting, noted, over
 from .linear import Finish, LinearMap, apply
 from .linear import finish as finish_work
-from .mapping import Axes, AxisName, Groups
+from .mapping import Axes, AxisName, Groups, captures_here
 
 _LAW = Law("ragged_all_to_all")
 Counts = Sequence[int] | Tensor
@@ -54,9 +54,11 @@ def ragged_all_to_all(
     """
     (axes, law), checker = over(axis_name, _LAW, axis_index_groups, equal=True), checker_here()
     counts = [input_offsets, send_sizes, output_offsets, recv_sizes]
+    captures = captures_here()
+    if captures is not None:
+        operand, output = captures.of(operand), captures.of(output)
     if checker is None:
         return _sent(operand, output, counts, axes, backward_dtype)
-    operand, output = checker.entered(operand), checker.entered(output)
     given = checker.joined(iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.looked)
     tag = law(given, axes)
     with unfollowed():

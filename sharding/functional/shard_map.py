@@ -36,7 +36,7 @@ from ..tensor import ShardedTensor
 from .captures import Captures, captured_in
 from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
-from .following import Following, unfollowed
+from .following import Following, Trusting, unfollowed
 from .mapping import Mapping, current_mapping, swap
 from .replicas import check_replicas
 from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
@@ -263,9 +263,8 @@ class Mapped:
         """A call whose types are followed, or whose results are not known yet."""
         outer = current_mapping()
         around = None if outer is None else outer.checker
-        if around is None and self.check is False:
-            return self._out(known, self._run(known, parts, tree, kwargs), parts, None)
-        checker = Following(known.mapping.names) if around is None else around
+        trusts = around is None and self.check is False
+        checker = around or (Trusting if trusts else Following)(known.mapping.names)
         checker.uneven = checker.uneven or known.uneven
         with unfollowed():
             parts = [aliased(part) for part in parts]
@@ -276,7 +275,8 @@ class Mapped:
         out = self._followed(known, parts, tree, kwargs, checker, around, captures)
         known.captures, known.constants = bool(captures.entered), captures.constants if is_grad_enabled() else ()
         with unfollowed():
-            result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways), captures)
+            error = None if trusts else written(checker, tags, parts, known.ways)
+            result = self._out(known, out, parts, None if trusts else checker, error, captures)
         if around is not None:
             for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
                 checker.note(after, checker.without(known.own.axis_names, before))
@@ -294,7 +294,8 @@ class Mapped:
         self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any, captures: Captures
     ) -> Any:
         mapping, before = known.mapping, known.seeds
-        mapping.checker, mapping.captures, mapping.recording, known.seeds = checker, captures, True, []
+        mapping.captures, known.seeds = captures, []
+        mapping.checker, mapping.recording = (None, False) if checker.trusts else (checker, True)
         try:
             with checker.also(mapping.names), checker if around is None else nullcontext():
                 return captured_in(self._run(known, parts, tree, kwargs, uncompiled(self.f)), captures)
@@ -307,9 +308,8 @@ class Mapped:
             mapping.checker, mapping.captures, mapping.recording = None, None, False
 
     def _out(
-        self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None = None,
-        captures: Captures | None = None,
-    ) -> Any:  # fmt: skip
+        self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None, captures: Captures
+    ) -> Any:
         """The results, checked; `error` is what is wrong already."""
         leaves, _ = pytree.tree_flatten(out)
         specs: list[P | None] = []
@@ -320,16 +320,16 @@ class Mapped:
         if known.exits is None or not self._trusting:
             paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
             compare = checker is not None and self.check != "values"  # which compares by itself, and says more
-            plain = [] if captures is None else captures.plain()
-            paths, specs = [*paths, *[path for path, _ in plain]], [*specs, *[P(*[None] * x.ndim) for _, x in plain]]
-            every = [*leaves, *[x for _, x in plain]]
-            known.exits = first_exits(paths, specs, every, error, known.mesh, known.own, compare)[: len(leaves)]
+            plain = captures.plain()  # first, so that an error names these and not what was made of them
+            paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
+            every = [*[x for _, x in plain], *leaves]
+            known.exits = first_exits(paths, specs, every, error, known.mesh, known.own, compare)[len(plain) :]
             known.ready = self._trusting and known.plain and not known.captures and not known.constants
         elif error is not None:
             raise error
         result = wrapped(self.name, out, known.exits, parts)
         if self.check == "values":
-            entered = [] if captures is None else [(way.path, part, way.dst) for way, part in captures.entrances()]
+            entered = [(way.path, part, way.dst) for way, part in captures.entrances()]
             check_replicas([*entered, *[(way.path, x, way.layout) for x, way in zip(leaves, known.exits, strict=True)]], known.own)
         return result
 
