@@ -10,6 +10,9 @@
 Everything public is here; the folders `mesh`, `sharding` and `kernels` hold how it is done.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .mesh import (
     AbstractMesh,
     DeviceMesh,
@@ -86,6 +89,7 @@ from .sharding.functional.collectives import (
 from .sharding.functional.gradients import checkpoint, grad, jvp, remat, stop_gradient, value_and_grad, vjp
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
+from .sharding.functional.local_type import typeof
 from .sharding.functional.mapping import UnboundAxisError
 from .sharding.functional.ragged import ragged_all_to_all
 from .sharding.functional.shard_map import shard_map
@@ -129,7 +133,7 @@ from .sharding.rules.check import check_rule
 from .sharding.rules.custom import register_rule
 from .sharding.show import visualize
 from .sharding.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
-from .sharding.tensor import ShardedTensor, typeof
+from .sharding.tensor import ShardedTensor
 from .sharding.training.average import EMA
 from .sharding.training.batch_norm import convert_sync_batchnorm
 from .sharding.training.batch_report import BatchReport, batch_report
@@ -140,6 +144,18 @@ from .sharding.training.sampler import DistributedSampler
 from .sharding.training.scaler import GradScaler
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .sharding import multihost
+
+_NAMESPACES = {"multihost": ".sharding.multihost"}  # loaded when they are first asked for
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMESPACES:
+        return import_module(_NAMESPACES[name], __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "EMA",
@@ -273,6 +289,7 @@ __all__ = [
     "mark_step",
     "materialize",
     "moe",
+    "multihost",
     "norms",
     "null_world",
     "ones",

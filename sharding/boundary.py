@@ -12,6 +12,7 @@ from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.source import call_path
 from . import dispatch, dtensor
+from .functional.mapping import captures_here
 from .layout import Layout, dtype_name
 from .local_shapes import describes, global_shape
 from .redistribute import redistribute_grad, redistribute_local
@@ -177,6 +178,8 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
+    if (captures := captures_here()) is not None and captures.is_foreign(x):  # a mapped function closes over x
+        return captures.of(x)
     layout, local = x._layout, dispatch.known_local(x)
     if not local.requires_grad:
         return local
@@ -273,8 +276,8 @@ def device_put(
     return distribute_tensor(as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
 
 
-def as_tensor(x: Any, where: str = "") -> Tensor:
-    """The leaf that `device_put` is given as a tensor; `where` says which of a tree.
+def as_tensor(x: Any, what: str = "device_put", where: str = "") -> Tensor:
+    """The leaf that `what` is given as a tensor; `where` says which of a tree.
 
     Raises:
         TypeError: it is none.
@@ -285,7 +288,7 @@ def as_tensor(x: Any, where: str = "") -> Tensor:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
+            f"{what} takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
             "it to a tensor first"
         ) from error
 

@@ -55,7 +55,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         found = [(path.removeprefix(" at "), leaf, where) for path, leaf, where in matched(x, spec, "device_put")]
     todo: list[Any] = []
     for path, leaf, where in found:
-        todo.append(None if leaf is None else (as_tensor(leaf, f" at {path}"), where))
+        todo.append(None if leaf is None else (as_tensor(leaf, where=f" at {path}"), where))
         if leaf is not None and not dtensor.is_dtensor(leaf):
             _check_fits(todo[-1][0], mesh, where, path)
     done = [None if item is None else put(item[0], mesh, item[1], src_data_rank=src_data_rank) for item in todo]

@@ -92,7 +92,7 @@ def in_forward_mode() -> bool:
 
 def sequence_number() -> int:
     """The number that autograd gives to the next node made in this thread; -1 where this torch does not say."""
-    find = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
     return -1 if find is None else find()
 
 

@@ -12,6 +12,7 @@ from ..mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..mesh.group import current_world
 from . import dispatch, dtensor
 from .across import redistribute_across
+from .functional.mapping import captures_here
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed
 from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
@@ -102,6 +103,8 @@ def redistribute(
     """
     if type(x) is not ShardedTensor and dtensor.is_dtensor(x):
         x = dtensor.from_dtensor(x)
+    if (captures := captures_here()) is not None:
+        captures.check_inside(x, "redistribute")
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
     if target.mesh is not layout.mesh:
         _check_plain(

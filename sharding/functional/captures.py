@@ -77,6 +77,14 @@ class Captures:
         inner, axes = self._inner, x._layout.mesh.axis_names
         return inner is None or any(axis in self._mapping.names for axis in axes)
 
+    def check_inside(self, x: ShardedTensor, what: str) -> None:
+        """Raises: ShardingTypeError where `what` is to be done to a differentiated tensor from outside as a whole."""
+        if self.is_foreign(x) and x._local.requires_grad and torch.is_grad_enabled():
+            raise ShardingTypeError(
+                f"{place()}: {what} of {x._layout} inside {self.name}, a mapped function that closes over it: {what} it before the call, "
+                "or pass it as an argument"
+            )
+
     def is_captured(self, x: Tensor) -> bool:
         """Whether a plain tensor that no operator here has made requires grad, and is older than this call."""
         tag = getattr(x, "_mapped_tag", None)
@@ -151,11 +159,6 @@ class Replaying(TorchFunctionMode):
 def captured_in(tree: Any, captures: Captures | None) -> Any:
     """A tree with parts in the place of what comes from outside of the mapped function that runs here."""
     return tree if captures is None else pytree.tree_map(captures.of, tree)
-
-
-def part_here(x: ShardedTensor, captures: Captures | None) -> Any:
-    """What a mapped function sees of a sharded tensor from outside; None where that is no matter."""
-    return None if captures is None or not captures.is_foreign(x) else captures.of(x)
 
 
 def _mapped(of: Callable[[Any], Any], items: Any) -> list[Any]:

@@ -383,7 +383,7 @@ def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) ->
     if mapping.cursor < len(mapping.seeds):
         record = mapping.seeds[mapping.cursor]
         mapping.cursor += 1
-        if (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
+        if isinstance(record, Record) and (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
             return record
     raise RuntimeError(
         "grad inside a mapped function: the types of its loss and inputs are not known. With check=False nobody follows them; else this "

@@ -97,7 +97,8 @@ class Mapping:
         names: the manual axes, outer functions' first.
         checker: follows the types of values, while that is on.
         captures: what the function closes over, while that is on.
-        seeds, cursor, recording: what is known of the calls of `grad` inside, which of them comes next, and whether they are new.
+        seeds, cursor, recording: what is known of the calls of `grad` and `typeof` inside, which of them comes next, and whether they are
+            new.
     """
 
     def __init__(self, root: DeviceMesh, names: tuple[str, ...]) -> None:

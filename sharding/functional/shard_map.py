@@ -135,15 +135,6 @@ class Known:
     constants: Sequence[ref[Tensor]] = ()
     ready: bool = False
 
-    @property
-    def captures_now(self) -> bool:
-        """Whether the function closes over what must go in as an argument; also what has come to require grad since it was seen."""
-        return self.captures or any(x is not None and x.requires_grad for x in [weak() for weak in self.constants])
-
-    @property
-    def still_ready(self) -> bool:
-        """Whether it is ready but for what its constants may have become."""
-        return bool(self.constants) and self.plain and self.exits is not None and not self.captures_now
 
 
 class Mapped:
@@ -177,9 +168,11 @@ class Mapped:
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
         known = None if kwargs else self._known.get(tuple(key))
-        if known is None or not (known.ready or known.still_ready) or (outer is not None and outer.checker is not None):
+        if known is None or not known.ready or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
-        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)
+        if known.constants and require_grad(known.constants):
+            return self._call(args, kwargs)
+        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits or (), parts)
 
     def _run(self, known: Known, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
         """The function itself, on parts."""
@@ -209,7 +202,7 @@ class Mapped:
         with nullcontext() if outer is None or outer.checker is None else unfollowed():
             parts = as_they_lie(leaves, known.ways) if known.plain else enter(self.name, leaves, known.ways)
         around = None if outer is None else outer.checker
-        if known.exits is None or not self._trusting or around is not None or known.captures_now:
+        if known.exits is None or not self._trusting or around is not None or known.captures or require_grad(known.constants):
             return self._carefully(known, leaves, parts, tree, kwargs)
         return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
 
@@ -324,7 +317,7 @@ class Mapped:
             paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
             every = [*[x for _, x in plain], *leaves]
             known.exits = first_exits(paths, specs, every, error, known.mesh, known.own, compare)[len(plain) :]
-            known.ready = self._trusting and known.plain and not known.captures and not known.constants
+            known.ready = self._trusting and known.plain and not known.captures
         elif error is not None:
             raise error
         result = wrapped(self.name, out, known.exits, parts)
@@ -341,6 +334,15 @@ class Mapped:
             if checker is not None and spec is not None:
                 check_type(path, spec, checker.of(x), names)
         return specs
+
+
+def require_grad(constants: Sequence[ref[Tensor]]) -> bool:
+    """Whether some of the tensors require grad, which they did not when the function was followed."""
+    for weak in constants:
+        x = weak()
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def uncompiled(f: Any) -> Any:

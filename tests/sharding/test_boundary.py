@@ -582,7 +582,7 @@ def test_device_put_copies_an_array():
     on_mesh((2,), program)
 
 
-@pytest.mark.parametrize("value", ["text", None, {"x": 1}, [torch.ones(2), torch.ones(3)]])
+@pytest.mark.parametrize("value", ["text", {"x": "text"}, [torch.ones(2), object()]])
 def test_device_put_refuses_what_is_no_array(value):
     text = same_error((2,), lambda mesh: sm.device_put(value, mesh, P()), TypeError)
-    assert f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(value).__name__}" in text
+    assert "device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got" in text
