@@ -118,12 +118,16 @@ class Following(TorchFunctionMode):
                 self.note(x, found[0])
                 return found[0]
             outside = x.is_leaf or self.unknown.type is REPLICATED
-            if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
+            if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and self._is_refused(x):
                 raise FromOutsideError(_from_outside(x))
             if x.is_leaf and not x.requires_grad and (captures := captures_here()) is not None:
                 captures.constants.append(ref(x))
         self.note(x, self.unknown)
         return self.unknown
+
+    def _is_refused(self, x: Tensor) -> bool:
+        """Whether a tensor that requires grad, and that no operator here has made, cannot be used as it is."""
+        return True
 
     def joined(self, items: Iterator[Tensor], found: Tag) -> Tag:
         """What is known of a value that is made of these."""
@@ -282,6 +286,10 @@ class Trusting(Following):
 
     def look(self, func: Any, tag: Tag) -> None:
         """Numbers are not followed."""
+
+    def _is_refused(self, x: Tensor) -> bool:
+        captures = captures_here()
+        return captures is not None and captures.is_captured(x)
 
 
 class FromOutsideError(ShardingTypeError):

@@ -258,7 +258,7 @@ class Mapped:
         around = None if outer is None else outer.checker
         trusts = around is None and self.check is False
         checker = around or (Trusting if trusts else Following)(known.mapping.names)
-        checker.uneven = checker.uneven or known.uneven
+        checker.uneven = checker.uneven or (known.uneven and (known.exits is None or not self._trusting))
         with unfollowed():
             parts = [aliased(part) for part in parts]
         tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
