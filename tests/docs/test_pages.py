@@ -1,11 +1,11 @@
-"""The pages show what really comes out, and speak of what there is. (planner.md and from_dtensor.md have tests of their own.)"""
+"""The pages show what really comes out, and speak of what there is. (planner.md, from_dtensor.md and the tables of from_jax.md have tests of their own.)"""
 
 import pytest
 
 from tests.docs.pages import DOCS, check_python_examples, unknown_names
 
 
-@pytest.mark.parametrize("page", ["arrays", "checkpoint", "communication", "functional", "operators", "random"])
+@pytest.mark.parametrize("page", ["arrays", "checkpoint", "communication", "from_jax", "functional", "operators", "random"])
 def test_python_examples(page):
     check_python_examples((DOCS / f"{page}.md").read_text())
 

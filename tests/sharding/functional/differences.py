@@ -32,6 +32,16 @@ def in_another_order() -> Iterator[Case]:
     yield case_of("pshuffle", mesh, axis, lambda c, x: c.pshuffle(x, axis, sources), each(mesh, 2), differs=why)
 
 
+def sums_in_groups() -> Iterator[Case]:
+    why = "JAX sums in groups with check_vma=False only; here what a group makes varies, and is checked like anything else"
+    for mesh, axis, groups in (((8,), "a", [[0, 3, 5, 1], [2], [4], [7, 6]]), ((2, 4), ("b", "a"), [[0, 1, 2, 3], [7, 6, 5, 4]])):
+        for what in ("psum", "pmean"):
+            yield case_of(
+                f"{what} in groups", mesh, axis, lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
+                each(mesh, 2, 3), second=True, differs=why, refused="NotImplementedError",
+            )  # fmt: skip
+
+
 def negative_dims() -> Iterator[Case]:
     mesh, axis = (2, 4), "b"
     why = "JAX counts dims from the end in all_gather only"
@@ -123,6 +133,6 @@ def extremes_of_nan() -> Iterator[Case]:
     yield case_of("pmin of NaN", mesh, axis, smallest, each(mesh, 16), grad=False, differs=why)
 
 
-FAMILIES = (in_another_order, negative_dims, uneven, more_gradients, types, lacking, extremes_of_nan)
+FAMILIES = (in_another_order, sums_in_groups, negative_dims, uneven, more_gradients, types, lacking, extremes_of_nan)
 
 DIFFERENCES: dict[str, Case] = {f"{case.name} (differs)": case for family in FAMILIES for case in family()}

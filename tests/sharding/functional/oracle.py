@@ -61,6 +61,10 @@ def all_to_all(parts: Parts, split_axis: int, concat_axis: int, tiled: bool = Fa
     return [(torch.cat if tiled else torch.stack)(list(column), concat_axis) for column in zip(*pieces, strict=True)]
 
 
+def pswapaxes(parts: Parts, axis: int) -> Parts:
+    return all_to_all(parts, axis, axis)
+
+
 def ppermute(parts: Parts, perm: Sequence[tuple[int, int]]) -> Parts:
     """What is at the source goes to the destination; zeros where nothing arrives."""
     source = {destination: source for source, destination in perm}
@@ -177,9 +181,15 @@ class Oracle:
         definition = globals()[name]
 
         def collective(
-            x: Any, axis_name: str | Sequence[str], *args: Any, to: str = "", sizes: Any = None, **options: Any
+            x: Any, axis_name: Any, *args: Any, to: str = "", sizes: Any = None, axis_index_groups: Any = None, **options: Any
         ) -> Any:
-            return self.along(axis_name, lambda parts: definition(parts, *args, **options), x)
+            def inside(parts: Parts) -> Parts:
+                found: dict[int, Tensor] = {}
+                for group in axis_index_groups or [range(len(parts))]:
+                    found |= dict(zip(group, definition([parts[i] for i in group], *args, **options), strict=True))
+                return [found[i] for i in range(len(parts))]
+
+            return self.along(axis_name, inside, x)
 
         return collective
 

@@ -372,6 +372,37 @@ FAMILIES = (
     (brief, BRIEF),
 )
 
+def in_groups() -> Iterator[Case]:
+    """Collectives inside groups of places, and `pswapaxes`; JAX's sums in groups are in `differences.py`."""
+    for mesh, axis, groups in (
+        ((8,), "a", [[0, 3], [5, 1], [2, 4], [7, 6]]),
+        ((2, 4), "b", [[0, 2], [3, 1]]),
+        ((2, 4), ("b", "a"), [[0, 1, 2, 3], [7, 6, 5, 4]]),
+    ):
+        n = len(groups[0])
+        programs: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+            "all_gather": (lambda c, x, g, axis=axis: c.all_gather(x, axis, axis_index_groups=g), (3,)),
+            "all_gather tiled": (lambda c, x, g, axis=axis: c.all_gather(x, axis, axis_index_groups=g, axis=1, tiled=True), (2, 3)),
+            "all_to_all": (lambda c, x, g, axis=axis: c.all_to_all(x, axis, 0, 1, axis_index_groups=g), (n, 3)),
+            "all_to_all tiled": (lambda c, x, g, axis=axis: c.all_to_all(x, axis, 1, 0, axis_index_groups=g, tiled=True), (2, 2 * n)),
+            "psum_scatter": (lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g), (n, 3)),
+            "psum_scatter tiled": (lambda c, x, g, axis=axis: c.psum_scatter(x, axis, axis_index_groups=g, tiled=True), (2 * n, 3)),
+            "pswapaxes": (lambda c, x, g, axis=axis: c.pswapaxes(x, axis, 1, axis_index_groups=g), (3, n)),
+        }
+        for what, (program, local) in programs.items():
+            grad = what != "all_to_all"  # whose gradient in groups has another shape than its operand in JAX, which is an error there
+            yield case_of(
+                f"{what} in groups", mesh, axis, lambda c, x, p=program, g=groups: p(c, x, g), each(mesh, *local), grad=grad, second=grad
+            )
+        for what in ("pmax", "pmin"):
+            yield case_of(
+                f"{what} in groups", mesh, axis, lambda c, x, w=what, a=axis, g=groups: getattr(c, w)(x, a, axis_index_groups=g),
+                each(mesh, 2, 3), grad=False,
+            )  # fmt: skip
+        whole = size(mesh, axis)
+        yield case_of("pswapaxes", mesh, axis, lambda c, x, a=axis: c.pswapaxes(x, a, 0), each(mesh, whole, 3), second=True)
+
+
 CASES: dict[str, Case] = {
     case.name: case
     for case in itertools.chain(
@@ -379,5 +410,6 @@ CASES: dict[str, Case] = {
         two_axes(),
         matmuls(),
         dtypes(),
+        in_groups(),
     )
 }
