@@ -50,7 +50,7 @@ def public_names() -> dict[str, list[str]]:
         "jax.sharding": public(jax.sharding),
         "Collectives: jax.lax": own(jax.lax, "jax._src.lax.parallel"),
         "jax.experimental.multihost_utils": [name for name in hosts if name not in ("gtl_abstract_eval", "ltg_abstract_eval")],
-        "jax.Array": [name for name in public(jax.Array) if any(word in name for word in ("shard", "addressable", "replicated", "committed"))],
+        "jax.Array": [n for n in public(jax.Array) if any(word in n for word in ("shard", "addressable", "replicated", "committed"))],
     }
 
 
@@ -75,7 +75,8 @@ def names() -> dict[str, Any]:
 
     return {
         **vars(jax.lax), **vars(jax), "mesh": mesh, "X": X, "tolist": tolist, "put": put, "run": run, "error_of": error_of,
-        "NamedSharding": jax.NamedSharding, "AbstractMesh": jax.sharding.AbstractMesh, "shown": lambda x: str(jax.typeof(x)).replace("float", "f"),
+        "NamedSharding": jax.NamedSharding, "AbstractMesh": jax.sharding.AbstractMesh,
+        "shown": lambda x: str(jax.typeof(x)).replace("float", "f"),
         "jit_or_not": jax.jit, "seen": [], "whole_arrays": True,
     }  # fmt: skip
 

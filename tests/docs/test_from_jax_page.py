@@ -33,15 +33,19 @@ GROUPS = "axis_index_groups=[[1], [0]]"
 COMPARED = {
     "shard_map": "run(lambda x: x * 2 + psum(x, 'b'), P('a'), P('a'))",
     "mesh=": "tolist(jit_or_not(shard_map(lambda x: x * 2, mesh=mesh, in_specs=P('a'), out_specs=P('a')))(X))",
-    "in_specs=": "tolist(shard_map(lambda t, u: t['u'] + t['v'][0] + u, mesh=mesh, in_specs=(P('a'), P()), out_specs=P('a'))({'u': X, 'v': [X]}, X[:4]))",
+    "in_specs=": (
+        "tolist(shard_map(lambda t, u: t['u'] + t['v'][0] + u, mesh=mesh, in_specs=(P('a'), P()), out_specs=P('a'))"
+        "({'u': X, 'v': [X]}, X[:4]))"
+    ),
     "out_specs=": "run(lambda x: {'u': x, 'v': [psum(x, 'a')]}, P('a'), {'u': P('a'), 'v': P()})",
     "axis_names=": "run(lambda x: psum(x * 2, 'a'), P('a'), P(), axis_names={'a'}) if whole_arrays else run_partly()",
     "check_vma=": "run(lambda x: psum(x, 'a'), P('a'), P(), check_vma=False)",
     "a NamedSharding as a spec": "error_of(lambda: run(lambda x: x, NamedSharding(mesh, P('a')), P('a')))",
     "closing over a differentiated array": (
-        "tolist(grad(lambda w: shard_map(lambda x: psum((x * w[:4] ** 2).sum(), 'a'), mesh=mesh, in_specs=P('a'), out_specs=P())(X))(put(X, P())))"
+        "tolist(grad(lambda w: shard_map(lambda x: psum((x * w[:4] ** 2).sum(), 'a'), mesh=mesh, in_specs=P('a'), out_specs=P())(X))"
+        "(put(X, P())))"
     ),
-    "psum": "run(lambda x: psum(x, ('a', 'b')) + psum(1, 'a'), P('a'), P())",
+    "psum": "run(lambda x: psum(x, 'a') + psum(1, ('a', 'b')), P('a'), P())",
     "pmean": "run(lambda x: pmean(x, 'a'), P('a'), P())",
     "pmax": f"run(lambda x: pmax(x, 'a', {GROUPS}), P('a'), P('a'))",
     "pmin": "run(lambda x: pmin(x, 'a'), P('a'), P())",
@@ -55,11 +59,13 @@ COMPARED = {
     "axis_index": "run(lambda x: x + axis_index('a') + axis_index(('a', 'b')), P(('a', 'b')), P(('a', 'b')))",
     "axis_size": "run(lambda x: x * axis_size(('a', 'b')), P('a'), P('a'))",
     "PartitionSpec": (
-        "[list(P('a', None, ('b', 'c'))), P('a', 'b')[0], P('a', 'b')[0:1], len(P('a', None)), list(P('a') + P('b')), list(P('a') + (None,)), "
-        "P('a') == P('a', None), P(*P('a', ('b',))) == P('a', 'b'), P('a', 'b').index('b'), error_of(lambda: P('a')[1]), P() == P()]"
+        "[list(P('a', None, ('b', 'c'))), P('a', 'b')[0], P('a', 'b')[0:1], len(P('a', None)), list(P('a') + P('b')), "
+        "list(P('a') + (None,)), P('a') == P('a', None), P(*P('a', ('b',))) == P('a', 'b'), P('a', 'b').index('b'), "
+        "error_of(lambda: P('a')[1]), P() == P()]"
     ),
     "NamedSharding": (
-        "[NamedSharding(mesh, P('a')).shard_shape((8, 2)), NamedSharding(mesh, P('a')).is_equivalent_to(NamedSharding(mesh, P('a', None)), 2), "
+        "[NamedSharding(mesh, P('a')).shard_shape((8, 2)), "
+        "NamedSharding(mesh, P('a')).is_equivalent_to(NamedSharding(mesh, P('a', None)), 2), "
         "NamedSharding(mesh, P()).is_fully_replicated, list(NamedSharding(mesh, P('a')).spec), NamedSharding(mesh, P('a')).mesh == mesh]"
     ),
     "Mesh.shape": "[mesh.shape['a'], dict(mesh.shape), error_of(lambda: mesh.shape['c'])]",
@@ -73,7 +79,8 @@ COMPARED = {
     "make_mesh": "make_mesh((2, 2), ('x', 'y')).shape['y']",
     "device_put": (
         "[tolist(device_put({'u': X, 'v': [1.5]}, {'u': NamedSharding(mesh, P('a')), 'v': NamedSharding(mesh, P())})), "
-        "device_put({'u': None}, NamedSharding(mesh, P())), error_of(lambda: device_put({'u': X, 'v': X}, {'u': NamedSharding(mesh, P())}))]"
+        "device_put({'u': None}, NamedSharding(mesh, P())), "
+        "error_of(lambda: device_put({'u': X, 'v': X}, {'u': NamedSharding(mesh, P())}))]"
     ),
     "with_sharding_constraint": "tolist(with_sharding_constraint({'u': put(X, P('a'))}, NamedSharding(mesh, P('b'))))",
     "make_array_from_callback": "tolist(make_array_from_callback((8,), NamedSharding(mesh, P('a')), lambda index: X[index]))",
@@ -93,8 +100,7 @@ def our_names(mesh):
     X = torch.arange(8.0, dtype=torch.float64)
 
     def tolist(tree):
-        leaves = torch.utils._pytree.tree_map
-        return leaves(lambda x: x.full_tensor().tolist() if isinstance(x, sm.ShardedTensor) else x.tolist() if torch.is_tensor(x) else x, tree)
+        return torch.utils._pytree.tree_map(lambda x: x.tolist() if torch.is_tensor(x) else x, tree)
 
     def put(x, spec):
         return sm.device_put(x, NamedSharding(mesh, spec))
@@ -122,6 +128,15 @@ X = torch.arange(8.0)
 def whole(f, in_specs, out_specs, *args, **more):
     """What a mapped function gives, as nested lists."""
     return sm.shard_map(f, in_specs=in_specs, out_specs=out_specs, **more)(*(args or (X,))).full_tensor().tolist()
+
+
+def holds(found):
+    assert found
+
+
+def part(mesh):
+    """The part of X under P("a")."""
+    return X.chunk(2)[mesh.coordinate[0]].tolist()
 
 
 def raises(kind, f):
@@ -211,55 +226,57 @@ def local_to_global(mesh):
 
 
 def global_to_local(mesh):
-    assert multihost.global_array_to_host_local_array([put(P()), X], mesh, P("a"))[1].tolist() == X.chunk(2)[mesh.coordinate[0]].tolist()
+    assert multihost.global_array_to_host_local_array([put(P()), X], mesh, P("a"))[1].tolist() == part(mesh)
 
 
 OWN = {
-    "shard_map": lambda mesh: closes_over_a_sharded_one(mesh) if callable(sm.shard_map(out_specs=P())) else None,
-    "mesh=": lambda mesh: whole(lambda x: x, P("a"), P("a"), put(P("a"))) == X.tolist() or pytest.fail(),
-    "in_specs=": lambda mesh: whole(lambda x, n: x * n, (P("a"), None), P("a"), X, 2) == (2 * X).tolist() or pytest.fail(),
+    "shard_map": lambda mesh: holds(callable(sm.shard_map(out_specs=P()))),
+    "mesh=": lambda mesh: holds(whole(lambda x: x, P("a"), P("a"), put(P("a"))) == X.tolist()),
+    "in_specs=": lambda mesh: holds(whole(lambda x, n: x * n, (P("a"), None), P("a"), X, 2) == (2 * X).tolist()),
     "check_vma=": lambda mesh: raises(ValueError, lambda: sm.shard_map(abs, out_specs=P(), check="always", check_vma=False)),
     "closing over a sharded array": closes_over_a_sharded_one,
     "keyword arguments": lambda mesh: sm.shard_map(lambda x, by: x * by, in_specs=P("a"), out_specs=P("a"))(X, by=2),
-    "results that need not divide": lambda mesh: whole(lambda x: x, P("a"), P("a"), X[:5]) == X[:5].tolist() or pytest.fail(),
-    "psum": lambda mesh: whole(lambda x: sm.psum(x, "a", axis_index_groups=[[1], [0]]), P("a"), P("a")) == X.tolist() or pytest.fail(),
+    "results that need not divide": lambda mesh: holds(whole(lambda x: x, P("a"), P("a"), X[:5]) == X[:5].tolist()),
+    "psum": lambda mesh: holds(whole(lambda x: sm.psum(x, "a", axis_index_groups=[[1], [0]]), P("a"), P("a")) == X.tolist()),
     "pmean": lambda mesh: whole(lambda x: sm.pmean(x, "a", axis_index_groups=[[0, 1]]), P("a"), P("a")),
     "pmax": lambda mesh: sm.grad(lambda x: sm.shard_map(lambda x: sm.pmax(x, "a"), in_specs=P("a"), out_specs=P())(x).sum())(X),
     "pmin": lambda mesh: sm.grad(lambda x: sm.shard_map(lambda x: sm.pmin(x, "a"), in_specs=P("a"), out_specs=P())(x).sum())(X),
-    "all_gather": lambda mesh: whole(lambda x: sm.all_gather(x, "a", tiled=True), P("a"), P()) == X.tolist() or pytest.fail(),
-    "pbroadcast": lambda mesh: whole(lambda x: sm.pbroadcast(x, "a", 1), P("a"), P()) == X[4:].tolist() or pytest.fail(),
+    "all_gather": lambda mesh: holds(whole(lambda x: sm.all_gather(x, "a", tiled=True), P("a"), P()) == X.tolist()),
+    "pbroadcast": lambda mesh: holds(whole(lambda x: sm.pbroadcast(x, "a", 1), P("a"), P()) == X[4:].tolist()),
     "ragged_all_to_all": lambda mesh: raises(ValueError, lambda: whole(ragged, P("a"), P("a"))),
     "pcast": lambda mesh: whole(lambda x: sm.pcast(sm.psum(x, "a"), "a", to="unreduced"), P("a"), P(unreduced="a")),
-    "pvary": lambda mesh: whole(lambda x: sm.pvary(x, "a"), P(), P("a")) == [*X.tolist(), *X.tolist()] or pytest.fail(),
-    "PartitionSpec": lambda mesh: None if P() and P("a", unreduced="b")[:1] == ("a",) and sm.PartitionSpec is P else pytest.fail(),
+    "pvary": lambda mesh: holds(whole(lambda x: sm.pvary(x, "a"), P(), P("a")) == [*X.tolist(), *X.tolist()]),
+    "PartitionSpec": lambda mesh: holds(P() and P("a", unreduced="b")[:1] == ("a",) and sm.PartitionSpec is P),
     "PartitionSpec.UNCONSTRAINED": keeps_the_axes_of_a_dim,
-    "PartitionSpec.unreduced": lambda mesh: P(unreduced={"a": "max"}).unreduced == (("a", "max"),) or pytest.fail(),
+    "PartitionSpec.unreduced": lambda mesh: holds(P(unreduced={"a": "max"}).unreduced == (("a", "max"),)),
     "NamedSharding": sharding_is_taken_everywhere,
-    "Sharding": lambda mesh: hasattr(sm, "Sharding") and pytest.fail(),
-    "Mesh": lambda mesh: sm.DeviceMesh(mesh.device_type, mesh.devices, axis_names=("a", "b")) is mesh or pytest.fail(),
+    "Sharding": lambda mesh: holds(not hasattr(sm, "Sharding")),
+    "Mesh": lambda mesh: holds(sm.DeviceMesh(mesh.device_type, mesh.devices, axis_names=("a", "b")) is mesh),
     "Mesh.shape": shape_is_a_tuple_too,
-    "Mesh.devices": lambda mesh: mesh.devices.tolist() == [[0, 1], [2, 3]] or pytest.fail(),
-    "Mesh.size": lambda mesh: (mesh.size(), mesh.size("b")) == (4, 2) or pytest.fail(),
-    "ManualAxisType": lambda mesh: whole(lambda x: x * len(sm.typeof(x).varying - sm.typeof(x).pending), P("a"), P("a")) == X.tolist() or pytest.fail(),
-    "set_mesh": lambda mesh: sm.set_mesh(mesh).mesh is sm.get_mesh() is mesh or pytest.fail(),
-    "get_mesh": lambda mesh: sm.set_mesh(None).mesh is sm.get_mesh() is None or pytest.fail(),
-    "reshard": lambda mesh: sm.reshard(put(P()), NamedSharding(mesh, P("a"))).spec == P("a") or pytest.fail(),
-    "is_fully_addressable": lambda mesh: (put(P("a")).is_fully_addressable, put(P()).is_fully_addressable) == (False, False) or pytest.fail(),
-    "addressable_shards": lambda mesh: [s.data.tolist() for s in put(P("a")).addressable_shards] == [X.chunk(2)[mesh.coordinate[0]].tolist()] or pytest.fail(),
-    "addressable_data": lambda mesh: put(P("a")).addressable_data(0).tolist() == X.chunk(2)[mesh.coordinate[0]].tolist() or pytest.fail(),
-    "global_shards": lambda mesh: [s.rank for s in put(P("a")).global_shards if s.data is not None] == [mesh.get_rank()] or pytest.fail(),
-    "device": lambda mesh: put(P()).device == mesh.device or pytest.fail(),
-    "make_mesh": lambda mesh: sm.make_mesh((2,), ("x",), devices=[3, 1], device_type="cpu").devices.tolist() == [3, 1] or pytest.fail(),
-    "make_array_from_process_local_data": lambda mesh: sm.make_array_from_process_local_data(NamedSharding(mesh, P("a")), X).shape == (16,) or pytest.fail(),
+    "Mesh.devices": lambda mesh: holds(mesh.devices.tolist() == [[0, 1], [2, 3]]),
+    "Mesh.size": lambda mesh: holds((mesh.size(), mesh.size("b")) == (4, 2)),
+    "ManualAxisType": lambda mesh: whole(lambda x: holds(sm.typeof(x).varying == {"a"} and not sm.typeof(x).pending) or x, P("a"), P("a")),
+    "set_mesh": lambda mesh: holds(sm.set_mesh(mesh).mesh is sm.get_mesh() is mesh),
+    "get_mesh": lambda mesh: holds(sm.set_mesh(None).mesh is sm.get_mesh() is None),
+    "reshard": lambda mesh: holds(sm.reshard(put(P()), NamedSharding(mesh, P("a"))).spec == P("a")),
+    "is_fully_addressable": lambda mesh: holds(not put(P()).is_fully_addressable),
+    "addressable_shards": lambda mesh: holds([s.data.tolist() for s in put(P("a")).addressable_shards] == [part(mesh)]),
+    "addressable_data": lambda mesh: holds(put(P("a")).addressable_data(0).tolist() == part(mesh)),
+    "global_shards": lambda mesh: holds([s.rank for s in put(P("a")).global_shards if s.data is not None] == [mesh.get_rank()]),
+    "device": lambda mesh: holds(put(P()).device == mesh.device),
+    "make_mesh": lambda mesh: holds(sm.make_mesh((2,), ("x",), devices=[3, 1], device_type="cpu").devices.tolist() == [3, 1]),
+    "make_array_from_process_local_data": lambda mesh: holds(
+        sm.make_array_from_process_local_data(NamedSharding(mesh, P("a")), X).shape == (16,)
+    ),
     "make_array_from_single_device_arrays": lambda mesh: sm.make_array_from_single_device_arrays((16,), NamedSharding(mesh, P("a")), [X]),
-    "process_count": lambda mesh: sm.process_count() == 4 or pytest.fail(),
+    "process_count": lambda mesh: holds(sm.process_count() == 4),
     "process_allgather": told_to_all,
     "broadcast_one_to_all": sent_to_all,
     "sync_global_devices": met,
     "assert_equal": compared,
     "host_local_array_to_global_array": local_to_global,
     "global_array_to_host_local_array": global_to_local,
-    "reached_preemption_sync_point": lambda mesh: multihost.reached_preemption_sync_point is sm.reached_preemption or pytest.fail(),
+    "reached_preemption_sync_point": lambda mesh: holds(multihost.reached_preemption_sync_point is sm.reached_preemption),
 }
 
 

@@ -1,4 +1,4 @@
-"""The pages show what really comes out, and speak of what there is. (planner.md, from_dtensor.md and the tables of from_jax.md have tests of their own.)"""
+"""The pages show what really comes out, and speak of what there is. (planner.md, from_dtensor.md and from_jax.md have their own.)"""
 
 import pytest
 
