@@ -99,6 +99,14 @@ def redistribute_locals(
     return start_redistribute_many(list(locals_), pairs, backward_dtype=backward_dtype)()
 
 
+def with_gradient_of_redistribute(local: Tensor, src: Layout, dst: Layout, result: Tensor) -> Tensor:
+    """Return `result`, which is `redistribute_local(local, src, dst)` obtained in another way, with the gradient that this has.
+
+    Communication: none forward; backward, the plan's between the duals.
+    """
+    return _apply(local, src, dst, None, lambda: result) if local.requires_grad and torch.is_grad_enabled() else result
+
+
 def start_redistribute_many(
     tensors: list[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None, own: bool = False
 ) -> Callable[[], list[Tensor]]:
