@@ -21,6 +21,7 @@ from torch import Tensor
 from . import outside, plain_operands
 from .cache import keep
 from .compiler import not_compiled, refuse_jit_trace
+from .custom_function import take_over
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed
 from .layout import Layout
@@ -36,6 +37,7 @@ _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most stat
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
 _thread_state = plain_operands.thread_state
 
@@ -67,13 +69,12 @@ def torch_function(
     key: list[Any] = [func]
     operands: list[Any] = []
     local_args: list[Any] = []
-    checking = _is_grad_enabled()
     for item in args:
         kind = type(item)
         if kind is ShardedTensor:  # this and the next: what `_local_of` does, without a call
             local = item._local
-            if checking and not local.requires_grad and any_requires_grad(item):
-                check_gradient_known(item)
+            if not local.requires_grad and any_requires_grad(item):
+                local = known_local(item)
             key.append(item._layout)
             operands.append(item)
             local_args.append(local)
@@ -120,8 +121,8 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     kind = type(item)
     if kind is ShardedTensor:
         local = item._local
-        if not local.requires_grad and _is_grad_enabled() and any_requires_grad(item):
-            check_gradient_known(item)
+        if not local.requires_grad and any_requires_grad(item):
+            local = known_local(item)
         key.append(item._layout)
         operands.append(item)
         return local
@@ -315,21 +316,16 @@ def _is_outside(layout: Layout) -> bool:
 
 
 def check_gradient_known(x: Any) -> None:
-    """Refuse a tensor whose wrapper has a gradient history that its local tensor lacks.
+    """Have the local tensor know the gradient history of the wrapper, if that has one: see `custom_function`.
 
-    That is what a custom `autograd.Function` applied to a ShardedTensor leaves behind: it saw only the wrapper, and the
-    gradient would be lost without a word.
+    Raises:
+        RuntimeError: a history that the local tensor cannot have; the gradient would be lost without a word.
     """
-    if not _is_grad_enabled():
-        return
     with _no_torch_function():
-        lost = _wrapper_grad_fn(x) is not None
-    if lost:
-        raise RuntimeError(
-            "this ShardedTensor came out of a custom autograd.Function (a module's full backward hook is one, too), which worked on "
-            "the wrapper, so its gradient would be lost; use x.register_hook for a hook, and apply the function to local tensors instead: "
-            "ShardedTensor.from_local(MyFunction.apply(x.to_local()), x.mesh, x.placements, shape=x.shape)"
-        )
+        node = _wrapper_grad_fn(x)
+        number = _number_of_result(x)
+    if node is not None:
+        take_over(x, node, number)
 
 
 def known_local(x: Any) -> Tensor:
