@@ -71,13 +71,16 @@ from .sharding.functional.collectives import (
     psum,
     psum_scatter,
 )
-from .sharding.functional.gradients import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
+from .sharding.functional.forward import jvp, linearize
+from .sharding.functional.gradients import checkpoint, grad, stop_gradient, value_and_grad, vjp
+from .sharding.functional.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
 from .sharding.functional.mapping import UnboundAxisError
 from .sharding.functional.ragged import ragged_all_to_all
 from .sharding.functional.shard_map import shard_map
 from .sharding.functional.types import ShardingTypeError
+from .sharding.functional.vmap import vmap
 from .sharding.gradients import accumulate_grads
 from .sharding.inspection import inspect
 from .sharding.join import join
@@ -236,16 +239,20 @@ __all__ = [
     "get_total_norm",
     "grad",
     "guard",
+    "hessian",
     "implicit",
     "implicit_replication",
     "init_device_mesh",
     "inputs",
     "inspect",
+    "jacfwd",
+    "jacrev",
     "join",
     "jvp",
     "latest",
     "launch",
     "ledger",
+    "linearize",
     "load",
     "load_balance_loss",
     "load_full_state_dict",
@@ -314,6 +321,7 @@ __all__ = [
     "visualize",
     "visualize_sharding",
     "vjp",
+    "vmap",
     "watchdog",
     "with_sharding_constraint",
     "zeros",

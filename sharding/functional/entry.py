@@ -15,8 +15,11 @@ from ..boundary import from_local
 from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import P, as_spec
+from ..engine_hooks import is_transformed, untransformed
 from ..tensor import ShardedTensor
+from ..transformed import refuse_foreign
 from .keys import Key
+from .mapping import current_mapping
 from .signature import STATIC
 from .types import REPLICATED, ShardingTypeError, Type
 
@@ -148,6 +151,21 @@ def enter(name: str, leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[An
         for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [ways[i] for i in moving]), strict=True):
             parts[i] = part
     return [part if way.inner is None else ShardedTensor._make(part, way.inner) for part, way in zip(parts, ways, strict=True)]
+
+
+def check_transform(name: str, leaves: Sequence[Any]) -> None:
+    """Raises: RuntimeError inside a transform of torch's own that is around the mapped function, or has taken its arguments apart."""
+    if current_mapping() is None:
+        refuse_foreign(f"shard_map({name})")
+    for x in leaves:
+        if isinstance(x, Tensor):
+            while is_transformed(x):
+                x = untransformed(x)
+                if isinstance(x, ShardedTensor):
+                    raise RuntimeError(
+                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor, whose part it does not see; use that of "
+                        "this library: sm.vmap, sm.grad, sm.jvp"
+                    )
 
 
 def _local(leaf: Any, way: Entrance) -> Any:

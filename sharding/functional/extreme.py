@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear import Finish, Reduce, apply, batch_last, check_not_under_way, is_transformed
+from ..engine_hooks import transforming
+from .linear import Finish, Reduce, apply, check_under_transforms
 from .mapping import Axes
 
 
@@ -84,13 +85,13 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Extreme) -> tuple[Tensor, Any]:
-        return pick(batch_last(x, in_dims[0]), op), None if in_dims[0] is None else -1
+        return pick(x.movedim(in_dims[0], -1), op), -1
 
 
 def pick(x: Tensor, op: Extreme, travel: Any = None, ready: Finish | None = None) -> Tensor:
     """The extreme value, differentiable any number of times; see `linear.apply`."""
-    if is_transformed():
-        check_not_under_way(ready)
+    if transforming():
+        check_under_transforms(op.axes, ready)
         return _PickTransformed.apply(x, op)  # type: ignore[return-value]
     if x.requires_grad and torch.is_grad_enabled():
         return _Pick.apply(x, op, ready)  # type: ignore[return-value]

@@ -20,7 +20,7 @@ from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
 from .following import unfollowed
-from .linear import Finish, apply, is_transformed
+from .linear import Finish, apply
 from .mapping import Axes, current_mapping
 from .signature import flattened, rebuilt
 from .types import Origin, ShardingTypeError, Tag, Type, place
@@ -217,7 +217,7 @@ def _bucket(parts: list[Any], call: Call) -> list[Any]:
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    split = torch.split if is_transformed() else torch.unsafe_split_with_sizes  # pieces that may be written to
+    split = torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes  # pieces that may be written to
     return [piece.view(shape) for piece, shape in zip(split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
 
 
