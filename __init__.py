@@ -71,6 +71,7 @@ from .sharding.functional.collectives import (
     psum,
     psum_scatter,
 )
+from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
 from .sharding.functional.forward import jvp, linearize
 from .sharding.functional.gradients import checkpoint, grad, stop_gradient, value_and_grad, vjp
 from .sharding.functional.jacobians import hessian, jacfwd, jacrev
@@ -216,6 +217,7 @@ __all__ = [
     "colwise",
     "comm_budget",
     "comm_report",
+    "cond",
     "context_parallel",
     "context_parallel_attention",
     "convert_sync_batchnorm",
@@ -229,6 +231,7 @@ __all__ = [
     "eval_shape",
     "explain",
     "fold_in",
+    "fori_loop",
     "fork_rng",
     "from_local",
     "full",
@@ -300,6 +303,7 @@ __all__ = [
     "rowwise",
     "save",
     "save_safetensors",
+    "scan",
     "seeded",
     "sequence",
     "session",
@@ -313,6 +317,7 @@ __all__ = [
     "state_dict",
     "stop_gradient",
     "straggler_report",
+    "switch",
     "to_local",
     "top_k_routing",
     "typeof",
@@ -323,6 +328,7 @@ __all__ = [
     "vjp",
     "vmap",
     "watchdog",
+    "while_loop",
     "with_sharding_constraint",
     "zeros",
 ]

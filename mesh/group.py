@@ -511,8 +511,8 @@ _is_transformed = getattr(getattr(torch._C, "_functorch", None), "is_functorch_w
 def _check_contiguous(op: str, x: Tensor) -> None:
     if _is_transformed(x):
         raise errors.CollectiveError(
-            f"{op} of a tensor inside a transform (sm.vmap, sm.jvp, sm.grad, torch.func), and what calls it has no rule for that: take it out "
-            "of the transform, or write it with the collectives of shard_map (psum, all_gather, ...), which have one."
+            f"{op} of a tensor inside a transform (sm.vmap, sm.jvp, sm.grad, torch.func), and what calls it has no rule for that: take it "
+            "out of the transform, or write it with the collectives of shard_map (psum, all_gather, ...), which have one."
         )
     if not x.is_contiguous():
         raise errors.CollectiveError(

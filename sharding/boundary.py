@@ -15,7 +15,8 @@ from . import dispatch, dtensor
 from .engine_hooks import is_transformed, transforming
 from .layout import Layout, dtype_name
 from .local_shapes import describes, global_shape
-from .redistribute import Moved, redistribute_grad, redistribute_local
+from .moved import Moved
+from .redistribute import redistribute_grad, redistribute_local
 from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
 from .spec import SpecLike

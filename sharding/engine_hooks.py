@@ -88,6 +88,15 @@ def untransformed(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
 
 
+def is_batched(x: Any) -> bool:
+    """Whether `vmap` has batched this tensor, in any of the transforms that are being run."""
+    while isinstance(x, torch.Tensor) and is_transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
+            return True
+        x = untransformed(x)
+    return False
+
+
 def transform_depth() -> int:
     """How many transforms of torch.func are being run in this thread, one inside the other."""
     return torch._C._functorch.maybe_current_level() or 0  # type: ignore[attr-defined]

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 from .bucket import Pair, many_runner
-from .cache import keep
 from .engine_hooks import transforming, with_memory
-from .execute import Runner, compile_plan
 from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
 from .lineage import carrying_on
-from .plan import check_transport, plan
+from .moved import Moved, runner
+from .plan import check_transport
 from .spec import Cut, P
-from .transformed import Linear, batched_layout, under_transforms
+from .transformed import batched_layout, under_transforms
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None) -> Tensor:
@@ -196,23 +195,6 @@ def _goes_alone(x: Tensor, pair: Pair) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
 
 
-def runner(
-    src: Layout,
-    dst: Layout,
-    max_bytes: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    transport: str | None = None,
-) -> Runner:
-    """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    plain = max_bytes is None and accumulate_dtype is None and transport is None
-    key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
-    found = src.runners.get(key)
-    if found is None:
-        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
-        found = keep(src.runners, key, compile_plan(way))
-    return found
-
-
 def _apply(
     local: Tensor,
     src: Layout,
@@ -294,30 +276,6 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 # -- under transforms of torch.func -----------------------------------------------------------------------------------
-
-
-class Moved(Linear):
-    """A linear redistribution.
-
-    Args:
-        src, dst: the layouts before and after.
-        src_grad, dst_grad: the layouts in which the gradients of both ends flow; by default the duals.
-    """
-
-    def __init__(self, src: Layout, dst: Layout, src_grad: Layout | None = None, dst_grad: Layout | None = None) -> None:
-        self.src, self.dst = src, dst
-        self.src_grad, self.dst_grad = src_grad or src.dual, dst_grad or dst.dual
-
-    @property
-    def transpose(self) -> Moved:
-        return Moved(self.dst_grad, self.src_grad, self.dst, self.src)
-
-    def batched(self, count: int) -> Moved:
-        return Moved(*(batched_layout(end, count) for end in (self.src, self.dst, self.src_grad, self.dst_grad)))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        src, dst = self.src.replace(dtype=x.dtype), self.dst.replace(dtype=x.dtype)
-        return x if src is dst else runner(src, dst)(x)
 
 
 def _under_transforms(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:

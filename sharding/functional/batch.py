@@ -20,8 +20,8 @@ class Batch(NamedTuple):
     """How examples are split.
 
     Attributes:
-        mesh: the mesh of the arguments.
-        axes: those over which examples are split.
+        mesh: the mesh of the arguments; of nested `vmap`s, of those of the outermost that splits.
+        axes: the axes over which examples are split.
         inner: the mesh of the others, on which one example lies; None where there are none.
     """
 
@@ -29,13 +29,19 @@ class Batch(NamedTuple):
     axes: tuple[str, ...]
     inner: DeviceMesh | None
 
+    @staticmethod
+    def inside(outer: Batch | None, mesh: DeviceMesh, axes: tuple[str, ...], inner: DeviceMesh | None) -> Batch:
+        """The same within examples that are split already."""
+        nested = outer is not None and outer.inner is mesh
+        return Batch(outer.mesh, (*outer.axes, *axes), inner) if nested and outer is not None else Batch(mesh, axes, inner)
+
     def check(self, name: str, *specs: Any) -> None:
         """Raises: ValueError where a mapped function's specs name an axis over which examples are split."""
         named = {axis for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p) if _is_p(spec) for axis in spec.axes}
         if found := sorted(named & set(self.axes)):
             raise ValueError(
                 f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its examples: one example does not lie on it. "
-                "Redistribute the mapped dim to another axis (or to none) before vmap, or take the axis out of the specs"
+                "Have vmap split them over another axis, or over none: spmd_axis_name=()"
             )
 
 

@@ -12,10 +12,10 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.source import DESCRIBERS, OperatorCall
 from .. import dispatch
 from ..boundary import from_local
+from ..engine_hooks import is_transformed, untransformed
 from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import P, as_spec
-from ..engine_hooks import is_transformed, untransformed
 from ..tensor import ShardedTensor
 from ..transformed import refuse_foreign
 from .keys import Key
@@ -76,7 +76,7 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     check_manual(path, manual, names)
     _check_sums(path, manual)
     dst = src.replace(_with_global(manual, src.spec, names))
-    part = None if inner is None else _inner_layout(dst, manual, names, inner)
+    part = None if inner is None else inner_layout(dst, manual, names, inner)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
     return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
 
@@ -123,7 +123,8 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
 
-def _inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+def inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+    """How this rank's part over the manual axes lies on the mesh of the others."""
     part = dst.replace(manual.with_unreduced({})).local_shape
     rest = only_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
     return Layout.of(inner, rest, part, dst.dtype)
@@ -163,8 +164,8 @@ def check_transform(name: str, leaves: Sequence[Any]) -> None:
                 x = untransformed(x)
                 if isinstance(x, ShardedTensor):
                     raise RuntimeError(
-                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor, whose part it does not see; use that of "
-                        "this library: sm.vmap, sm.grad, sm.jvp"
+                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor, whose part it does not see; use that "
+                        "of this library: sm.vmap, sm.grad, sm.jvp"
                     )
 
 

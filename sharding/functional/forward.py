@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import backward
 from ..engine_hooks import forward_mode, transforms_active
+from ..reshard import redistribute
 from ..tensor import ShardedTensor
 from ..transformed import on_own_level
 from . import gradients
@@ -83,7 +84,7 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
         return tangent.to(x.dtype)
     if not isinstance(tangent, ShardedTensor):
         tangent = backward.distribute_like(tangent, x)
-    return tangent.to(x.dtype).redistribute(x.mesh, x.spec)
+    return redistribute(tangent.to(x.dtype), x.mesh, x.spec)  # type: ignore[arg-type]
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:

@@ -28,8 +28,8 @@ def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
         argnums: the argument or arguments with respect to which.
 
     Returns:
-        A function of f's arguments. For each leaf `y` of the result a tree like the argument (for several `argnums` a tuple of trees) with a
-        leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` lie as in the result, dims of `x` are whole.
+        A function of f's arguments. For each leaf `y` of the result a tree like the argument (for several `argnums` a tuple of trees) with
+        a leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` lie as in the result, dims of `x` are whole.
 
     Raises: TypeError for an argument that is not made of real floating tensors.
 

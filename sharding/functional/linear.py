@@ -30,7 +30,7 @@ from .. import engine_hooks
 from ..cache import keep
 from ..execute import Runner
 from ..layout import Layout, chunk
-from ..redistribute import runner
+from ..moved import runner
 from ..spec import P
 from ..transformed import Linear, under_transforms
 from .mapping import Axes
@@ -356,6 +356,6 @@ def check_under_transforms(axes: Axes, ready: Finish | None) -> None:
         raise NotImplementedError("sm.start inside a transform of torch.func, which cannot see what is under way; call the collective")
     if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
         raise RuntimeError(
-            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward mode "
-            "per process, which the first rank to leave would end for all; use sm.jvp, sm.jacfwd, sm.hessian"
+            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
+            "mode per process, which the first rank to leave would end for all; use sm.jvp, sm.jacfwd, sm.hessian"
         )

@@ -29,9 +29,9 @@ from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from .. import dispatch
 from ..cache import keep
+from ..engine_hooks import transforms_active
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
-from ..engine_hooks import transforms_active
 from ..tensor import ShardedTensor
 from .batch import current_batch
 from .entry import Entrance, aliased, as_they_lie, check_transform, enter, entrance, written

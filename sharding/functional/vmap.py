@@ -30,8 +30,8 @@ from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import Cut, P
 from ..tensor import ShardedTensor
 from ..transformed import on_own_level
-from .batch import Batch, split_over
-from .entry import _inner_layout, only_axes
+from .batch import Batch, current_batch, split_over
+from .entry import inner_layout, only_axes
 from .exits import made_with
 from .following import unfollowed
 from .signature import paths_of
@@ -67,8 +67,8 @@ def vmap(
         out_axes: where the batch is in every result; None for a result that does not depend on the example.
         axis_name: not supported; a mapped dim has no name for collectives here.
         axis_size: the number of examples; needed where no argument is mapped.
-        spmd_axis_name: the axis (or axes) over which the mapped dim is to be split; arguments are redistributed for that. By default it is
-            split as in the arguments.
+        spmd_axis_name: the axis (or axes) over which the mapped dim is to be split, `()` for none; arguments are redistributed for that. By
+            default it is split as in the arguments.
         randomness: of random operators on plain tensors, as in `torch.func.vmap`.
 
     Returns:
@@ -87,16 +87,17 @@ def vmap(
     """
     if axis_name is not None:
         raise NotImplementedError(
-            f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over the batch outside of vmap, or use shard_map"
+            f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over the batch outside of vmap, or use "
+            "shard_map"
         )
-    names = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else tuple(spmd_axis_name or ())
+    names = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else spmd_axis_name and tuple(spmd_axis_name)
     return functools.update_wrapper(_Batched(fun, in_axes, out_axes, axis_size, names, randomness), fun, updated=())  # type: ignore[return-value]
 
 
 class _Batched:
     """A function of batches; see `vmap`."""
 
-    def __init__(self, fun: Any, in_axes: Axes, out_axes: Axes, axis_size: int | None, names: tuple[str, ...], randomness: str) -> None:
+    def __init__(self, fun: Any, in_axes: Axes, out_axes: Axes, axis_size: int | None, names: Any, randomness: str) -> None:
         self.fun, self.in_axes, self.out_axes, self.axis_size = fun, in_axes, out_axes, axis_size
         self.names, self.randomness = names, randomness
         self.name = getattr(fun, "__name__", type(fun).__name__)
@@ -108,11 +109,8 @@ class _Batched:
         axes = self._axes(args, kwargs, leaves)
         size = self._size(leaves, axes, args, kwargs)
         cuts, mesh = self._split(leaves, axes)
-        if cuts and mesh is not None:
-            run = _Run(self, size, cuts, mesh)
-            leaves = run.laid_out(leaves, axes)
-        else:
-            run = _Run(self, size, (), None)
+        run = _Run(self, size, cuts, mesh)
+        leaves = run.laid_out(leaves, axes)
         out = run(leaves, axes, tree)
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         return made_with(mixed(self._seed, sharded), out) if sharded else out
@@ -123,17 +121,16 @@ class _Batched:
         """The mapped dim of every leaf, from the front."""
         given = axes_for("in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args)
         given += [0] * (len(leaves) - len(given))
-        paths = self._paths(args, kwargs)
-        return [self._axis(*each) for each in zip(paths, leaves, given, strict=True)]
-
-    def _axis(self, path: str, leaf: Any, axis: int | None) -> int | None:
-        if axis is None or leaf is None:
-            return None
-        if not isinstance(leaf, Tensor):
-            raise ValueError(f"{path} is {leaf!r}, which has no dims, and in_axes map it over dim {axis}; give None to pass it to all examples")
-        if not -leaf.ndim <= axis < leaf.ndim:
-            raise ValueError(f"{path} has shape {list(leaf.shape)}, and in_axes map it over dim {axis}")
-        return axis % leaf.ndim
+        for i, (leaf, axis) in enumerate(zip(leaves, given, strict=True)):
+            if axis is None or leaf is None:
+                given[i] = None
+            elif not isinstance(leaf, Tensor) or not -leaf.ndim <= axis < leaf.ndim:
+                what = f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
+                path = self._paths(args, kwargs)[i]
+                raise ValueError(f"{path} {what}, and in_axes map it over dim {axis}; give None for what all examples take")
+            else:
+                given[i] = axis % leaf.ndim
+        return given
 
     def _paths(self, args: Any, kwargs: Any) -> list[str]:
         return [f"vmap({self.name}): argument {path}" for path in [*paths_of(args), *paths_of(kwargs)]]
@@ -154,15 +151,19 @@ class _Batched:
 
     def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
         """How the mapped dim is cut, and on which mesh."""
-        sharded = [(x._layout, axis) for x, axis in zip(leaves, axes, strict=True) if isinstance(x, ShardedTensor)]
-        found = dict.fromkeys((layout.mesh, layout.spec.cuts[axis]) for layout, axis in sharded if axis is not None and layout.spec.cuts[axis])
+        sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
+        mapped = [(x._layout, axis) for x, axis in zip(leaves, axes, strict=True) if isinstance(x, ShardedTensor) and axis is not None]
+        split = [(layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]]
+        found = dict.fromkeys((layout.mesh, cuts) for layout, cuts in split)
+        if self.names == ():
+            return (), None
         if self.names:
-            mesh: Any = sharded[0][0].mesh if sharded else current.given_or_current(None)
+            mesh: Any = sharded[0].mesh if sharded else current.given_or_current(None)
             self._check_names(mesh)
             same = [cuts for _, cuts in found if tuple(a for cut in cuts for a in cut.axes) == self.names]
             return same[0] if same else (Cut(self.names),), mesh
         if len(found) > 1:
-            told = ", ".join(str(layout) for layout, axis in sharded if axis is not None and layout.spec.cuts[axis])
+            told = ", ".join(str(layout) for layout, _ in split)
             raise ValueError(
                 f"vmap({self.name}): the mapped dims are split differently ({told}); redistribute them alike, or write spmd_axis_name="
             )
@@ -199,19 +200,19 @@ class _Run:
             raise RuntimeError(f"vmap({owner.name}): {where}; call it on the ranks of the mesh")
         axes = tuple(axis for cut in cuts for axis in cut.axes)
         rest = tuple(axis for axis in mesh.axis_names if axis not in axes)
-        self.batch = Batch(mesh, axes, mesh[rest] if rest else None)
+        self.batch = Batch.inside(current_batch(), mesh, axes, mesh[rest] if rest else None)
         self.count = Layout.of(mesh, P.of_cuts([cuts], {}), (size,)).local_shape[0]
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
-        """The leaves with the batch split and everything else whole along its axes, tensors as sharded ones.
+        """The leaves with the batch cut as it is to be, and everything else whole along its axes; if it is split, tensors as sharded ones.
 
         Communication: that of redistributing those that lie otherwise, in buckets.
         """
-        assert self.batch is not None
-        mesh = self.batch.mesh
-        out: list[Any] = [from_local(x, mesh, P(), shape=x.shape) if _is_plain(x) else x for x in leaves]
+        mesh, out = self.mesh, list(leaves)
+        if mesh is not None:
+            out = [from_local(x, mesh, P(), shape=x.shape) if _is_plain(x) else x for x in leaves]
         moving, pairs = [], []
         for i, (x, axis) in enumerate(zip(out, axes, strict=True)):
             if isinstance(x, ShardedTensor):
@@ -226,14 +227,14 @@ class _Run:
         return out
 
     def _target(self, layout: Layout, axis: int | None) -> Layout:
-        assert self.batch is not None
-        if layout.mesh is not self.batch.mesh:
-            raise ValueError(f"vmap({self.owner.name}): {layout} is on another mesh than the mapped dim, {self.batch.mesh}; redistribute it there")
-        rest = only_axes(layout.spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
-        cuts = list(rest.padded(len(layout.shape)).cuts)
-        if axis is not None:
-            cuts[axis] = self.cuts
-        return layout.replace(P.of_cuts(cuts, dict(rest.unreduced)))
+        spec = layout.spec
+        if self.batch is not None:
+            if layout.mesh is not self.mesh:
+                other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
+                raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
+            spec = only_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
+        cuts = [self.cuts if d == axis else cut for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)]
+        return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
         """This rank's part with its mapped dim, and how one example lies; None for a plain one."""
@@ -244,7 +245,7 @@ class _Run:
             if self.batch.inner is None:
                 return part, axis, None
             manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
-            layout = _inner_layout(layout, manual, self.batch.axes, self.batch.inner)
+            layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
         elif x.mesh.coordinate is None and axis is not None:  # a part of nothing, for each example
             return part.unsqueeze(-1).expand(*part.shape, self.count), part.ndim, layout_without(layout, axis)
         return part, axis, layout if axis is None else layout_without(layout, axis)
@@ -268,7 +269,7 @@ class _Run:
             found[:] = self._results(out)
             return tuple(part for axis, part, _, _ in found[1] if axis is not None) or (batched[0],)
 
-        parts, dims = [examples[i][0] for i in mapped], [examples[i][1] for i in mapped]
+        parts, dims = [examples[i][0] for i in mapped], [examples[i][1] or 0 for i in mapped]
         if not parts:  # axis_size= alone
             parts, dims = [torch.zeros(self.size)], [0]
         nothing = self.count == 0
@@ -276,7 +277,7 @@ class _Run:
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
         batched = iter(torch.func.vmap(partial(on_own_level, of_one), tuple(dims), randomness=owner.randomness)(*parts))
         out_tree, described = found
-        outs = [self._out(part if axis is None else next(batched), axis, *how, nothing) for axis, part, *how in described]
+        outs = [self._out(part if axis is None else next(batched), axis, layout, x, nothing) for axis, part, layout, x in described]
         return pytree.tree_unflatten(outs, out_tree)
 
     @contextmanager
@@ -328,15 +329,11 @@ class _Run:
             return same_type(out, example)
         if self.batch is not None:
             layout = self._on_whole_mesh(example, layout)
-        assert layout is not None
-        layout = layout.replace(dtype=out.dtype)
-        return same_type(ShardedTensor._make(out, layout if axis is None else layout_with(layout, axis, self.cuts, self.size)), example)
+        whole: Any = layout if axis is None or layout is None else layout_with(layout, axis, self.cuts, self.size)
+        return same_type(ShardedTensor._make(out, whole.replace(dtype=out.dtype)), example)
 
     def _on_whole_mesh(self, example: Tensor, layout: Layout | None) -> Layout:
-        assert self.batch is not None
-        if layout is None:
-            return Layout.of(self.batch.mesh, P(), example.shape, example.dtype)
-        return Layout.of(self.batch.mesh, layout.spec, layout.shape, layout.dtype)
+        return Layout.of(self.mesh, P() if layout is None else layout.spec, example.shape, example.dtype)  # type: ignore[arg-type]
 
 
 def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
@@ -365,8 +362,9 @@ def _redistributed(name: str, parts: list[Tensor], pairs: list[tuple[Layout, Lay
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:
     """The arguments that do not lie as `vmap` wants them, for `sm.implicit` and reports."""
-    advice = ", ".join(f"{src} to {dst.spec}" for src, dst in frame["pairs"])
-    return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in frame["pairs"]), f"Redistribute {advice} before the call")
+    pairs = frame["pairs"]
+    advice = ", ".join(f"{src} to {dst.spec}" for src, dst in pairs)
+    return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in pairs), f"Redistribute {advice} before the call")
 
 
 DESCRIBERS[_redistributed.__code__] = _describe
@@ -387,9 +385,9 @@ class _Outsiders(TorchFunctionMode):
             for x in tensors_in((*args, *(kwargs or {}).values())):
                 if self._is_from_outside(x):
                     raise ShardingTypeError(
-                        f"{place()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose examples "
-                        "vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an argument, with None "
-                        "in in_axes, or use it detached: x.detach()"
+                        f"{place()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose "
+                        "examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
+                        "argument, with None in in_axes, or use it detached: x.detach()"
                     )
         return func(*args, **(kwargs or {}))
 
