@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..engine_hooks import transforming
-from .linear import Finish, Reduce, apply, check_under_transforms
+from .linear import Finish, Reduce, apply, check_forward_mode
 from .mapping import Axes
 
 
@@ -91,7 +91,7 @@ class _PickTransformed(torch.autograd.Function):
 def pick(x: Tensor, op: Extreme, travel: Any = None, ready: Finish | None = None) -> Tensor:
     """The extreme value, differentiable any number of times; see `linear.apply`."""
     if transforming():
-        check_under_transforms(op.axes, ready)
+        check_forward_mode(op.axes)
         return _PickTransformed.apply(x, op)  # type: ignore[return-value]
     if x.requires_grad and torch.is_grad_enabled():
         return _Pick.apply(x, op, ready)  # type: ignore[return-value]

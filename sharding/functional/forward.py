@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import backward
-from ..engine_hooks import forward_mode, transforms_active
+from ..engine_hooks import forward_mode, is_transformed, transforms_active, untransformed
 from ..reshard import redistribute
 from ..tensor import ShardedTensor
 from ..transformed import on_own_level
@@ -35,8 +35,10 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
     Returns:
         Two trees like the result of `f` (and the second of the pair); each tangent lies, or is of the type, as its result.
 
-    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or shape;
-        NotImplementedError (torch's) for an operator that has no forward derivative; `sm.linearize` takes but backward ones.
+    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or shape.
+
+    Where an operator has no forward derivative in torch (an `autograd.Function` without `jvp`), f runs once more, by `sm.linearize`; inside
+    `sm.vmap` that is torch's error.
 
     Communication: twice that of f.
 
@@ -44,8 +46,20 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
         >>> out, tangent = sm.jvp(model, (params, x), (direction, sm.zeros_like(x)))
     """
     leaves, directions, tree = _directions("jvp", primals, tangents)
+    try:
+        return _in_forward_mode(f, leaves, directions, tree, has_aux)
+    except RuntimeError as error:
+        if transforms_active() or not any(text in str(error) for text in _NO_FORWARD_DERIVATIVE):
+            raise
+    out, f_jvp, *aux = linearize(f, *primals, has_aux=has_aux)
+    return (out, f_jvp(*tangents), *aux)
+
+
+_NO_FORWARD_DERIVATIVE = ("setup_context staticmethod", "forward AD", "forward mode AD")  # in torch's messages
+
+
+def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
     kept: list[Results] = []
-    aux: list[Any] = []
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
@@ -57,10 +71,19 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], 
         return sum((each.parts for each in kept), ())
 
     with forward_mode():
-        found: Any = torch.func.jvp(partial(on_own_level, inside), Results.of(leaves).parts, Results.of(directions).parts)
+        parts = tuple(map(_in_own_memory, Results.of(leaves).parts))
+        found: Any = torch.func.jvp(partial(on_own_level, inside), parts, Results.of(directions).parts)
     count = len(kept[0].at)
     aux = [each.with_parts(found[0][count:]) for each in kept[1:]]
     return (kept[0].with_parts(found[0][:count]), kept[0].with_parts(found[1][:count]), *aux)
+
+
+def _in_own_memory(part: Tensor) -> Tensor:
+    """The part, copied where elements share memory, as of an expanded tensor: torch lays the tangent out in the same way."""
+    bottom = part
+    while is_transformed(bottom):
+        bottom = untransformed(bottom)
+    return part.clone(memory_format=torch.contiguous_format) if torch._debug_has_internal_overlap(bottom) == 1 else part
 
 
 def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:

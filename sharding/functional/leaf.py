@@ -136,7 +136,7 @@ def is_starting() -> bool:
 
 
 def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """start(psum, x, axis) -> Future: a collective under way, whose `wait()` gives the result.
+    """start(psum, x, axis) -> Future: a collective under way, whose `wait()` gives the result. Inside a transform it is waited for at once.
 
         coming = sm.start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -296,6 +296,9 @@ def _launched(x: Tensor, call: Call) -> Any:
     op, before, after, _ = _prepared(x, call)
     if before is not None:
         x = before(x)
+    if is_starting() and engine_hooks.transforming():  # a transform cannot see what is under way
+        done = _after(call.apply(x, op, call.backward_dtype, None), after)
+        return Later(lambda: done)
     if is_starting():
         ready = op.start(x.detach())
         return Later(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after))

@@ -340,20 +340,18 @@ def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Fi
         travel: dtype in which the gradient goes back; by default its own.
         ready: gives the result, where it is under way already.
 
-    Raises: NotImplementedError for what is under way inside a transform of torch.func.
+    Raises: RuntimeError for torch's forward mode on simulated ranks.
     """
     if engine_hooks.transforming():
-        check_under_transforms(op.axes, ready)
+        check_forward_mode(op.axes)
         return under_transforms(x, op, travel)
     if x.requires_grad and torch.is_grad_enabled():
         return _Recorded.apply(x, op, travel, ready)  # type: ignore[return-value]
     return op(x) if ready is None else ready()
 
 
-def check_under_transforms(axes: Axes, ready: Finish | None) -> None:
-    """Raises: NotImplementedError for what is under way; RuntimeError for torch's forward mode on simulated ranks."""
-    if ready is not None:
-        raise NotImplementedError("sm.start inside a transform of torch.func, which cannot see what is under way; call the collective")
+def check_forward_mode(axes: Axes) -> None:
+    """Raises: RuntimeError for torch's forward mode on simulated ranks."""
     if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
         raise RuntimeError(
             "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
