@@ -254,7 +254,9 @@ def _moved(
 
 def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
     """The moved operand of a view, marked so that writing to any view of it is refused."""
-    if moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
+    if transforming():
+        moved = moved.clone() if moved is original else moved
+    elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
         moved = moved.clone()
     _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
     _moved_copies.exist = True

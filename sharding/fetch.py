@@ -231,7 +231,8 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _GivenBack.apply(with_memory(grads[0]), ctx.fetch), None
+        grad = with_memory(grads[0])
+        return under_transforms(grad, _Brought(ctx.fetch, back=True)) if transforming() else _GivenBack.apply(grad, ctx.fetch), None
 
 
 class _GivenBack(torch.autograd.Function):
@@ -242,4 +243,5 @@ class _GivenBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _Fetched.apply(with_memory(grads[0]), ctx.fetch), None
+        grad = with_memory(grads[0])
+        return under_transforms(grad, _Brought(ctx.fetch)) if transforming() else _Fetched.apply(grad, ctx.fetch), None

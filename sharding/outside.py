@@ -66,7 +66,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _StandIn.apply(grads[0], ctx.shape, ctx.device), None, None
+        return _stand_in(grads[0], ctx.shape, ctx.device), None, None
 
 
 class _StandsFor(Linear):

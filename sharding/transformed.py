@@ -92,19 +92,33 @@ def batched_layout(layout: Layout, count: int) -> Layout:
 
 class _Thread(threading.local):
     levels = 0  # how many levels of torch.func this library has opened
+    randomness: tuple[str, ...] = ()  # of the `vmap`s among them
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def own_level() -> Iterator[None]:
-    """Inside, the innermost level of torch.func is one that this library has opened."""
+def own_level(*randomness: str) -> Iterator[None]:
+    """Inside, the innermost level of torch.func is one that this library has opened; one of `vmap` with this randomness."""
+    before = _thread.randomness
     _thread.levels += 1
+    _thread.randomness += randomness
     try:
         yield
     finally:
         _thread.levels -= 1
+        _thread.randomness = before
+
+
+def check_same_randomness() -> None:
+    """Raises: RuntimeError where a sharded tensor of random numbers would not be the same for all examples of a `vmap`."""
+    other = next((kind for kind in _thread.randomness if kind != "same"), None)
+    if other is not None:
+        raise RuntimeError(
+            f"random numbers of a ShardedTensor inside sm.vmap(..., randomness={other!r}): they are the same for all examples. Say so with "
+            "randomness='same', or draw them for the whole batch before, and map over them"
+        )
 
 
 def is_foreign() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..plain_operands import tensors_in
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import Cut, P
 from ..tensor import ShardedTensor
-from ..transformed import on_own_level
+from ..transformed import own_level
 from .batch import Batch, current_batch, split_over
 from .entry import inner_layout, only_axes
 from .exits import made_with
@@ -69,7 +68,7 @@ def vmap(
         axis_size: the number of examples; needed where no argument is mapped.
         spmd_axis_name: the axis (or axes) over which the mapped dim is to be split, `()` for none; arguments are redistributed for that. By
             default it is split as in the arguments.
-        randomness: of random operators on plain tensors, as in `torch.func.vmap`.
+        randomness: of random operators, as in `torch.func.vmap`: "error", "same" for all examples, or on plain tensors "different".
 
     Returns:
         A function of batches. The batch dim of a result is split as those of the arguments.
@@ -264,7 +263,7 @@ class _Run:
                 given[i] = part
             inside = [_made(part, how[2], x) for part, how, x in zip(given, examples, leaves, strict=True)]
             args, kwargs = pytree.tree_unflatten(inside, tree)
-            with self._within(inside, examples):
+            with own_level(owner.randomness), self._within(inside, examples):
                 out = owner.fun(*args, **kwargs)
             found[:] = self._results(out)
             return tuple(part for axis, part, _, _ in found[1] if axis is not None) or (batched[0],)
@@ -275,7 +274,7 @@ class _Run:
         nothing = self.count == 0
         if nothing:  # torch takes no batch of nothing: one example of zeros, which is taken off again
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
-        batched = iter(torch.func.vmap(partial(on_own_level, of_one), tuple(dims), randomness=owner.randomness)(*parts))
+        batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
         out_tree, described = found
         outs = [self._out(part if axis is None else next(batched), axis, layout, x, nothing) for axis, part, layout, x in described]
         return pytree.tree_unflatten(outs, out_tree)

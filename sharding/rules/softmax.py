@@ -147,6 +147,6 @@ class _SumOfExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, peak = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transforming():
             return None, ((x - peak).exp() * grads[0]).to(x.dtype), None
         return None, (x - peak).exp_().mul_(grads[0]).to(x.dtype), None
