@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable, forward_ad
 
 
@@ -88,6 +89,11 @@ def untransformed(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
 
 
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of torch.func is at work: what is made there, and kept, is a plain tensor, not one of a transform that ends."""
+    return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
+
+
 def is_batched(x: Any) -> bool:
     """Whether `vmap` has batched this tensor, in any of the transforms that are being run."""
     while isinstance(x, torch.Tensor) and is_transformed(x):
@@ -119,6 +125,12 @@ def in_forward_mode() -> bool:
 def in_foreign_forward_mode() -> bool:
     """Whether tangents are carried along by torch's own forward mode, which a process has but once, whatever its threads."""
     return forward_ad._current_level >= 0 and not _forward_threads
+
+
+def with_tangents() -> AbstractContextManager[None]:
+    """In the `jvp` of an `autograd.Function`: what it computes carries the tangents of the forward modes around this one, which torch
+    switches off there."""
+    return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
 
 
 def transforming() -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Pair, many_runner
-from .engine_hooks import transforming, with_memory
+from .engine_hooks import transforming, with_memory, with_tangents
 from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
 from .lineage import carrying_on
@@ -397,8 +397,9 @@ class _ExtremeTransformed(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         axes = _leaving(ctx.src, ctx.reduced, "max", "min")
-        shared = tangents[0] * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced)
-        return redistribute_local(shared, _repend(ctx.src, axes, "sum"), ctx.reduced)
+        with with_tangents():
+            shared = tangents[0] * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced)
+            return redistribute_local(shared, _repend(ctx.src, axes, "sum"), ctx.reduced)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, local: Tensor, src: Layout, reduced: Layout) -> tuple[Tensor, int]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engine_hooks import in_foreign_forward_mode, transform_depth, transforms_active, with_memory
+from .engine_hooks import in_foreign_forward_mode, transform_depth, transforms_active, with_memory, with_tangents
 from .layout import Layout
 from .spec import P
 
@@ -65,7 +65,8 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return under_transforms(with_memory(tangents[0]), ctx.op)
+        with with_tangents():
+            return under_transforms(with_memory(tangents[0]), ctx.op)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Any, travel: torch.dtype | None) -> tuple[Tensor, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine_hooks import transforming
+from ..engine_hooks import transforming, with_tangents
 from .linear import Finish, Reduce, apply, check_forward_mode
 from .mapping import Axes
 
@@ -80,8 +80,9 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
-        return apply(tangents[0] * shares, ctx.op.sum)
+        with with_tangents():
+            shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
+            return apply(tangents[0] * shares, ctx.op.sum)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Extreme) -> tuple[Tensor, Any]:

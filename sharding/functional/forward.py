@@ -65,7 +65,7 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
         fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
         out = f(*pytree.tree_unflatten(fresh, tree))
         out, *more = out if has_aux else (out,)
-        kept[:] = [Results.of(out), *map(Results.of, more)]
+        kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
         if not kept[0].at:
             raise TypeError(f"jvp: the function returned {out!r}, in which there is no tensor")
         return sum((each.parts for each in kept), ())
@@ -90,6 +90,7 @@ def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> t
     """The leaves of the primals, a tangent that lies alike for each, and their tree."""
     leaves, tree = pytree.tree_flatten(list(primals))
     check_floating(name, leaves)
+    leaves = [backward.summable(x) for x in leaves]
     given, given_tree = pytree.tree_flatten(list(tangents))
     if given_tree != tree:
         raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; give a tree like that of the primals")

@@ -36,6 +36,7 @@ from .types import ShardingTypeError, Type
 
 class _Thread(threading.local):
     nested = False  # whether what `grad` computes is to be differentiated again
+    depth = 0  # how many functions that are being differentiated this thread is in
 
 
 _thread = _Thread()
@@ -165,9 +166,11 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
         before, _thread.nested = _thread.nested, nested
+        _thread.depth += 1  # what is computed again is as it was
         try:
             found = _gradients(outs, fresh, given, record)
         finally:
+            _thread.depth -= 1
             _thread.nested = before
         return tuple(pytree.tree_unflatten(found, tree))
 
@@ -261,14 +264,17 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
 
 @contextmanager
 def watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """The leaves as new ones that require grad. Where something in the arguments does already, as inside another `grad`, they stay
-    part of its graph, and what is computed from them does."""
+    """The leaves as new ones that require grad. Inside another function that is differentiated, and where something in the arguments
+    requires grad already, they stay part of its graph, and what is computed from them does."""
     before = _thread.nested
-    _thread.nested = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    _thread.nested = torch.is_grad_enabled() and (given or _thread.depth > 0)
+    _thread.depth += 1
     try:
         with torch.enable_grad():
             yield [_again(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
     finally:
+        _thread.depth -= 1
         _thread.nested = before
 
 

@@ -275,8 +275,10 @@ class Swap(LinearMap):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes)
-        self._by_group = None if axes.order is None else torch.tensor([axes.order.index(i) for i in range(axes.size)])
-        self._by_place = None if axes.order is None else torch.tensor(axes.order)
+        self._by_group = self._by_place = None
+        if axes.order is not None:
+            with engine_hooks.outside_of_transforms():
+                self._by_group, self._by_place = torch.tensor([axes.order.index(i) for i in range(axes.size)]), torch.tensor(axes.order)
 
     @property
     def transpose(self) -> LinearMap:

@@ -55,7 +55,7 @@ class Axes:
 
     @cached_property
     def index_tensor(self) -> Tensor:
-        with torch.inference_mode(False):
+        with engine_hooks.outside_of_transforms(), torch.inference_mode(False):
             return torch.tensor(self.index, device=self.mesh.device)
 
     def place_in_group(self, place: int) -> int:

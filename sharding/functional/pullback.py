@@ -40,7 +40,7 @@ class Pullback:
 
         def inside(*parts: Tensor) -> Any:
             outs, value = run([with_part(x, part) for x, part in zip(leaves, parts, strict=True)])
-            kept[:] = Results.of([backward._summable(out) for out in outs]), Results.of(value)
+            kept[:] = Results.of([backward.summable(out) for out in outs]), Results.of(value)
             return kept[0].parts, kept[1].parts
 
         parts = Results.of(list(leaves)).parts

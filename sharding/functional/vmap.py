@@ -375,7 +375,7 @@ class _Outsiders(TorchFunctionMode):
 
     def __init__(self, inside: Sequence[Any]) -> None:
         super().__init__()
-        self._known = {id(x) for x in inside}
+        self._known = {id(getattr(x, "_local", x)) for x in inside}
         with unfollowed():
             self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
