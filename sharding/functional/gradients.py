@@ -31,7 +31,7 @@ from .following import unfollowed
 from .linear import KeepFirst
 from .mapping import Mapping, current_mapping
 from .pullback import Pullback
-from .types import ShardingTypeError, Type
+from .types import ShardingTypeError, Tag, Type
 
 
 class _Thread(threading.local):
@@ -387,9 +387,10 @@ def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
     """
     if mapping.checker is None:
         return _remembered(mapping, outs, inputs)
-    types = [mapping.checker.of(out).type for out in outs]
+    tags = [mapping.checker.of(out) for out in outs]
+    types = [tag.type for tag in tags]
     if is_loss:
-        _check_loss_type(types[0])
+        _check_loss_type(tags[0])
     given = [mapping.checker.of(x).type for x in inputs]
     duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
     record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
@@ -414,13 +415,14 @@ def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) ->
     )
 
 
-def _check_loss_type(type_: Type) -> None:
+def _check_loss_type(tag: Tag) -> None:
+    type_ = tag.type
     axes = sorted(type_.varying | type_.pending)
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}, so that every rank has one of its own; which is meant? pmean(loss, {names}) "
-            f"for their mean, psum(loss, {names}) for their sum"
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has one of its own; which is "
+            f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum"
         )
     if type_.pending:
-        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}; psum(loss, {names}) first")
+        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first")

@@ -64,8 +64,9 @@ class Law(NamedTuple):
     def _refusal(self, tag: Tag, axes: Axes) -> str:
         where = f"{place()}: {self.name} over {axes} of a value"
         if self.pends:
-            return f"{where} that {tag.type}; it can leave under unreduced= as it is, and be summed as it is"
-        return f"{where} that {tag.type}, of which each rank holds a share; psum or psum_scatter it"
+            since = tag.since(tag.type.varying & frozenset(axes.names))
+            return f"{where} that {tag.type}{since}; it can leave under unreduced= as it is, and be summed as it is"
+        return f"{where} that {tag.type}{tag.since(tag.type.pending)}, of which each rank holds a share; psum or psum_scatter it"
 
 
 class Prepared(NamedTuple):
