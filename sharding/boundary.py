@@ -216,7 +216,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
-        if ctx.check:
+        if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
         return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None

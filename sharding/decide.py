@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..mesh.source import user_line
+from ..mesh.transforms import is_transformed, outside_of_transforms
 from . import random
 from .cache import keep
 from .device_result import device_result
-from .engine_hooks import is_transformed, outside_of_transforms
 from .layout import Layout, told_apart
 from .rules.engine import CannotKeep, assign
 from .rules.notation import Dim, NoMatch, Rule

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import Variable, forward_ad
+
+from ..mesh.transforms import is_transformed, transforms_active
 
 
 def current_backward() -> int:
@@ -66,32 +67,9 @@ def _perhaps(x: torch.Tensor) -> bool:
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _perhaps)
 
 
-def _no_transform(x: torch.Tensor) -> bool:
-    return False
-
-
-# Whether the tensor belongs to a torch.func transform that is being run.
-is_transformed: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
-)
-
-
-def _no_transforms() -> bool:
-    return False
-
-
-# Whether any transform of torch.func is being run.
-transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _no_transforms)
-
-
 def untransformed(x: torch.Tensor) -> torch.Tensor:
     """What a tensor of a torch.func transform wraps."""
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
-
-
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform of torch.func is at work: what is made there, and kept, is a plain tensor, not one of a transform that ends."""
-    return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()
 
 
 def is_batched(x: Any) -> bool:

@@ -13,8 +13,8 @@ import torch
 
 from ..kernels.box import Box, box_size
 from ..mesh.abstract_mesh import AbstractMesh, unravel
+from ..mesh.transforms import outside_of_transforms
 from .cache import keep
-from .engine_hooks import outside_of_transforms
 from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {

@@ -379,7 +379,7 @@ class _ExtremeTransformed(torch.autograd.Function):
 
     @staticmethod
     def forward(local: Tensor, src: Layout, reduced: Layout) -> Tensor:
-        return runner(src, reduced)(local).clone()
+        return runner(src, reduced)(with_memory(local)).clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

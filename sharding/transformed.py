@@ -49,6 +49,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, op: Any, travel: torch.dtype | None) -> Tensor:
+        x = with_memory(x)
         out = op(x)
         shared = out.untyped_storage()._cdata == x.untyped_storage()._cdata  # which torch would take for a view, with tangents to match
         return out.clone() if shared else out

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine_hooks import transforming, with_tangents
+from ..engine_hooks import transforming, with_memory, with_tangents
 from .linear import Finish, Reduce, apply, check_forward_mode
 from .mapping import Axes
 
@@ -66,7 +66,7 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, op: Extreme) -> Tensor:
-        return op.start(x)()
+        return op.start(with_memory(x))()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

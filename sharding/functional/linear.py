@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.simulate import SimulatedWorld
+from ...mesh.transforms import outside_of_transforms
 from ...mesh.work import Work
 from .. import engine_hooks
 from ..cache import keep
@@ -277,7 +278,7 @@ class Swap(LinearMap):
         super().__init__(axes)
         self._by_group = self._by_place = None
         if axes.order is not None:
-            with engine_hooks.outside_of_transforms():
+            with outside_of_transforms():
                 self._by_group, self._by_place = torch.tensor([axes.order.index(i) for i in range(axes.size)]), torch.tensor(axes.order)
 
     @property

@@ -52,7 +52,8 @@ def test_a_tangent_travels_as_its_value(mesh):
 @every_rank(2)
 def test_has_aux_and_constants(mesh):
     x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent that lies otherwise
-    out, tangent, aux = sm.jvp(lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"}), (x,), (v,), has_aux=True)
+    g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"})  # noqa: E731
+    out, tangent, aux = sm.jvp(g, (x,), (v,), has_aux=True)
     same(tangent["y"], 2 * V)
     assert (out["n"], tangent["n"], aux["s"]) == (3, 3, "text")
     same(aux["x"], X + 1)
@@ -66,7 +67,7 @@ def test_has_aux_and_constants(mesh):
 def test_what_is_pending(mesh):
     for kind in ("sum", "avg", "max", "min", "product"):
         x = put(mesh, X).redistribute(P(unreduced={"a": kind}))
-        out, tangent = sm.jvp(lambda x: x * 1.0 if kind in ("sum", "avg") else x.redistribute(P()), (x,), (put(mesh, V),))
+        out, tangent = sm.jvp(lambda x: x.redistribute(P()), (x,), (put(mesh, V),))
         same(out, X)
         same(tangent, V)
     parts = torch.stack([X, V])
@@ -100,7 +101,7 @@ def test_parts_that_are_not_even(shape):
     def program(mesh):
         for spec in (P("a"), P(None, "a")):
             x, v, w = put(mesh, X, spec), put(mesh, V, spec), put(mesh, W, P("a"))
-            same_trees(sm.jvp(lambda x: f(x, w), (x,), (v,)), torch.func.jvp(lambda x: f(x, W), (X,), (V,)))
+            same_trees(sm.jvp(lambda x, w=w: f(x, w), (x,), (v,)), torch.func.jvp(lambda x: f(x, W), (X,), (V,)))
             g = lambda x: F.rms_norm(x, (3,)).softmax(0).roll(1, 0)  # noqa: E731
             same_trees(sm.jvp(g, (x,), (v,)), torch.func.jvp(g, (X,), (V,)))
             same(sm.jacfwd(g)(x), torch.func.jacfwd(g)(X))
@@ -221,7 +222,8 @@ def test_gradients_go_through_what_a_closure_holds(mesh):
 @every_rank(2)
 def test_tensors_made_inside_a_transform_outlive_it(mesh):
     """What is first needed inside a transform, and kept, is not one of its tensors."""
-    mapped = sm.shard_map(lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
+    body = lambda x: sm.all_to_all(x * (sm.axis_index("a") + 1), "a", 1, 0, tiled=True)  # noqa: E731
+    mapped = sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, values(4, 2), P("a"))
     tangent = sm.jvp(lambda x: mapped(x).cumsum(0), (x,), (x,))[1]
     same(mapped(x).cumsum(0), tangent.full_tensor())

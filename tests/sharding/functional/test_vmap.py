@@ -175,7 +175,7 @@ def refused(mesh_shape, call, kind, match, silent=True):
     ("call", "kind", "match"),
     [
         (lambda mesh, x, w: sm.vmap(f)(x, w), ValueError, r"mapped dims must have one size \(argument \[0\]: 4, argument \[1\]: 8\)"),
-        (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"argument \[0\] has shape \[4, 6, 8\], and in_axes map it over dim 3"),
+        (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"has shape \[4, 6, 8\], and in_axes map it over dim 3"),
         (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
         (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is no axis"),
         (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; give axis_size="),
@@ -186,7 +186,7 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(lambda x: "y")(x), TypeError, "neither a tensor nor a number"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), spmd_axis_name="z")(x, w), ValueError, "spmd_axis_name='z' is not an axis of"),
         (lambda mesh, x, w: sm.vmap(torch.add)(x, put(mesh, X, P("b"))), ValueError, "mapped dims are split differently"),
-        (lambda mesh, x, w: sm.vmap(lambda x: sm.rand((2,), mesh))(put(mesh, X)), RuntimeError, "randomness='error'.*same for all examples"),
+        (lambda mesh, x, w: sm.vmap(lambda x: sm.rand((2,), mesh))(put(mesh, X)), RuntimeError, "randomness='error'"),
         (lambda mesh, x, w: sm.vmap(lambda x: w * 2)(x), ValueError, "they are split over.*pass sharded tensors as arguments"),
     ],
 )
@@ -210,7 +210,8 @@ def test_a_tensor_with_a_gradient_that_is_no_argument():
         same(sm.vmap(lambda x: f(x, w.detach()))(x), WANTED)
         sm.vmap(lambda x: f(x, w * 1))(x)
 
-    refused((2,), call, sm.ShardingTypeError, silent=False, match=r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is no argument")
+    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is no argument"
+    refused((2,), call, sm.ShardingTypeError, match, silent=False)
 
 
 @every_rank(2)
