@@ -21,7 +21,7 @@ from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
 from .spec import SpecLike
 from .tensor import ShardedTensor
-from .transformed import is_foreign, refuse_foreign, under_transforms
+from .transformed import refuse_foreign, under_transforms
 from .where import mesh_and_spec
 
 # -- local tensors in -------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def from_local(
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
     if shape_check not in CHECKS:
         raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if is_foreign():
+    if transforming():
         refuse_foreign("from_local")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
     local_tensor = _on_device(local_tensor, device_mesh)

@@ -113,7 +113,7 @@ def with_tangents() -> AbstractContextManager[None]:
 
 def transforming() -> bool:
     """Whether a transform of torch.func is at work in this thread, or tangents are carried along."""
-    return transforms_active() or in_forward_mode()
+    return transforms_active() or (forward_ad._current_level >= 0 and in_forward_mode())
 
 
 @contextmanager

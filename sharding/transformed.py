@@ -124,13 +124,13 @@ def check_same_randomness() -> None:
 
 
 def is_foreign() -> bool:
-    """Whether a transform is at work that this library has not opened."""
-    return in_foreign_forward_mode() or (transforms_active() and transform_depth() > _thread.levels)
+    """Whether a transform of torch.func is at work that this library has not opened."""
+    return transforms_active() and transform_depth() > _thread.levels
 
 
 def refuse_foreign(what: str) -> None:
     """Raises: RuntimeError inside a transform of torch's own."""
-    if is_foreign():
+    if is_foreign() or in_foreign_forward_mode():
         raise RuntimeError(
             f"{what} inside a transform of torch's own (torch.func, torch.autograd.forward_ad), which does not see the "
             "parts of ShardedTensors; use this library's transform of that name: sm.vmap, sm.grad, sm.vjp, sm.jvp, sm.jacfwd, sm.jacrev, "

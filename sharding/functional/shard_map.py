@@ -210,7 +210,7 @@ class Mapped:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
                 raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks that run; for shapes and bytes on it, use eval_shape")
-            batch = current_batch()
+            batch = current_batch() if transforms_active() else None
             return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return current.given_or_current(None) if first is None else first.mesh
