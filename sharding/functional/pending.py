@@ -15,7 +15,6 @@ from torch import Tensor
 from ...mesh.abstract_mesh import AbstractMesh
 from ..decide import decide, name_of
 from ..layout import Layout
-from ..plain_operands import tensors_in
 from ..rules.engine import CannotKeep
 from ..spec import P
 from ..tensor import ShardedTensor
@@ -68,8 +67,7 @@ def _laid(following: Following, axis: str, items: Any, operands: list[Any]) -> l
 
 
 def _not_linear(following: Following, func: Any, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardingTypeError:
-    tags = (following.of(x) for x in tensors_in((*args, *kwargs.values())))
-    since = next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
+    since = following.pending_since(axis, args, kwargs)
     return ShardingTypeError(
         f"{place()}: {name_of(func)} of a value that is pending over {axis!r}{since}, each rank holding a share of a sum: the operator is "
         f"not linear in it, and would not give the share of a result; psum(x, {axis!r}) first"
