@@ -100,6 +100,7 @@ def test_scan(remat):
                 assert ys["n"] is None
                 (carry.sum() + ys["y"].square().sum()).backward()
                 (wanted.sum() + wanted_ys.square().sum()).backward()
+                assert pxs.grad is not None
                 same(xs.grad, pxs.grad)
 
     on_mesh((2,), program)

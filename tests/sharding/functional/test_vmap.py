@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -87,10 +88,10 @@ def test_sizes_of_the_batch(mesh):
 def test_axes_of_arguments_and_results(mesh):
     x, w = put(mesh, X, P("a", None, "b")), put(mesh, values(6, 5), P("b"))
     g = lambda d, c: {"y": d["x"].sin() * c, "n": (d["x"].sum(), c.cos())}  # noqa: E731
-    pair = {"x": {"x": 1}, "c": 0}
-    wanted = vmap(g, ({"x": 1}, 0), {"y": 1, "n": (0, -1)})({"x": X}, values(6, 5)[:, :1].expand(6, 8))
+    out_axes: Any = {"y": 1, "n": (0, -1)}
+    wanted = vmap(g, ({"x": 1}, 0), out_axes)({"x": X}, values(6, 5)[:, :1].expand(6, 8))
     c = put(mesh, values(6, 5), P())[:, :1].expand(6, 8)
-    found = sm.vmap(g, (pair["x"], 0), {"y": 1, "n": (0, -1)})({"x": x}, c)
+    found = sm.vmap(g, ({"x": 1}, 0), out_axes)({"x": x}, c)
     same(found["y"], wanted["y"])
     for one, other in zip(found["n"], wanted["n"], strict=True):
         same(one, other)
@@ -123,7 +124,7 @@ def test_ranks_outside_the_mesh():
         g = sm.vmap(sm.grad(lambda x, w: f(x, w).sum()), (0, None))(x, w)
         shapes = [list(t.shape) for t in (y, out, tangent, g)]
         y.sum().backward()
-        return shapes, None if mesh.coordinate is None else (y.full_tensor(), x.grad.full_tensor())
+        return shapes, None if mesh.coordinate is None else (y.full_tensor(), x.grad.full_tensor())  # type: ignore[union-attr]
 
     found = sm.simulate(3)(rank)()
     px = leaf(X)
