@@ -18,7 +18,7 @@ from ..transformed import on_own_level
 from . import gradients
 from .gradients import check_floating
 from .mapping import current_mapping
-from .trees import Results, same_type, with_part
+from .parts import Results, same_type, with_part
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:

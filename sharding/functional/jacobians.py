@@ -14,7 +14,7 @@ from ...kernels.box import slices
 from ..tensor import ShardedTensor
 from .forward import jvp
 from .gradients import vjp
-from .trees import Results, layout_with, same_type
+from .parts import Results, layout_with, same_type
 from .vmap import vmap
 
 Argnums = int | Sequence[int]

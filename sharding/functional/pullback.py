@@ -17,7 +17,7 @@ from .. import backward
 from ..transformed import on_own_level
 from .following import unfollowed
 from .mapping import current_mapping
-from .trees import Results, with_part
+from .parts import Results, with_part
 
 Run = Callable[[list[Any]], tuple[Sequence[Tensor], Any]]
 

@@ -33,8 +33,8 @@ from .batch import Batch, current_batch, split_over
 from .entry import inner_layout, only_axes
 from .exits import made_with
 from .following import unfollowed
+from .parts import layout_with, layout_without, same_type
 from .signature import paths_of
-from .trees import layout_with, layout_without, same_type
 from .types import ShardingTypeError, place
 
 Axes = Any  # an int, None, or a tree of them for the upper part of the arguments'
