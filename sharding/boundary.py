@@ -12,13 +12,16 @@ from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.source import call_path
 from . import dispatch, dtensor
+from .engine_hooks import is_transformed, transforming
 from .layout import Layout, dtype_name
 from .local_shapes import describes, global_shape
+from .moved import Moved
 from .redistribute import redistribute_grad, redistribute_local
 from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
 from .spec import SpecLike
 from .tensor import ShardedTensor
+from .transformed import refuse_foreign, under_transforms
 from .where import mesh_and_spec
 
 # -- local tensors in -------------------------------------------------------------------------------------------------
@@ -75,6 +78,8 @@ def from_local(
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
     if shape_check not in CHECKS:
         raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
+    if transforming():
+        refuse_foreign("from_local")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
     local_tensor = _on_device(local_tensor, device_mesh)
     shape = global_shape(local_tensor, device_mesh, placements, shape_check) if shape is None else tuple(shape)
@@ -87,6 +92,9 @@ def from_local(
         raise ValueError(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
         )
+    if transforming():
+        entered = Moved(layout, layout, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        return ShardedTensor._make_guarded(under_transforms(local_tensor, entered), layout)
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
@@ -178,6 +186,9 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     layout, local = x._layout, dispatch.known_local(x)
+    if transforming():
+        left = Moved(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        return under_transforms(local, left) if local.requires_grad or is_transformed(local) else local
     if not local.requires_grad:
         return local
     if not torch.is_grad_enabled():
@@ -205,7 +216,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
-        if ctx.check:
+        if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
         return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
@@ -247,6 +258,12 @@ def distribute_tensor(
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)
     layout = Layout.of(device_mesh, placements, tensor.shape, tensor.dtype)
+    if transforming() and is_transformed(tensor):
+        refuse_foreign("distribute_tensor")
+        raise NotImplementedError(
+            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad works on: it makes a new leaf, with the values of one rank; "
+            "ShardedTensor.from_local(t, mesh, P(), shape=t.shape).redistribute(placements) takes every rank's own, which are the same"
+        )
     _check_leaf(tensor)
     values = _on_device(tensor.detach(), device_mesh)
     if src_data_rank is not None and not 0 <= src_data_rank < device_mesh.size():

@@ -23,7 +23,7 @@ from .cache import keep
 from .compiler import not_compiled, refuse_jit_trace
 from .custom_function import take_over
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
-from .engine_hooks import any_requires_grad, is_transformed
+from .engine_hooks import any_requires_grad, is_transformed, transforming
 from .layout import Layout
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
@@ -31,6 +31,7 @@ from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .tensor import ShardedTensor
+from .transformed import refuse_foreign
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
@@ -170,10 +171,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
-        raise RuntimeError(
-            f"{name_of(func)}: a ShardedTensor inside a transform of torch.func, which would not see through it; use "
-            "torch.autograd.grad, or apply the transform to this rank's part, x.to_local()"
-        )
+        refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
     if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
@@ -257,7 +255,9 @@ def _moved(
 
 def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
     """The moved operand of a view, marked so that writing to any view of it is refused."""
-    if moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
+    if transforming():
+        moved = moved.clone() if moved is original else moved
+    elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
         moved = moved.clone()
     _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
     _moved_copies.exist = True
@@ -353,6 +353,8 @@ def wrap(local: Tensor, layout: Layout) -> Any:
 def _detached(local: Tensor) -> Tensor:
     """Outside the graph, but still known for a view of a moved copy, if it is one: torch does not know the base of what is
     detached."""
+    if transforming():
+        return local  # detached, it would lose its tangent
     out = local.detach()
     if getattr(_base(local), "_is_moved_copy", False):
         out._is_moved_copy = True  # type: ignore[attr-defined]

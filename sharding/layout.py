@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.box import Box, box_size
 from ..mesh.abstract_mesh import AbstractMesh, unravel
+from ..mesh.transforms import outside_of_transforms
 from .cache import keep
 from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
 
@@ -228,7 +229,7 @@ class Layout:
     @cached_property
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
-        with torch.inference_mode(False):  # it outlives the mode
+        with outside_of_transforms(), torch.inference_mode(False):  # it outlives transform and mode
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from .bucket import Pair, many_runner
-from .cache import keep
-from .engine_hooks import with_memory
-from .execute import Runner, compile_plan
+from .engine_hooks import transforming, with_memory, with_tangents
 from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
 from .lineage import carrying_on
-from .plan import check_transport, plan
+from .moved import Moved, runner
+from .plan import check_transport
 from .spec import Cut, P
+from .transformed import batched_layout, under_transforms
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None) -> Tensor:
@@ -49,6 +49,8 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     """
     if src is dst:
         return _cast(local, dst.dtype)
+    if transforming():
+        return _under_transforms(local, src, dst, backward_dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if _is_linear(src, dst):
             return _apply(local, src, dst, backward_dtype)
@@ -79,6 +81,9 @@ def start_redistribute(
     Communication: the plan's; what is pending with other kinds than sum and requires grad is waited for at once.
     """
     (local,) = tensors
+    if transforming():
+        done = _under_transforms(tensors.pop(), src, dst, backward_dtype)
+        return lambda: done
     if not (local.requires_grad and torch.is_grad_enabled()):
         del local
         return runner(src, dst, max_bytes, accumulate_dtype, transport).start(tensors, own=own, out=out)
@@ -111,6 +116,9 @@ def start_redistribute_many(
     tensors: list[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None, own: bool = False
 ) -> Callable[[], list[Tensor]]:
     """`redistribute_locals` in two halves, see `start_redistribute`."""
+    if transforming():
+        moved = [redistribute_local(x, *pair, backward_dtype=backward_dtype) for x, pair in zip(tensors, pairs, strict=True)]
+        return lambda: moved
     alone = [i for i, (x, pair) in enumerate(zip(tensors, pairs, strict=True)) if _goes_alone(x, pair)]
     together = [i for i in range(len(tensors)) if i not in set(alone)]
     results = {i: redistribute_local(tensors[i], *pairs[i], backward_dtype=backward_dtype) for i in alone}
@@ -148,6 +156,8 @@ def redistribute_grad(
     """
     if src is dst and src_grad is dst_grad:
         return _cast(grad, dst.dtype)
+    if transforming():
+        return under_transforms(_cast(grad, src.dtype), Moved(src, dst, src_grad, dst_grad))
     origin = origin_of(grad, src, src_grad)
     back = _converted(origin, dst, dst_grad)
     return note_origin(back if origin.tensor is grad else _whole(back, origin.tensor), dst, origin)
@@ -163,6 +173,8 @@ def _converted(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor:
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """`redistribute_grad` for several gradients at once, in one bucket per group and dtype."""
+    if transforming():
+        return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
     origins = [origin_of(grad, src) for grad, (src, _) in zip(grads, pairs, strict=True)]
     if torch.is_grad_enabled() and any(origin.grad_layout is not None and origin.tensor.requires_grad for origin in origins):
         return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
@@ -181,23 +193,6 @@ def _whole(part: Tensor, origin: Tensor) -> Tensor:
 
 def _goes_alone(x: Tensor, pair: Pair) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
-
-
-def runner(
-    src: Layout,
-    dst: Layout,
-    max_bytes: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    transport: str | None = None,
-) -> Runner:
-    """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    plain = max_bytes is None and accumulate_dtype is None and transport is None
-    key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
-    found = src.runners.get(key)
-    if found is None:
-        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
-        found = keep(src.runners, key, compile_plan(way))
-    return found
 
 
 def _apply(
@@ -280,6 +275,15 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)  # `to` costs a microsecond to find out the same
 
 
+# -- under transforms of torch.func -----------------------------------------------------------------------------------
+
+
+def _under_transforms(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
+    if not _is_linear(src, dst):
+        return _redistribute_nonlinear(local, src, dst, backward_dtype)
+    return under_transforms(_cast(local, dst.dtype), Moved(src, dst), backward_dtype)
+
+
 # -- pending kinds other than sum -------------------------------------------------------------------------------------
 
 
@@ -336,7 +340,8 @@ def _reduce_extreme(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
     if not axes:
         return local, src
     reduced = _repend(src, axes, None)
-    return _Extreme.apply(local, src, reduced), reduced  # type: ignore[return-value]
+    function = _ExtremeTransformed if transforming() else _Extreme
+    return function.apply(local, src, reduced), reduced  # type: ignore[return-value]
 
 
 class _Extreme(torch.autograd.Function):
@@ -359,6 +364,47 @@ class _Extreme(torch.autograd.Function):
         dual = ctx.reduced.dual
         grad = redistribute_grad(grads[0], dual, _repend(dual, axes, None))
         return torch.where(mine, grad / holders, torch.zeros_like(grad)), None, None
+
+
+def _shares(mine: Tensor, src: Layout, reduced: Layout) -> Tensor:
+    """How much of the extreme's gradient each element of this part gets: 1 / number of holders, or 0."""
+    axes = _leaving(src, reduced, "max", "min")
+    counted = _repend(src.grad, axes, None)
+    mine = mine.to(src.dtype)
+    return mine / redistribute_local(mine, _repend(counted, axes, "sum"), counted)
+
+
+class _ExtremeTransformed(torch.autograd.Function):
+    """The same in the form that torch.func asks for."""
+
+    @staticmethod
+    def forward(local: Tensor, src: Layout, reduced: Layout) -> Tensor:
+        return runner(src, reduced)(with_memory(local)).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        local, ctx.src, ctx.reduced = inputs
+        mine = (local == output) | (local.isnan() & output.isnan())
+        ctx.save_for_backward(mine)
+        ctx.save_for_forward(mine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dual = ctx.reduced.dual
+        grad = redistribute_grad(grads[0], dual, _repend(dual, _leaving(ctx.src, ctx.reduced, "max", "min"), None))
+        return grad * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        axes = _leaving(ctx.src, ctx.reduced, "max", "min")
+        with with_tangents():
+            shared = tangents[0] * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced)
+            return redistribute_local(shared, _repend(ctx.src, axes, "sum"), ctx.reduced)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, local: Tensor, src: Layout, reduced: Layout) -> tuple[Tensor, int]:
+        layouts = (batched_layout(layout, info.batch_size) for layout in (src, reduced))
+        return _ExtremeTransformed.apply(local.movedim(in_dims[0], -1), *layouts), -1  # type: ignore[return-value]
 
 
 def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:

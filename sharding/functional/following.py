@@ -190,9 +190,15 @@ class Following(TorchFunctionMode):
         """
         numbers = self.numbers.type.varying | (self.names if self.uneven else frozenset())
         if tag.type.pending & numbers and any(type(x) in (int, float, complex) for x in (*args, *kwargs.values())):
-            raise ShardingTypeError(_by_a_number(func, sorted(tag.type.pending & numbers)))
+            axes = sorted(tag.type.pending & numbers)
+            raise ShardingTypeError(_by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.numbers))
         kept = frozenset(a for a in tag.type.pending if stays_pending(self, a, func, args, kwargs))
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
+
+    def pending_since(self, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Where the first operand that is pending over an axis began to be, for a message."""
+        tags = (self.of(x) for x in tensors_in((*args, *kwargs.values())))
+        return next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
 
     def note(self, result: Any, tag: Tag) -> None:
         """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
@@ -232,7 +238,8 @@ class Following(TorchFunctionMode):
         """The program turns a value into a number, and may go on as that says."""
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{place()}: {name_of(func)} of a value that {tag.type}: each rank holds a share of it; psum it first"
+                f"{place()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of it; "
+                "psum it first"
             )
         if not tag.type.varying <= self.looked.type.varying:
             why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
@@ -249,11 +256,11 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _by_a_number(func: Any, axes: Sequence[str]) -> str:
-    names = ", ".join(map(repr, axes))
+def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> str:
+    names, read = ", ".join(map(repr, axes)), numbers.since(axes)
     return (
-        f"{place()}: {name_of(func)} of a value that is pending over {names} and a number, which may differ between ranks, since they have "
-        f"read varying values or lengths of parts: the shares would not add up; psum over {names} first"
+        f"{place()}: {name_of(func)} of a value that is pending over {names}{since} and a number, which may differ between ranks"
+        f"{read or ', since they have read lengths of parts'}: the shares would not add up; psum over {names} first"
     )
 
 

@@ -43,9 +43,9 @@ def stays_pending(following: Following, axis: str, func: Any, args: Sequence[Any
             with warnings.catch_warnings(action="ignore"):  # of operators without a rule
                 decision = decide(func, laid, named, operands, [object()])
         except (CannotKeep, NotImplementedError) as error:  # the second: an operator without a rule that writes in place
-            raise _not_linear(func, axis) from error
+            raise _not_linear(following, func, axis, args, kwargs) from error
         if decision.form is not None or decision.moves or any(t is not s for t, s in zip(decision.targets, layouts, strict=True)):
-            raise _not_linear(func, axis)
+            raise _not_linear(following, func, axis, args, kwargs)
         outputs = decision.outputs if isinstance(decision.outputs, list) else [decision.outputs]
         return decision.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
 
@@ -66,8 +66,9 @@ def _laid(following: Following, axis: str, items: Any, operands: list[Any]) -> l
     return found
 
 
-def _not_linear(func: Any, axis: str) -> ShardingTypeError:
+def _not_linear(following: Following, func: Any, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardingTypeError:
+    since = following.pending_since(axis, args, kwargs)
     return ShardingTypeError(
-        f"{place()}: {name_of(func)} of a value that is pending over {axis!r}, each rank holding a share of a sum: the operator is not "
-        f"linear in it, and would not give the share of a result; psum(x, {axis!r}) first"
+        f"{place()}: {name_of(func)} of a value that is pending over {axis!r}{since}, each rank holding a share of a sum: the operator is "
+        f"not linear in it, and would not give the share of a result; psum(x, {axis!r}) first"
     )

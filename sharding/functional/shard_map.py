@@ -29,10 +29,12 @@ from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from .. import dispatch
 from ..cache import keep
+from ..engine_hooks import transforms_active
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
 from ..tensor import ShardedTensor
-from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
+from .batch import current_batch
+from .entry import Entrance, aliased, as_they_lie, check_transform, enter, entrance, written
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
@@ -177,6 +179,13 @@ class Mapped:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = leaves_of(args)
+        if transforms_active():
+            check_transform(self.name, leaves)
+            batch = current_batch()
+            if batch is not None and batch.mesh is self.mesh:
+                batch.check(self.name, self.in_specs, self.out_specs)
+                if batch.inner is None:  # one example lies on no axis
+                    return self.f(*args, **kwargs)
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()
         with nullcontext() if outer is None or outer.checker is None else unfollowed():
@@ -201,7 +210,8 @@ class Mapped:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
                 raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks that run; for shapes and bytes on it, use eval_shape")
-            return self.mesh
+            batch = current_batch() if transforms_active() else None
+            return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return current.given_or_current(None) if first is None else first.mesh
 

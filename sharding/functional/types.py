@@ -7,6 +7,7 @@ A type says over which axes a value varies and over which it is pending; over al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,6 +92,11 @@ class Tag:
     def __init__(self, type_: Type, origins: dict[str, Origin], owner: object) -> None:
         self.type, self.origins, self.owner = type_, origins, owner
         self.settled = not type_.pending and all(origin.place for origin in origins.values())
+
+    def since(self, axes: Iterable[str]) -> str:
+        """Where it began not to be replicated over the first of these axes over which it is not, for a message."""
+        found = [axis for axis in sorted(axes) if axis in self.origins]
+        return f" since {self.origins[found[0]]}" if found else ""
 
     def retyped(self, type_: Type) -> Tag:
         """The same of a value of another type, which is not replicated over no more axes."""
