@@ -17,7 +17,7 @@ from .local_shapes import describes, global_shape
 from .redistribute import redistribute_grad, redistribute_local
 from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
-from .spec import SpecLike
+from .spec import EACH, SpecLike
 from .tensor import ShardedTensor
 from .where import mesh_and_spec
 
@@ -113,7 +113,12 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=layout), None, None
+        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)), None, None
+
+
+def _of_gradient(layout: Layout) -> Layout:
+    """How the gradient of the gradient of a part lies: as the part, but where every rank's own part has a gradient of its own."""
+    return layout if layout.only_sums else layout.replace(layout.spec.with_unreduced({a: k if k == "sum" else EACH for a, k in layout.spec.unreduced}))
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -208,7 +213,7 @@ class _Leave(torch.autograd.Function):
         if ctx.check:
             check_replicas_agree(grad, ctx.grad_layout, ctx.path)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), None, None, None, None
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.kernels.box import slices
+from tests.device import DEVICE
 
 MESHES = [(2,), (3,), (2, 2), (1,), (2, 1), (4,)]
 ORDERS = 3
@@ -48,6 +50,7 @@ class Program:
 
     Attributes:
         mesh_shape: that of the mesh.
+        way: how it is differentiated.
         even: whether the rows can be cut into equal parts, as collectives in mapped functions want it.
         mesh: the mesh, or None in one process.
     """
@@ -62,10 +65,11 @@ class Program:
         self.steps = [(draw.choice(STEPS), draw.randrange(1 << 30)) for _ in range(draw.randint(2, 6))]
         self.ends = [draw.randrange(1 << 30) for _ in range(ORDERS)]
         self.start = draw.choice(["sharded", "plain", "part"])
+        self.way = draw.choice(["grad", "backward", "sm.grad"])
         self.mesh: Any = None
 
     def __str__(self) -> str:
-        return f"Program({self.seed}) on {self.mesh_shape}: {self.shape} {self.start} {[name for name, _ in self.steps]}"
+        return f"Program({self.seed}) on {self.mesh_shape}: {self.shape} by {self.way} from {self.start} {[name for name, _ in self.steps]}"
 
     # -- where things lie ----------------------------------------------------------------------------------------------
 
@@ -153,17 +157,62 @@ class Program:
     def derivatives(self, mesh: Any) -> list[list[Any]]:
         """By order, the gradients of all leaves, whole; of what was computed in the order before."""
         leaves = self.leaves(mesh)
-        by, found = list(leaves.values()), []
-        loss = self.loss(leaves)
-        for seed in self.ends:
+        return {"grad": self._by_grad, "backward": self._by_backward, "sm.grad": self._by_transforms}[self.way](leaves)
+
+    def _by_grad(self, leaves: dict[str, Value]) -> list[list[Any]]:
+        by, found, loss = list(leaves.values()), [], self.loss(leaves)
+        for order in range(ORDERS):
             if not loss.requires_grad:
                 break
-            draw = random.Random(seed)
             grads = torch.autograd.grad(loss, [value.x for value in by], create_graph=True, allow_unused=True, materialize_grads=True)
-            mine = [Value(value.kind, g, value.spec) for value, g in zip(by, grads, strict=True)]
-            found.append([self.whole(value) for value in mine])
-            loss = self.total([*mine, *draw.sample(by, draw.randrange(2))], draw)
-        return found
+            found.append(grads)
+            loss = self.next_loss(order, by, grads)
+        return [self.wholes(by, grads) for grads in found]
+
+    def _by_backward(self, leaves: dict[str, Value]) -> list[list[Any]]:
+        """Of `backward()`, which adds up in `.grad`."""
+        by, found, loss = list(leaves.values()), [], self.loss(leaves)
+        for order in range(ORDERS):
+            if not loss.requires_grad:
+                break
+            for value in by:
+                value.x.grad = None
+            with warnings.catch_warnings(action="ignore"):  # a reference cycle, which `None` ends
+                loss.backward(create_graph=True)
+            grads = [torch.zeros_like(value.x) if value.x.grad is None else value.x.grad for value in by]
+            found.append(grads)
+            loss = self.next_loss(order, by, grads)
+        for value in by:
+            value.x.grad = None
+        return [self.wholes(by, grads) for grads in found]
+
+    def _by_transforms(self, leaves: dict[str, Value]) -> list[list[Any]]:
+        """Of `sm.grad` of a function that calls `sm.grad`."""
+        by, names = list(leaves.values()), list(leaves)
+
+        def values(xs: Sequence[Any]) -> list[Value]:
+            return [Value(value.kind, x, value.spec) for value, x in zip(by, xs, strict=True)]
+
+        def first(xs: Sequence[Any]) -> Any:
+            return self.loss(dict(zip(names, values(xs), strict=True)))
+
+        def after(order: int, gradient: Any) -> Any:
+            return lambda xs: self.next_loss(order, values(xs), gradient(xs))
+
+        gradients = [sm.grad(first)]
+        for order in range(ORDERS - 1):
+            gradients.append(sm.grad(after(order, gradients[-1])))
+        found = [gradient([value.x.detach() for value in by]) for gradient in gradients]
+        return [self.wholes(by, grads) for grads in found]
+
+    def next_loss(self, order: int, by: Sequence[Value], grads: Sequence[Any]) -> Any:
+        """A function of the gradients, and perhaps of a leaf."""
+        draw = random.Random(self.ends[order])
+        mine = [Value(value.kind, g, value.spec) for value, g in zip(by, grads, strict=True)]
+        return self.total([*mine, *draw.sample(by, draw.randrange(2))], draw)
+
+    def wholes(self, by: Sequence[Value], grads: Sequence[Any]) -> list[Tensor]:
+        return [self.whole(Value(value.kind, g, value.spec)) for value, g in zip(by, grads, strict=True)]
 
     def whole(self, value: Value) -> Tensor:
         with torch.no_grad():
@@ -214,17 +263,18 @@ class Program:
 
     def shares(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """Every rank uses the whole value for a share of the work."""
+        way = draw.choice(["sum", "sum", "copies", "avg", "max", "product"])
         x = self.sharded(value, draw).x
         if self.mesh is None:
             return Value("sharded", x.sin())
-        way = draw.randrange(2)
-        ranks = self.mesh.size()
-        share = 2 * (self.mesh.get_rank() + 1) / (ranks * (ranks + 1))
-        pending = P(unreduced=self.axes)
-        local = x.redistribute(P()).to_local(grad_placements=pending)
-        if way == 0:
-            return Value("sharded", sm.from_local(local.sin() * share, self.mesh, pending, shape=self.shape))
-        return Value("sharded", sm.from_local(local.sin(), self.mesh, P(), grad_placements=pending))
+        rank, ranks = self.mesh.get_rank(), self.mesh.size()
+        summed = P(unreduced=self.axes)
+        local = x.redistribute(P()).to_local(grad_placements=summed).sin()
+        if way == "copies":
+            return Value("sharded", sm.from_local(local, self.mesh, P(), grad_placements=summed))
+        share = 2 * (rank + 1) / (ranks * (ranks + 1))
+        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": local if rank == 0 else local * 0 + 1}[way]
+        return Value("sharded", sm.from_local(own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape))
 
     def mapped(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """A mapped function of a value of any kind and of a plain matrix."""
@@ -301,12 +351,17 @@ BODIES: list[tuple[Body, bool]] = [(_sums, False), (_gathered, True), (_ring, Tr
 def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, expected: Any = None) -> None:
     """Compare a program's derivatives on this rank with those of the one process."""
     program = Program(seed, mesh_shape)
-    found = program.derivatives(mesh)
-    assert len(found) == len(expected), str(program)
-    for order, (ours, theirs) in enumerate(zip(found, expected, strict=True), 1):
+    for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, o=order, n=name: f"{program}: order {o}, leaf {n}: {text}")
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:
     return Program(seed, mesh_shape).derivatives(None)
+
+
+def check_on_this_rank(seeds: Sequence[int], mesh_shape: Sequence[int]) -> None:
+    """On a rank of a world that has the mesh's number of ranks."""
+    mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
+    for seed in seeds:
+        check(seed, mesh_shape, mesh, expected_of(seed, mesh_shape))
