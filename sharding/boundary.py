@@ -19,7 +19,7 @@ from .moved import Moved
 from .redistribute import redistribute_grad, redistribute_local
 from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
-from .spec import SpecLike
+from .spec import EACH, SpecLike
 from .tensor import ShardedTensor
 from .transformed import refuse_foreign, under_transforms
 from .where import mesh_and_spec
@@ -121,7 +121,14 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=layout), None, None
+        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)), None, None
+
+
+def _of_gradient(layout: Layout) -> Layout:
+    """How the gradient of the gradient of a part lies: as the part, but where every rank's own part has a gradient of its own."""
+    if layout.only_sums:
+        return layout
+    return layout.replace(layout.spec.with_unreduced({a: k if k == "sum" else EACH for a, k in layout.spec.unreduced}))
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -219,7 +226,7 @@ class _Leave(torch.autograd.Function):
         if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), None, None, None, None
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------
@@ -266,41 +273,75 @@ def distribute_tensor(
         )
     _check_leaf(tensor)
     values = _on_device(tensor.detach(), device_mesh)
-    if src_data_rank is not None and not 0 <= src_data_rank < device_mesh.size():
-        raise ValueError(
-            f"src_data_rank {src_data_rank} is not a rank of {device_mesh}, which has {device_mesh.size()} ranks"
-        )
+    _check_source(src_data_rank, device_mesh)
     with torch.no_grad():
         out = ShardedTensor._make_guarded(_scatter(values, layout, src_data_rank), layout)
     return out.requires_grad_() if tensor.requires_grad else out
+
+
+def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
+    if rank is not None and not 0 <= rank < mesh.size():
+        raise ValueError(f"src_data_rank {rank} is not a rank of {mesh}, which has {mesh.size()} ranks")
 
 
 def _check_leaf(tensor: Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise RuntimeError(
             "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost: use "
-            "ShardedTensor.from_local(t, mesh, [Replicate(), ...]).redistribute(placements) to stay in the graph, or t.detach()"
+            "device_put(t, mesh, placements) to stay in the graph, or t.detach()"
         )
 
 
 def device_put(
     x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
-    """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
+    """device_put(x, mesh, P(...)) -> ShardedTensor: lay a whole tensor out on a mesh, differentiably; a sharded `x` is redistributed.
 
-    With a mesh set, `device_put(x, P(...))`.
+    With a mesh set, `device_put(x, P(...))`. Where `x` requires grad (then it does on every rank), the result is part of its graph: every
+    rank's `x` gets the whole gradient, which can be differentiated again. `distribute_tensor` makes a leaf instead.
 
     Args:
         x: a tensor; or a NumPy array, a number, or nested lists of numbers, of which it takes a copy with the dtype that `torch.tensor`
             gives it.
+        mesh, spec, src_data_rank: as `device_mesh`, `placements` and `src_data_rank` of `distribute_tensor`.
 
     Raises:
         TypeError: `x` is none of these.
-        ValueError, RuntimeError: as `distribute_tensor`.
+        ValueError: as `distribute_tensor`.
 
-    Communication: as `distribute_tensor` or `redistribute`.
+    Communication: as `distribute_tensor` or `redistribute`; backward: the redistribution of the gradient to all ranks.
+
+    Example:
+        >>> sm.grad(lambda w: sm.device_put(w, mesh, P("dp")).square().sum())(torch.ones(4))
+        tensor([2., 2., 2., 2.])
     """
-    return distribute_tensor(x if isinstance(x, Tensor) else _as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
+    x = x if isinstance(x, Tensor) else _as_tensor(x)
+    in_graph = x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and not dtensor.is_dtensor(x)
+    if not in_graph:
+        return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
+    mesh, spec = mesh_and_spec(mesh, spec, x)
+    layout = Layout.of(mesh, spec, x.shape, x.dtype)
+    _check_source(src_data_rank, mesh)
+    whole = layout.replace(layout.spec.with_unreduced({}))
+    local: Any = _Put.apply(_on_device(x, mesh), whole, src_data_rank)
+    return ShardedTensor._make_guarded(redistribute_local(local, whole, layout), layout)
+
+
+class _Put(torch.autograd.Function):
+    """This rank's box of one rank's tensor; every rank gets the whole gradient, as of a replicated tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
+        ctx.layout = layout
+        ctx.shape = tensor.shape
+        return _scatter(tensor.detach(), layout, src)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout = ctx.layout.replace(dtype=grads[0].dtype)
+        if layout.mesh.coordinate is None:
+            return grads[0].new_zeros(ctx.shape), None, None
+        return redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated), None, None
 
 
 def _as_tensor(x: Any) -> Tensor:

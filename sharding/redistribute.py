@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mesh.source import call_path
 from .bucket import Pair, many_runner
 from .engine_hooks import transforming, with_memory, with_tangents
 from .grad_origin import Origin, note_origin, origin_of
@@ -24,6 +25,7 @@ from .layout import Layout
 from .lineage import carrying_on
 from .moved import Moved, runner
 from .plan import check_transport
+from .replica_gradients import USED_DIFFERENTLY, check_replicas_agree
 from .spec import Cut, P
 from .transformed import batched_layout, under_transforms
 
@@ -165,10 +167,14 @@ def redistribute_grad(
 
 def _converted(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor:
     local, src, src_grad = origin
+    src_grad, dst_grad = _unless_dual(src, src_grad), _unless_dual(dst, dst_grad)
     if (src_grad is None and dst_grad is None) or not (local.requires_grad and torch.is_grad_enabled()):
         return redistribute_local(local, src, dst)
-    src_grad, dst_grad = src_grad or src.dual, dst_grad or dst.dual
     return local if src is dst and src_grad is dst_grad else _apply(local, src, dst, None, None, src_grad, dst_grad)
+
+
+def _unless_dual(layout: Layout, grad_layout: Layout | None) -> Layout | None:
+    return None if grad_layout is layout.dual else grad_layout
 
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
@@ -209,7 +215,11 @@ def _apply(
 
 
 class _Redistribute(torch.autograd.Function):
-    """A linear redistribution; its backward is the one between the duals, or between the layouts given for the gradients."""
+    """A linear redistribution; its backward is the one between the duals.
+
+    An end that is plain has its gradient in a layout of its own: what is plain and replicated is one value, and so is its gradient. The
+    gradient of that lies as the value again, so that derivatives of every order go to and fro between the two.
+    """
 
     @staticmethod
     def forward(
@@ -222,7 +232,8 @@ class _Redistribute(torch.autograd.Function):
         src_grad: Layout | None,
         dst_grad: Layout | None,
     ) -> Tensor:
-        ctx.given = None if src_grad is None or dst_grad is None else (src_grad, dst_grad)
+        ctx.src_grad, ctx.dst_grad = src_grad, dst_grad
+        ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
         ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
@@ -232,12 +243,20 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
-        to, come = (ctx.src.dual, ctx.dst.dual) if ctx.given is None else ctx.given
-        src, dst = come.replace(dtype=travel), to.replace(dtype=travel)
-        grads_of = () if ctx.given is None else (ctx.dst.replace(dtype=travel), ctx.src.replace(dtype=travel))
+        come, to = (_gradient_end(*end, travel) for end in ((ctx.dst, ctx.dst_grad), (ctx.src, ctx.src_grad)))
+        src, dst = come[0], to[0]
+        if ctx.path is not None and src.replicated_axes == ctx.dst.replicated_axes and not transforming():
+            check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
         with carrying_on(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
-            back = redistribute_grad(with_memory(grad), src, dst, *grads_of)
+            back = redistribute_grad(with_memory(grad), src, dst, come[1], to[1])
         return _cast(back, ctx.dtype), None, None, None, None, None, None
+
+
+def _gradient_end(layout: Layout, grad_layout: Layout | None, dtype: torch.dtype) -> tuple[Layout, Layout | None]:
+    """How the gradient of an end of a redistribution lies, and how the gradient of that does where it is not the dual."""
+    if grad_layout is None:
+        return layout.dual.replace(dtype=dtype), None
+    return grad_layout.replace(dtype=dtype), layout.replace(dtype=dtype)
 
 
 class _RedistributeMany(torch.autograd.Function):

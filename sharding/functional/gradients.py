@@ -298,7 +298,7 @@ def _attached(x: Tensor) -> Tensor:
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
-    return x.detach().requires_grad_()
+    return x.detach().requires_grad_().view_as(x)  # no leaf: `distribute_tensor`, which would leave it out of the graph, refuses it
 
 
 def finished(x: Any) -> Any:
