@@ -16,8 +16,9 @@ from .engine_hooks import transforms_active
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed
 from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
-from .spec import SpecLike
+from .spec import Sharding, SpecLike
 from .tensor import DonatedTensor, ShardedTensor
+from .where import mesh_and_spec
 
 
 class Resharding:
@@ -59,7 +60,8 @@ def redistribute(
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which brings its mesh
+            along.
         placements: the same by name.
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
             the same ranks in another order. Then all ranks of both call this, and backward; those outside a mesh hold
@@ -225,6 +227,8 @@ def _wanted(
         rest.pop(0)
     if rest:
         placements = rest.pop(0)
+    if isinstance(placements, Sharding):
+        mesh, placements = mesh_and_spec(mesh, placements)
     if rest:
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
