@@ -39,7 +39,7 @@ from .sharding.arrays import (
     make_array_from_single_device_arrays,
 )
 from .sharding.bad_values import BadValueError, debug_nans
-from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
+from .sharding.boundary import distribute_tensor, from_local, to_local
 from .sharding.call import call
 from .sharding.checkpoint.agree import CheckpointError
 from .sharding.checkpoint.folder import Checkpoint, latest
@@ -53,6 +53,7 @@ from .sharding.checkpoint.tree import PerRank
 from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
+from .sharding.device_put import device_put
 from .sharding.eval_shape import Evaluated, eval_shape
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros

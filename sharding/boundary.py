@@ -295,27 +295,8 @@ def _check_leaf(tensor: Tensor) -> None:
 def device_put(
     x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
-    """device_put(x, mesh, P(...)) -> ShardedTensor: lay a whole tensor out on a mesh, differentiably; a sharded `x` is redistributed.
-
-    With a mesh set, `device_put(x, P(...))`. Where `x` requires grad (then it does on every rank), the result is part of its graph: every
-    rank's `x` gets the whole gradient, which can be differentiated again. `distribute_tensor` makes a leaf instead.
-
-    Args:
-        x: a tensor; or a NumPy array, a number, or nested lists of numbers, of which it takes a copy with the dtype that `torch.tensor`
-            gives it.
-        mesh, spec, src_data_rank: as `device_mesh`, `placements` and `src_data_rank` of `distribute_tensor`.
-
-    Raises:
-        TypeError: `x` is none of these.
-        ValueError: as `distribute_tensor`.
-
-    Communication: as `distribute_tensor` or `redistribute`; backward: the redistribution of the gradient to all ranks.
-
-    Example:
-        >>> sm.grad(lambda w: sm.device_put(w, mesh, P("dp")).square().sum())(torch.ones(4))
-        tensor([2., 2., 2., 2.])
-    """
-    x = x if isinstance(x, Tensor) else _as_tensor(x)
+    """`shardmesh.device_put` of one leaf: a tensor, an array or a number."""
+    x = as_tensor(x)
     in_graph = x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and not dtensor.is_dtensor(x)
     if not in_graph:
         return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
@@ -344,13 +325,20 @@ class _Put(torch.autograd.Function):
         return redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated), None, None
 
 
-def _as_tensor(x: Any) -> Tensor:
+def as_tensor(x: Any, where: str = "") -> Tensor:
+    """The leaf that `device_put` is given as a tensor; `where` says which of a tree.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if isinstance(x, Tensor):
+        return x
     try:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(x).__name__} ({error}); "
-            "put the tensors of a container one by one"
+            f"device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
+            "it to a tensor first"
         ) from error
 
 

@@ -81,7 +81,9 @@ def _settled(x: ShardedTensor, where: Any) -> Any:
     cuts = list(spec.cuts)
     for dim, entry in enumerate(spec.dims):
         if entry is UNCONSTRAINED:
-            pieces = [[cut] if not set(cut.axes) & set(named) else [Cut((a,)) for a in cut.axes if a not in named] for cut in here.cuts[dim]]
+            pieces = [
+                [Cut((a,)) for a in cut.axes if a not in named] if set(cut.axes) & set(named) else [cut] for cut in here.cuts[dim]
+            ]
             cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
 

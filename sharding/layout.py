@@ -62,8 +62,8 @@ class Layout:
         mesh) says.
 
         Raises:
-            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers; sizes that are not
-                one for each rank of their axes, or do not add up to the dim.
+            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers;
+                sizes that are not one for each rank of their axes, or do not add up to the dim.
 
         Communication: none.
         """
@@ -300,7 +300,9 @@ def _check_on(mesh: AbstractMesh, sharding: Sharding) -> None:
     """Raises: ValueError where the sharding is one on another mesh."""
     if sharding.mesh is not mesh and sharding.mesh != mesh:
         one, other = told_apart(sharding.mesh, mesh)
-        raise ValueError(f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh")
+        raise ValueError(
+            f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh"
+        )
 
 
 def told_apart(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from . import gradients
 from .gradients import check_floating
 from .mapping import current_mapping
 from .parts import Results, same_type, with_part
+from .trees import without_none
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
@@ -63,7 +64,7 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
-        out = f(*pytree.tree_unflatten(fresh, tree))
+        out = f(*tree.filled(fresh))
         out, *more = out if has_aux else (out,)
         kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
         if not kept[0].at:
@@ -88,12 +89,12 @@ def _in_own_memory(part: Tensor) -> Tensor:
 
 def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
     """The leaves of the primals, a tangent that lies alike for each, and their tree."""
-    leaves, tree = pytree.tree_flatten(list(primals))
+    leaves, tree = without_none(list(primals))
     check_floating(name, leaves)
     leaves = [backward.summable(x) for x in leaves]
-    given, given_tree = pytree.tree_flatten(list(tangents))
+    given, given_tree = without_none(list(tangents))
     if given_tree != tree:
-        raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; give a tree like that of the primals")
+        raise ValueError(f"{name}: tangents {given_tree.spec} for primals {tree.spec}; give a tree like that of the primals")
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
 
 
@@ -127,14 +128,14 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
     Communication: that of f and of its backward; `f_jvp`: that of the backward of that.
     """
-    leaves, tree = pytree.tree_flatten(list(primals))
+    leaves, tree = without_none(list(primals))
     check_floating("linearize", leaves)
     if transforms_active():  # where no graph can be kept
         value = f(*primals)
         result, *aux = value if has_aux else (value,)
         return (result, lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[1], *aux)
     with gradients.watched(leaves, primals) as fresh:
-        value = f(*pytree.tree_unflatten(fresh, tree))
+        value = f(*tree.filled(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
         done, nested = pytree.tree_map(gradients.finished, result), gradients.is_nested()
@@ -153,7 +154,7 @@ class _Linear:
     _ways: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
 
     def __init__(self, result: Any, inputs: Sequence[Tensor]) -> None:
-        outs, self._tree = pytree.tree_flatten(result)
+        outs, self._tree = without_none(result)
         self._zeros = [torch.zeros_like(out) if isinstance(out, Tensor) else out for out in outs]
         self._linked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
         linked = [outs[i] for i in self._linked]
@@ -174,4 +175,4 @@ class _Linear:
             )
             for i, derivative in zip(self._linked, found, strict=True):
                 out[i] = derivative if nested else derivative.detach()
-        return pytree.tree_unflatten(out, self._tree)
+        return self._tree.filled(out)

@@ -31,6 +31,7 @@ from .following import unfollowed
 from .linear import KeepFirst
 from .mapping import Mapping, current_mapping
 from .pullback import Pullback
+from .trees import without_none
 from .types import ShardingTypeError, Tag, Type
 
 
@@ -47,7 +48,7 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        argnums: the argument or arguments: any trees of tensors.
+        argnums: the argument or arguments: any trees of tensors, in which None stays None.
         has_aux: the value is then the pair.
 
     Returns:
@@ -75,29 +76,29 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
 def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    leaves, tree = pytree.tree_flatten([args[i] for i in nums])
+    leaves, tree = without_none([args[i] for i in nums])
     check_floating("value_and_grad", leaves)
     if transforms_active():
         return _evaluated_inside(f, nums, isinstance(argnums, int), has_aux, args, kwargs)
     with watched(leaves, (args, kwargs)) as fresh:
         given = list(args)
-        for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+        for i, branch in zip(nums, tree.filled(fresh), strict=True):
             given[i] = branch
         value = f(*given, **kwargs)
         found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
         done = pytree.tree_map(finished, value)
-    branches = pytree.tree_unflatten(found, tree)
+    branches = tree.filled(found)
     return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
 def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The same inside a transform."""
-    leaves, tree = pytree.tree_flatten([args[i] for i in nums])
+    leaves, tree = without_none([args[i] for i in nums])
     mapping, records = current_mapping(), []
 
     def run(fresh: list[Tensor]) -> Any:
         given = list(args)
-        for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+        for i, branch in zip(nums, tree.filled(fresh), strict=True):
             given[i] = branch
         value = f(*given, **kwargs)
         loss = _checked_loss(value[0] if has_aux else value)
@@ -105,7 +106,7 @@ def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, 
         return [loss], value
 
     pulled = Pullback(run, leaves)
-    branches = pytree.tree_unflatten(_pulled(pulled, mapping, records[0], None), tree)
+    branches = tree.filled(_pulled(pulled, mapping, records[0], None))
     return pulled.value, branches[0] if is_one else tuple(branches)
 
 
@@ -140,7 +141,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays.
         primals: its arguments.
 
     Returns:
@@ -151,15 +152,15 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
     Communication: that of f; `back`: as `value_and_grad`.
     """
-    leaves, tree = pytree.tree_flatten(list(primals))
+    leaves, tree = without_none(list(primals))
     check_floating("vjp", leaves)
     mapping = current_mapping()
     if transforms_active():
         return _vjp_inside(f, leaves, tree, has_aux)
     with watched(leaves, primals) as fresh:
-        value = f(*pytree.tree_unflatten(fresh, tree))
+        value = f(*tree.filled(fresh))
         result, *aux = value if has_aux else (value,)
-        outs, out_tree = pytree.tree_flatten(result)
+        outs, out_tree = without_none(result)
         record = None if mapping is None else _record(mapping, outs, fresh)
         nested, done = _thread.nested, pytree.tree_map(finished, result)
 
@@ -172,15 +173,15 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         finally:
             _thread.depth -= 1
             _thread.nested = before
-        return tuple(pytree.tree_unflatten(found, tree))
+        return tuple(tree.filled(found))
 
     return (done, back, *aux)
 
 
 def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
-    given, given_tree = pytree.tree_flatten(cotangents)
+    given, given_tree = without_none(cotangents)
     if given_tree != tree:
-        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; give a tree like that of the results")
+        raise ValueError(f"vjp: cotangents {given_tree.spec} for results {tree.spec}; give a tree like that of the results")
     return given
 
 
@@ -189,19 +190,19 @@ def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bo
     mapping, records, at = current_mapping(), [], []
 
     def run(fresh: list[Tensor]) -> Any:
-        value = f(*pytree.tree_unflatten(fresh, tree))
-        outs = pytree.tree_leaves(value[0] if has_aux else value)
+        value = f(*tree.filled(fresh))
+        outs, _ = without_none(value[0] if has_aux else value)
         at[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
         records.append(None if mapping is None else _record(mapping, [outs[i] for i in at], fresh))
         return [outs[i] for i in at], value
 
     pulled = Pullback(run, leaves)
     result, *aux = pulled.value if has_aux else (pulled.value,)
-    out_tree = pytree.tree_flatten(result)[1]
+    out_tree = without_none(result)[1]
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
-        return tuple(pytree.tree_unflatten(_pulled(pulled, mapping, records[0], [given[i] for i in at]), tree))
+        return tuple(tree.filled(_pulled(pulled, mapping, records[0], [given[i] for i in at])))
 
     return (result, back, *aux)
 
