@@ -167,9 +167,9 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, 
     reducer.flush_at_end()
 
 
-def may_start(leaf: ShardedTensor) -> bool:
-    """Whether `start` may take this leaf's gradient in the backward pass that is running."""
-    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(leaf._local)
+def may_start(leaf: ShardedTensor, node: Any) -> bool:
+    """Whether `start` may take this leaf's gradient in the backward pass that is running; `node` is what adds to its `.grad`."""
+    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
 
 
 def drop_started(world: World) -> None:
@@ -273,7 +273,10 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 def _start_bucket(
     leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, own: bool
 ) -> Callable[[], list[Tensor]]:
-    layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
+    layouts = [
+        leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
+        for leaf, grad in zip(leaves, grads, strict=True)
+    ]
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
@@ -299,6 +302,8 @@ def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
     """The part in the shape and with the strides of `grad`, which are those of the leaf."""
+    if part is grad:
+        return part
     whole = part.view(grad.shape)
     return whole if grad.is_contiguous() else torch.empty_like(grad).copy_(whole)
 
@@ -321,7 +326,8 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     old = getattr(leaf, "_reduced_grad", None)
     before = [] if old is None else [old]
     if old is None:
-        kept = leaf._reduced_grad = _gradient_of(leaf, grad, leaf._layout.grad.replace(dtype=grad.dtype))
+        layout = leaf._layout.grad
+        kept = leaf._reduced_grad = _gradient_of(leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype))
     elif grad.requires_grad or old._local.requires_grad:
         kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...layout import Layout
+
+
+class Filling(NamedTuple):
+    """A buffer, and the places of the parameters in it."""
+
+    buffer: Tensor
+    places: Sequence[Tensor]
 
 
 class Places(Protocol):
@@ -26,12 +32,8 @@ class Places(Protocol):
         """Whether gradients are multiplied as they are put there."""
         ...
 
-    def empty_buffer(self) -> Tensor:
+    def make(self) -> Filling:
         """A buffer whose places may hold anything; what lies between them is zero."""
-        ...
-
-    def place_in(self, buffer: Tensor, i: int) -> Tensor:
-        """The place of a parameter, as a view."""
         ...
 
 
@@ -42,13 +44,13 @@ class InOrder:
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._shapes, self._dtype, self._device = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh.device  # type: ignore[attr-defined]
-        self._starts = list(accumulate(map(math.prod, self._shapes), initial=0))
+        self._sizes = list(map(math.prod, self._shapes))
 
-    def empty_buffer(self) -> Tensor:
-        return torch.empty(self._starts[-1], dtype=self._dtype, device=self._device)
-
-    def place_in(self, buffer: Tensor, i: int) -> Tensor:
-        return buffer[self._starts[i] : self._starts[i + 1]].view(self._shapes[i])
+    def make(self) -> Filling:
+        """The places are tensors of their own for autograd, that may be written in place one by one."""
+        buffer = torch.empty(sum(self._sizes), dtype=self._dtype, device=self._device)
+        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
+        return Filling(buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
 
 
 class Placing:
@@ -62,12 +64,14 @@ class Placing:
 
     Attributes:
         placed: the gradients that have been put, by number, as views of the buffers.
+        leaves: by the number of a parameter, the node that adds its gradient to `.grad`.
     """
 
     def __init__(self, places: Mapping[int, tuple[Places, int]], waits: Callable[[], bool], *, late: bool = False) -> None:
         self._places, self._waits, self._late = places, waits, late
-        self.buffers: dict[Places, Tensor] = {}
+        self.buffers: dict[Places, Filling] = {}
         self.placed: dict[int, Tensor] = {}
+        self.leaves: Sequence[Any] = ()
         self._held: dict[int, Tensor] = {}
 
     def put(self, number: int, grad: Tensor, scale: float) -> bool:
@@ -82,10 +86,10 @@ class Placing:
 
     def _put(self, number: int, grad: Tensor, scale: float) -> None:
         places, i = self._places[number]
-        buffer = self.buffers.get(places)
-        if buffer is None:
-            buffer = self.buffers[places] = places.empty_buffer()
-        place = self.placed[number] = places.place_in(buffer, i)
+        filling = self.buffers.get(places)
+        if filling is None:
+            filling = self.buffers[places] = places.make()
+        place = self.placed[number] = filling.places[i]
         if places.scales and scale != 1:
             torch.mul(grad, scale, out=place)
         else:
@@ -100,6 +104,7 @@ class Placing:
         """What has been put so far; the next backward through the same graph begins with new buffers."""
         found = Placing(self._places, self._waits)
         found.buffers, self.buffers, found.placed, self.placed = self.buffers, {}, self.placed, {}
+        found.leaves = self.leaves
         while self._held:
             found._put(*self._held.popitem(), scale)
         return found

@@ -23,7 +23,7 @@ from ...tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .calls import Interception
 from .flat import FlatBucket
-from .grad_places import InOrder, Places, Placing
+from .grad_places import Filling, InOrder, Places, Placing
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .levels import Levels
 from .nodes import Grads, Passage
@@ -270,9 +270,11 @@ class Unit:
 
     def _values(self) -> list[Tensor]:
         """The parameters as views of the gathered buffers; those that are not cut, as they are."""
-        used_as = self.options.policy.used_as
+        as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
         values = {i: x for b in self._buckets for i, x in zip(b.numbers, b.flat.wholes_in(b.levels.whole()), strict=True)}
         parts = [x._local for x in self._parameters()]
+        if as_is:
+            return [values[i] if i in values else x.view_as(x) for i, x in enumerate(parts)]
         return [values[i] if i in values else x.view_as(x).to(used_as(x.dtype)) for i, x in enumerate(parts)]
 
     def _as_used(self, mesh: DeviceMesh | None, base: Layout, kept: ShardedTensor, value: Tensor) -> Tensor:
@@ -360,11 +362,11 @@ class Unit:
         uncut = self._uncut(grads, scale, placing)  # now: what waits would hold on to all gradients
         return lambda: self._deliver(put_together(uncut, waits), placing)
 
-    def _start(self, bucket: Bucket, grads: Grads, scale: float, buffer: Tensor | None) -> Callable[[], Grads]:
+    def _start(self, bucket: Bucket, grads: Grads, scale: float, filled: Filling | None) -> Callable[[], Grads]:
         parameters = self._parameters()
         trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
         missing = [path for i, path in trained.items() if grads[i] is None]
-        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ, buffer)
+        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ, filled)
 
     def _uncut(self, grads: Grads, scale: float, placing: Placing | None = None) -> Grads:
         """The gradients of the parameters that are not cut."""
@@ -385,7 +387,8 @@ class Unit:
         Communication: where parameters are replicated, one all_reduce per dtype.
         """
         parameters, numbers = self._parameters(), [i for i in self._travelling() if parts[i] is not None]
-        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i])]  # type: ignore[union-attr]
+        nodes = placing.leaves
+        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
         if not mine:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
@@ -425,10 +428,11 @@ class Unit:
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
             for bucket in self._buckets:
                 kept: Grads = [None] * len(self.slots)
-                buffer = bucket.waiting
+                waiting = bucket.waiting
+                filled = None if waiting is None else Filling(waiting, bucket.flat.wholes_in(waiting))
                 for i, grad in zip(bucket.numbers, bucket.kept(), strict=True):
                     kept[i] = grad
-                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale, buffer)())
+                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale, filled)())
 
     def _forget_kept(self) -> None:
         for bucket in self._buckets:
