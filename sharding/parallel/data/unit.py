@@ -360,6 +360,9 @@ class Unit:
         with carrying(self.options.mesh.world, mixed(_SUMMING, self._parameters())):
             waits = [(bucket, self._start(bucket, grads, scale, placing.buffers.pop(bucket, None))) for bucket in self._buckets]
         uncut = self._uncut(grads, scale, placing)  # now: what waits would hold on to all gradients
+        if not waits:
+            found = self._deliver(uncut, placing)
+            return lambda: found
         return lambda: self._deliver(put_together(uncut, waits), placing)
 
     def _start(self, bucket: Bucket, grads: Grads, scale: float, filled: Filling | None) -> Callable[[], Grads]:
