@@ -5,6 +5,7 @@
     backward:       wait for the sum  <--  start summing gradients over ranks   put the gradient where it is summed
 
 Between the first two, other units go on with their backward: `_Enter` is made before them in forward, so autograd turns to it after them.
+Where nothing is waited for there, as with DDP, it is left out.
 To the views it turns at once, as it does to leaves: while the gradient is still in the processor's cache, and before the next is made, which
 may take its memory. They are nodes of torch's own with a hook, which take a third of the time of an `autograd.Function`.
 """
@@ -32,6 +33,7 @@ class Passage:
         reduce: from their gradients, and a scale, to what gives the gradients of the parameters' local parts later.
         differentiable: the same at once, for gradients of gradients.
         placing: where gradients are put as they are made.
+        waits: whether what `reduce` gives is to be called later, when other units have gone on.
         scale: with which gradients are multiplied; `factors` are what those of some are multiplied with besides.
     """
 
@@ -41,8 +43,11 @@ class Passage:
         reduce: Callable[[Grads, float, Placing], Callable[[], Grads]],
         differentiable: Callable[[Grads, float], Grads],
         placing: Placing,
+        *,
+        waits: bool = True,
     ) -> None:
         self.values, self.reduce, self.differentiable, self.placing, self.scale = values, reduce, differentiable, placing, 1.0
+        self.waits = waits
         self.factors: Sequence[float] = ()
         self.wait: Callable[[], Grads] | None = None
 
@@ -57,16 +62,24 @@ class Passage:
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The parts, behind the node at which backward waits."""
+        if not self.waits:
+            return tuple(parts)
         entered: tuple[Tensor, ...] = _Enter.apply(self, *parts)  # type: ignore[assignment]
-        node = next((x.grad_fn for x in entered if x.grad_fn is not None), None)
-        if node is not None:
-            self.placing.leaves = [leaf for leaf, _ in node.next_functions]
+        self._note_leaves(entered)
         return entered
 
     def gathered(self, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What the unit computes with."""
         found: tuple[Tensor, ...] = _Gathered.apply(self, *entered)  # type: ignore[assignment]
+        if not self.waits:
+            self._note_leaves(found)
         return tuple([_used(self, i, x) if x.requires_grad else x for i, x in enumerate(found)])
+
+
+    def _note_leaves(self, outputs: Sequence[Tensor]) -> None:
+        """Keep the nodes that add gradients to `.grad`, which are those before the node that has made these."""
+        node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
+        self.placing.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
 
 class _Enter(torch.autograd.Function):
@@ -100,7 +113,7 @@ class _Gathered(torch.autograd.Function):
         if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in asked):
             return None, *passage.differentiable(asked, passage.scale)
         passage.wait = passage.reduce(asked, passage.scale, placing)
-        if torch.is_anomaly_enabled():  # which looks at the values between the nodes
+        if not passage.waits or torch.is_anomaly_enabled():  # which looks at the values between the nodes
             found, passage.wait = passage.wait(), None
             return None, *found
         return None, *[None if grad is None else _promised(*part) for grad, part in zip(asked, ctx.parts, strict=True)]

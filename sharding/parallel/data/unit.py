@@ -266,7 +266,7 @@ class Unit:
 
     def _passage(self) -> Passage:
         placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter))
-        return Passage(self._values, self._sum, self._sum_differentiably, placing)
+        return Passage(self._values, self._sum, self._sum_differentiably, placing, waits=bool(self._buckets))
 
     def _values(self) -> list[Tensor]:
         """The parameters as views of the gathered buffers; those that are not cut, as they are."""
