@@ -61,14 +61,23 @@ class Placing:
         waits: whether gradients are not to be summed in this backward.
         late: whether to put all gradients when all are there, one by one, each let go as it is put. Backward has let go the unit's
             activations by then: the buffer takes their memory, where one that is made for the first gradient adds to them.
+        half: then, what to call when half of the gradients are there.
 
     Attributes:
         placed: the gradients that have been put, by number, as views of the buffers.
         leaves: by the number of a parameter, the node that adds its gradient to `.grad`.
     """
 
-    def __init__(self, places: Mapping[int, tuple[Places, int]], waits: Callable[[], bool], *, late: bool = False) -> None:
+    def __init__(
+        self,
+        places: Mapping[int, tuple[Places, int]],
+        waits: Callable[[], bool],
+        *,
+        late: bool = False,
+        half: Callable[[], None] | None = None,
+    ) -> None:
         self._places, self._waits, self._late = places, waits, late
+        self._half, self._count_of_half = half, (len(places) + 1) // 2
         self.buffers: dict[Places, Filling] = {}
         self.placed: dict[int, Tensor] = {}
         self.leaves: Sequence[Any] = ()
@@ -80,6 +89,8 @@ class Placing:
             return False
         if self._late:
             self._held[number] = grad
+            if self._half is not None and len(self._held) == self._count_of_half:
+                self._half()
         else:
             self._put(number, grad, scale)
         return True

@@ -265,7 +265,8 @@ class Unit:
         return passage, passage.gathered(passage.enter(parts))
 
     def _passage(self) -> Passage:
-        placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter))
+        half = None if self.options.unused_differ else self.schedule.half_way
+        placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter), half=half)
         return Passage(self._values, self._sum, self._sum_differentiably, placing, waits=bool(self._buckets))
 
     def _values(self) -> list[Tensor]:
@@ -363,7 +364,14 @@ class Unit:
         if not waits:
             found = self._deliver(uncut, placing)
             return lambda: found
-        return lambda: self._deliver(put_together(uncut, waits), placing)
+        self.schedule.half_way()  # if it has not been called
+        ended = self.schedule.sum_begins()
+
+        def wait() -> Grads:
+            ended()
+            return self._deliver(put_together(uncut, waits), placing)
+
+        return wait
 
     def _start(self, bucket: Bucket, grads: Grads, scale: float, filled: Filling | None) -> Callable[[], Grads]:
         parameters = self._parameters()
