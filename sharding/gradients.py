@@ -42,6 +42,7 @@ class _Reducer:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
         before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
+        flushing: what is to be called when backward ends, before all else.
         started: leaves whose gradients are being reduced while backward goes on, what gives the sums, and their lineage.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
@@ -51,6 +52,7 @@ class _Reducer:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.flushing: list[Callable[[], None]] = []
         self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
         self.made = 0
@@ -70,6 +72,9 @@ class _Reducer:
         self.task = -1
         if self.accumulating:
             return
+        flushing, self.flushing = self.flushing, []
+        for call in flushing:
+            call()
         before, self.before = self.before, []
         for call, _ in before:
             call()
@@ -88,6 +93,7 @@ class _Reducer:
 
     def drop_started(self) -> None:
         """What a backward that failed has left under way."""
+        self.flushing.clear()
         started, self.started = self.started, []
         for _, wait, _ in started:
             wait()
@@ -140,6 +146,13 @@ def is_accumulating(world: World) -> bool:
 def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
     """Inside `accumulate_grads()`: call this at its end, before the leaves' gradients are reduced; `give_up` if an exception ends it."""
     _reducer(world).before.append((call, give_up))
+
+
+def before_flush(world: World, call: Callable[[], None]) -> None:
+    """In backward: call this at its end, when everything may still be launched by `start`."""
+    reducer = _reducer(world)
+    reducer.flushing.append(call)
+    reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:

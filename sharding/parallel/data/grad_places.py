@@ -38,17 +38,26 @@ class Places(Protocol):
 
 
 class InOrder:
-    """Parameters that are not cut, one after the other: an all_reduce takes them as they lie."""
+    """Parameters that are not cut, one after the other: an all_reduce takes them as they lie.
+
+    Attributes:
+        length: how many elements they have.
+    """
 
     scales = True
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layouts: Sequence[Layout], memory: Callable[[InOrder], Tensor] | None = None) -> None:
         self._shapes, self._dtype, self._device = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh.device  # type: ignore[attr-defined]
         self._sizes = list(map(math.prod, self._shapes))
+        self.length, self._memory = sum(self._sizes), memory
+
+    def empty(self, length: int) -> Tensor:
+        """So many elements of memory."""
+        return torch.empty(length, dtype=self._dtype, device=self._device)
 
     def make(self) -> Filling:
         """The places are tensors of their own for autograd, that may be written in place one by one."""
-        buffer = torch.empty(sum(self._sizes), dtype=self._dtype, device=self._device)
+        buffer = self.empty(self.length) if self._memory is None else self._memory(self)
         parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
         return Filling(buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ... import engine_hooks, gradients
+from .joint import Joint
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -60,6 +61,7 @@ class Schedule:
 
     Attributes:
         units: in the order of the modules, the outermost first.
+        joint: gradients of small units, which are summed together.
     """
 
     _made: ClassVar[int] = 0
@@ -71,6 +73,7 @@ class Schedule:
         self._open: list[Unit] = []
         self._backward = self._scanned = -1
         self._sums: set[int] = set()  # under way
+        self.joint = Joint()
         self._put_off: Unit | None = None  # to be gathered half way through a unit's backward
         Schedule._made += 1
 
@@ -93,6 +96,7 @@ class Schedule:
     def _recover(self) -> None:
         """Let go what a backward that failed has left."""
         gradients.drop_started(self.units[0].options.mesh.world)
+        self.joint.forget()
         if self._backward != -1:
             self._let_go()
 

@@ -25,6 +25,7 @@ from .calls import Interception
 from .flat import FlatBucket
 from .grad_places import Filling, InOrder, Places, Placing
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
+from .joint import Part
 from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
@@ -345,9 +346,13 @@ class Unit:
                 if layout is not None:
                     alike.setdefault((layout.replicated_axes, layout.dtype), []).append(i)
             for numbers in alike.values():
-                places = InOrder([now[i] for i in numbers])  # type: ignore[misc]
+                places = InOrder([now[i] for i in numbers], self._memory)  # type: ignore[misc]
                 self._in_order[1].update({i: (places, k) for k, i in enumerate(numbers)})
         return self._in_order[1]
+
+    def _memory(self, places: InOrder) -> Tensor:
+        """Where gradients that are not cut are put."""
+        return self.schedule.joint.buffer(places)
 
     def _sum(self, grads: Grads, scale: float, placing: Placing) -> Callable[[], Grads]:
         """Launch the sums over the ranks; call what comes back for the gradients of the parts.
@@ -395,7 +400,7 @@ class Unit:
         """What autograd is to add to `.grad`: parts that are to be summed over more axes, on which parameters are replicated, go there by
         themselves, while other units go on with their backward.
 
-        Communication: where parameters are replicated, one all_reduce per dtype.
+        Communication: where parameters are replicated, one all_reduce per dtype; for units of which nothing is cut over ranks, see `Joint`.
         """
         parameters, numbers = self._parameters(), [i for i in self._travelling() if parts[i] is not None]
         nodes = placing.leaves
@@ -404,6 +409,13 @@ class Unit:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
         own = bool(self.options.form.optimizer) or all(parts[i] is placing.placed.get(i) for i in mine)
+        if not self._buckets:
+            homes = list(placing.buffers) if own else []
+            places: Any = homes[0] if len(homes) == 1 else None
+            leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
+            alone = self.schedule.units[0] is self
+            self.schedule.joint.add(Part(self._said_name, leaves, grads, missing, own, places, alone))  # type: ignore[arg-type]
+            return [None if i in mine else part for i, part in enumerate(parts)]
         note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
         with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
