@@ -158,7 +158,8 @@ def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
 
 
 def our_zero(setup: Setup) -> Training:
-    return trained(setup, sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None), setup.own_rows)
+    model = sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
+    return trained(setup, model, setup.own_rows)
 
 
 def their_zero(setup: Setup) -> Training:

@@ -23,7 +23,7 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 
 def accumulates(node: Any) -> bool:
-    """Whether the running backward pass adds a gradient to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
+    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it cannot tell for what `torch.autograd.grad` was asked for

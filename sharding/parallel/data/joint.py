@@ -2,11 +2,11 @@
 
     backward    unit 3: 3 MB, launched     units 2, 1, 0: 9 MB, together     what is around them: alone
 
-The first sum of a backward goes as soon as it has 1 MiB, so that something is under way early; each later one when it has 25 MiB, or at the
-end. Which units go together depends on their order and their layouts alone, so it is the same on all ranks. Units that went together in the
-last backward have their gradients put side by side in one buffer in the next, so that nothing is packed. The outermost unit is summed alone: its
-first gradients come before those of all others and its last ones after them, so a buffer for all would be there from the beginning, when
-activations are.
+The first sum of a backward goes as soon as it has 1 MiB, so that something is under way early; each later one when it has 25 MiB, or at
+the end. Which units go together depends on their order and their layouts alone, so it is the same on all ranks. Units that went together
+in the last backward have their gradients put side by side in one buffer in the next, so that nothing is packed. The outermost unit is
+summed alone: its first gradients come before those of all others and its last ones after them, so a buffer for all would be there from the
+beginning, when activations are.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Between the first two, other units go on with their backward: `_Enter` is made before them in forward, so autograd turns to it after them.
 Where nothing is waited for there, as with DDP, it is left out.
-To the views it turns at once, as it does to leaves: while the gradient is still in the processor's cache, and before the next is made, which
-may take its memory. They are nodes of torch's own with a hook, which take a third of the time of an `autograd.Function`.
+To the views it turns at once, as it does to leaves: while the gradient is still in the processor's cache, and before the next is made,
+which may take its memory. They are nodes of torch's own with a hook, which take a third of the time of an `autograd.Function`.
 """
 
 from __future__ import annotations

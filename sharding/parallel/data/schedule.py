@@ -162,8 +162,8 @@ class Schedule:
     def half_way(self) -> None:
         """Half of the gradients of the unit that backward is in are there: gather what was put off while a sum is under way.
 
-        The gather would have to share the links with that sum, and what the two hold would be in memory together, when the unit's activations
-        still are. Communication: as `prefetch`.
+        The gather would have to share the links with that sum, and what the two hold would be in memory together, when the unit's
+        activations still are. Communication: as `prefetch`.
         """
         unit, self._put_off = self._put_off, None
         if unit is not None and unit.saved:

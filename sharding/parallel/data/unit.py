@@ -30,7 +30,7 @@ from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
 from .schedule import Schedule, own_modules, running_schedule, set_unit
-from .slot import Options, Slot
+from .slot import Options, Slot, check_parameters
 from .sums import Bucket, add_later, differentiable, put_together, summing
 
 _GATHERING = seed_of("gather a unit")
@@ -205,24 +205,6 @@ class Unit:
                     bucket.levels.after_forward(self.keep)
         self.schedule.leave(self)
 
-    def _check_parameters(self) -> None:
-        """Have the layouts follow a conversion of the module to another dtype.
-
-        Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise.
-        """
-        for slot in self.slots:
-            x = slot.value
-            if type(x) is not ShardedTensor:
-                raise TypeError(
-                    f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}"
-                )
-            if x._layout is not slot.rest:
-                slot.converted(x._layout)
-        for bucket in self._buckets:
-            if len({self.slots[i].rest.dtype for i in bucket.numbers}) > 1:
-                said = {self.slots[i].path: self.slots[i].rest.dtype for i in bucket.numbers}
-                raise ValueError(f"parameters of {self._said_name} travel together and have several dtypes: {said}; convert all of them")
-
     # -- what it computes with -----------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[ShardedTensor]:
@@ -235,7 +217,7 @@ class Unit:
         Communication: one all_gather per dtype, or none where the parameters are whole.
         """
         if not self._rest:
-            self._check_parameters()
+            check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self._said_name)
         parameters = self._parameters()
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:

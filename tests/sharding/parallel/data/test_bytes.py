@@ -11,6 +11,9 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.data import joint
+from shardmesh.sharding.parallel.data.grad_places import Placing
+from shardmesh.sharding.parallel.data.schedule import unit_of
+from shardmesh.sharding.parallel.data.unit import Unit
 from tests.sharding.parallel.data.training import on_ranks
 
 D, F, BLOCKS, ITEM = 8, 16, 3, 8
@@ -289,6 +292,41 @@ def test_small_units_are_summed_together_without_packing(monkeypatch):
         assert buffers == [2] * 3  # first packed, then put there
         for found, expected in zip(grads, plain.parameters(), strict=True):
             torch.testing.assert_close(found, expected.grad)
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monkeypatch):
+    """While the sum of a unit is under way, half way through the next unit's gradients, so that at most three buffers of units are alive.
+
+    With `find_unused_parameters` ranks may have other gradients, and gather at the beginning."""
+    gather, put, logs = Unit.gather, Placing.put, {}
+
+    def gathers(unit):
+        if torch._C._current_graph_task_id() != -1 and not any(bucket.levels.is_there for bucket in unit._buckets):
+            logs[id(unit.schedule)].append(f"gather {unit.name}")
+        gather(unit)
+
+    def puts(placing, number, *given):
+        unit = placing._waits.__self__
+        logs[id(unit.schedule)].append(f"gradient of {unit.name}")
+        return put(placing, number, *given)
+
+    def program(mesh):
+        made = sm.fully_shard(_model(), mesh, units=_Block, find_unused_parameters=find)
+        schedule = unit_of(made).schedule
+        log = logs[id(schedule)] = []
+        for _ in range(2):
+            log.clear()
+            made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+        return log
+
+    monkeypatch.setattr(Unit, "gather", gathers)
+    monkeypatch.setattr(Placing, "put", puts)
+    for log in on_ranks((N,), program):
+        log = [event for at, event in enumerate(log) if event not in log[:at]]
+        first = ["gather 3", "gather 2", "gradient of 3"]
+        later = ["gather 1", "gradient of 2"] if find else ["gradient of 2", "gather 1"]
+        assert log == [*first, *later, "gradient of 1", "gradient of "]
 
 
 def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
