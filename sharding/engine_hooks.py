@@ -27,10 +27,10 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass adds the gradient of this leaf to its `.grad`; one of `torch.autograd.grad` does not."""
+def accumulates(node: Any) -> bool:
+    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[arg-type]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it cannot tell for what `torch.autograd.grad` was asked for
         return False
 
