@@ -244,9 +244,9 @@ def _one(x: Any, call: Call) -> Any:
 
 
 def checker_here() -> Any:
-    """Who follows types here; nobody in a backward pass, which computes pieces again."""
+    """Who follows types here; nobody in a backward pass, which computes pieces again, but in the backward of a custom function."""
     mapping = current_mapping()
-    if mapping is None or mapping.checker is None or engine_hooks.current_backward() >= 0:
+    if mapping is None or mapping.checker is None or (engine_hooks.current_backward() >= 0 and not mapping.checker.in_backward):
         return None
     return mapping.checker
 
