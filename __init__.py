@@ -86,7 +86,10 @@ from .sharding.functional.collectives import (
     psum_scatter,
     pswapaxes,
 )
-from .sharding.functional.gradients import checkpoint, grad, jvp, remat, stop_gradient, value_and_grad, vjp
+from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
+from .sharding.functional.forward import jvp, linearize
+from .sharding.functional.gradients import checkpoint, grad, remat, stop_gradient, value_and_grad, vjp
+from .sharding.functional.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
 from .sharding.functional.local_type import typeof
@@ -94,6 +97,7 @@ from .sharding.functional.mapping import UnboundAxisError
 from .sharding.functional.ragged import ragged_all_to_all
 from .sharding.functional.shard_map import shard_map
 from .sharding.functional.types import ShardingTypeError
+from .sharding.functional.vmap import vmap
 from .sharding.gradients import accumulate_grads
 from .sharding.inspection import inspect
 from .sharding.join import join
@@ -241,6 +245,7 @@ __all__ = [
     "colwise",
     "comm_budget",
     "comm_report",
+    "cond",
     "context_parallel",
     "context_parallel_attention",
     "convert_sync_batchnorm",
@@ -254,6 +259,7 @@ __all__ = [
     "eval_shape",
     "explain",
     "fold_in",
+    "fori_loop",
     "fork_rng",
     "from_local",
     "full",
@@ -264,16 +270,20 @@ __all__ = [
     "get_total_norm",
     "grad",
     "guard",
+    "hessian",
     "implicit",
     "implicit_replication",
     "init_device_mesh",
     "inputs",
     "inspect",
+    "jacfwd",
+    "jacrev",
     "join",
     "jvp",
     "latest",
     "launch",
     "ledger",
+    "linearize",
     "load",
     "load_balance_loss",
     "load_full_state_dict",
@@ -328,6 +338,7 @@ __all__ = [
     "rowwise",
     "save",
     "save_safetensors",
+    "scan",
     "seeded",
     "sequence",
     "session",
@@ -341,6 +352,7 @@ __all__ = [
     "state_dict",
     "stop_gradient",
     "straggler_report",
+    "switch",
     "to_local",
     "top_k_routing",
     "typeof",
@@ -349,7 +361,9 @@ __all__ = [
     "visualize",
     "visualize_sharding",
     "vjp",
+    "vmap",
     "watchdog",
+    "while_loop",
     "with_sharding_constraint",
     "zeros",
 ]

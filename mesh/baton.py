@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .meeting import Call, Meeting, Move
+from .rank_output import RankOrder
 from .watch.simulated import Wait, no_rank_can_go_on
 from .workers import RankEnded, Worker
 
@@ -50,6 +51,7 @@ class Baton:
         self.abandoned = False
         self.generators = [torch.default_generator.get_state()] * size
         self.outputs = list(outputs)
+        self.order = RankOrder(outputs)
 
     def take(self, rank: int) -> None:
         """Goes on when it is this rank's turn, with its own generator state and output, as a process has."""
@@ -79,6 +81,7 @@ class Baton:
         """Waits for the other ranks of the group; the last one moves the data. Returns what `move` returned."""
         if self.failure is not None:
             raise RankEnded
+        self.order.has_run(rank)
         meeting = self.meetings.get(ranks)
         if meeting is None:
             meeting = self.meetings[ranks] = Meeting()
@@ -87,7 +90,8 @@ class Baton:
             self._wait(ranks, rank, meeting)
         else:
             meeting.complete(ranks, move, self._place_of)
-            self._part(ranks, meeting, [r for r in ranks if r != rank])
+            self._part(ranks, meeting, others := [r for r in ranks if r != rank])
+            self.order.ahead(rank, others)
         if meeting.error is not None:
             raise copy.copy(meeting.error)  # one for each rank: a traceback is of one thread
         return meeting.result
@@ -120,6 +124,7 @@ class Baton:
 
     def finish(self, rank: int) -> None:
         self.finished.add(rank)
+        self.order.has_run(rank)
         self.give(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:

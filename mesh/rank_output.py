@@ -5,6 +5,9 @@
 
 While ranks run, `sys.stdout` belongs to the one that runs, as in a process of its own: it is exchanged together with the baton.
 So a rank may also redirect its own, and what leaves a rank goes where the caller's prints would have gone.
+
+The last rank to arrive at a collective goes on first. What it prints is held until the lower ranks of the collective have run to
+their next one, so that lines printed by all ranks come in the order of ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class RankOutput:
 
     def __init__(self, stream: Any, prefix: str) -> None:
         self.stream = stream
+        self.held: list[str] | None = None
         self._prefix = prefix
         self._line = ""
 
@@ -34,7 +38,8 @@ class RankOutput:
         *lines, rest = (self._line + text).split("\n")
         self._line = _last_drawn(rest)
         if lines:
-            self.stream.write("".join(f"{self._prefix}{_drawn(line)}\n" for line in lines))
+            whole = "".join(f"{self._prefix}{_drawn(line)}\n" for line in lines)
+            self.stream.write(whole) if self.held is None else self.held.append(whole)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -49,8 +54,52 @@ class RankOutput:
         if self._line:
             self.write("\n")
 
+    def fileno(self) -> int:
+        """Return the stream's descriptor, and hold nothing: who asks for it (`input`, a debugger, a child process) writes past us."""
+        self.release()
+        return self.stream.fileno()
+
+    def release(self) -> None:
+        """Pass on what was held, and hold no more."""
+        held, self.held = self.held, None
+        if held:
+            self.stream.write("".join(held))
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
+
+
+class RankOrder:
+    """Holds what a rank prints while lower ranks of its last collective have not gone on yet.
+
+    Args:
+        outputs: the `sys.stdout` of each rank; only a `RankOutput` is ever held.
+    """
+
+    def __init__(self, outputs: Iterable[Any]) -> None:
+        self._outputs = list(outputs)
+        self._before: dict[int, set[int]] = {}  # by rank that is held: the lower ranks that have still to run
+
+    def ahead(self, rank: int, others: Iterable[int]) -> None:
+        """The rank goes on from a collective before these."""
+        output, lower = self._outputs[rank], {other for other in others if other < rank}
+        if lower and isinstance(output, RankOutput):
+            self._before.setdefault(rank, set()).update(lower)
+            output.held = output.held or []
+
+    def has_run(self, rank: int) -> None:
+        """The rank has come to its next collective, or to its end."""
+        for held, lower in list(self._before.items()):
+            lower.discard(rank)
+            if not lower:
+                del self._before[held]
+                self._outputs[held].release()
+
+    def end(self) -> None:
+        """Pass on all that is held."""
+        for rank in sorted(self._before):
+            self._outputs[rank].release()
+        self._before.clear()
 
 
 class Silence(RankOutput):

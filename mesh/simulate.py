@@ -162,6 +162,7 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
             torch.default_generator.set_state(baton.generators[0])
         finally:
             sys.stdout = before
+            baton.order.end()
             dismiss(workers, failed=baton.failure is not None)
     return results, baton.failure
 

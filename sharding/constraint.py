@@ -81,8 +81,10 @@ def _settled(x: ShardedTensor, where: Any) -> Any:
     cuts = list(spec.cuts)
     for dim, entry in enumerate(spec.dims):
         if entry is UNCONSTRAINED:
-            free = [(cut, [axis for axis in cut.axes if axis not in named]) for cut in here.cuts[dim]]
-            cuts[dim] = tuple(c for cut, axes in free for c in ([cut] if len(axes) == len(cut.axes) else [Cut((a,)) for a in axes]))
+            pieces = [
+                [Cut((a,)) for a in cut.axes if a not in named] if set(cut.axes) & set(named) else [cut] for cut in here.cuts[dim]
+            ]
+            cuts[dim] = tuple(cut for piece in pieces for cut in piece)
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 

@@ -22,7 +22,8 @@ from .where import is_placement, mesh_and_spec
 def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int | None = 0) -> Any:
     """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; what is sharded already is redistributed.
 
-    With a mesh set, `device_put(x, P(...))`.
+    With a mesh set, `device_put(x, P(...))`. Where a leaf requires grad (then it does on every rank), the result is part of its graph:
+    every rank's leaf gets the whole gradient, which can be differentiated again. `distribute_tensor` makes a leaf instead.
 
     Args:
         x: a tensor, a NumPy array or a number, of which it takes a copy with the dtype that `torch.tensor` gives it; or a tree of them
@@ -36,9 +37,11 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         ValueError: shardings that do not fit the tree or a tensor; before anything moves.
         RuntimeError: as `distribute_tensor`.
 
-    Communication: for each leaf as `distribute_tensor` or `redistribute`.
+    Communication: for each leaf as `distribute_tensor` or `redistribute`; backward: the redistribution of its gradient to all ranks.
 
     Example:
+        >>> sm.grad(lambda w: sm.device_put(w, mesh, P("dp")).square().sum())(torch.ones(4))
+        tensor([2., 2., 2., 2.])
         >>> params = sm.device_put({"w": torch.ones(8, 4), "b": 0.0}, {"w": NamedSharding(mesh, P("dp")), "b": NamedSharding(mesh, P())})
     """
     if _is_tree(mesh):

@@ -13,6 +13,7 @@ import torch
 
 from ..kernels.box import Box, box_size
 from ..mesh.abstract_mesh import AbstractMesh, unravel
+from ..mesh.transforms import outside_of_transforms
 from .cache import keep
 from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
@@ -231,7 +232,7 @@ class Layout:
     @cached_property
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
-        with torch.inference_mode(False):  # it outlives the mode
+        with outside_of_transforms(), torch.inference_mode(False):  # it outlives transform and mode
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:
@@ -299,7 +300,9 @@ def _check_on(mesh: AbstractMesh, sharding: Sharding) -> None:
     """Raises: ValueError where the sharding is one on another mesh."""
     if sharding.mesh is not mesh and sharding.mesh != mesh:
         one, other = told_apart(sharding.mesh, mesh)
-        raise ValueError(f"the sharding {sharding.spec} is one on {one}, and the tensor lies on {other}; give one on that mesh")
+        raise ValueError(
+            f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh"
+        )
 
 
 def told_apart(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:

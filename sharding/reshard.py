@@ -12,6 +12,7 @@ from ..mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..mesh.group import current_world
 from . import dispatch, dtensor
 from .across import redistribute_across
+from .engine_hooks import transforms_active
 from .functional.mapping import captures_here
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed
@@ -270,6 +271,8 @@ def _made(x: ShardedTensor, moved: Tensor, target: Layout) -> ShardedTensor:
 
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     """The result, copied if it lies in the memory of the part before; of donated memory, if it is but a piece."""
+    if transforms_active():
+        return moved  # a new tensor
     storage = moved.untyped_storage()
     if local is None:
         piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()

@@ -205,7 +205,8 @@ def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, .
 def _check_known(spec: P, axis_names: Sequence[str]) -> None:
     if UNCONSTRAINED in spec.dims:
         raise ValueError(
-            f"{spec} leaves dim {spec.dims.index(UNCONSTRAINED)} as it is, which only with_sharding_constraint can; write None or names"
+            f"{spec} leaves dim {spec.dims.index(UNCONSTRAINED)} as it is, which only with_sharding_constraint can; write None or axis "
+            "names"
         )
     unknown = [a for a in spec.axes if a not in axis_names]
     if unknown:

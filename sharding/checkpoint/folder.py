@@ -7,7 +7,7 @@
         manifest.json                  step, files, sizes, a CRC-32 of every piece; renamed to this name as the last file
       step-00000200.tmp-5f3a91c2/      being written, or left behind by a crash; the next save removes it
       step-00000100.old-5f3a91c2/      replaced by a newer save of its step; read only while that has not got its name
-      step-00000000.gone-5f3a91c2/     being removed
+      step-00000000.gone-5f3a91c2/     being removed, a share of its files by each rank
       .owner-00000001.json             which process saves here (lease.py)
 """
 
@@ -17,12 +17,14 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from .files import sync_folder
 
 MANIFEST, METADATA = "manifest.json", ".metadata"
+_WRITER = re.compile(r"__(\d+)_")
 _NAME = re.compile(r"step-(\d+)(?:\.(tmp|old|gone)-\w+)?")
 
 
@@ -90,8 +92,8 @@ def tidy(folder: Path) -> None:
             remove(path)
 
 
-def take_name(unfinished: Path, step: int, nonce: str) -> Path:
-    """The folder, with all that is in it, becomes the checkpoint of its step; one that had the name before goes only then."""
+def take_name(unfinished: Path, step: int, nonce: str) -> list[Path]:
+    """Give the folder, with all that is in it, the name of its step's checkpoint. Return the one that it replaces, if any, nameless."""
     folder = unfinished.parent
     final, replaced = folder / name(step), folder / name(step, f"old-{nonce}")
     sync_folder(unfinished)
@@ -99,23 +101,40 @@ def take_name(unfinished: Path, step: int, nonce: str) -> Path:
         os.rename(final, replaced)
     os.rename(unfinished, final)
     sync_folder(folder)
-    if replaced.exists():
-        remove(replaced)
-    return final
+    return [nameless(replaced)] if replaced.exists() else []
 
 
-def keep_newest(folder: Path, keep: int, step: int) -> None:
-    """Remove all but `keep` complete checkpoints: the one of `step`, and the newest others."""
+def too_old(folder: Path, keep: int, step: int) -> list[Path]:
+    """Take their names from all but `keep` complete checkpoints: the one of `step`, and the newest others. Return them."""
     others = sorted((found for found in complete(folder).values() if found.step != step), reverse=True)
-    for found in others[keep - 1 :]:
-        remove(found.path)
+    return [nameless(found.path) for found in others[keep - 1 :]]
+
+
+def nameless(path: Path) -> Path:
+    """Rename a folder that is to be removed, so that one half removed is never taken for a checkpoint."""
+    if ".gone-" in path.name:
+        return path
+    gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")
+    os.rename(path, gone)
+    return gone
 
 
 def remove(path: Path) -> None:
-    """Remove a folder. It loses its name first, so that one half removed is never taken for a checkpoint."""
-    if ".gone-" not in path.name:
-        gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")
-        os.rename(path, gone)
-        path = gone
+    """Remove a folder and all that is in it."""
     with contextlib.suppress(OSError):  # the next save tries again
-        shutil.rmtree(path)
+        shutil.rmtree(nameless(path))
+
+
+def remove_share(paths: Iterable[Path], rank: int, world: int) -> None:
+    """Remove this rank's share of the files in nameless folders; whoever removes a folder's last file removes the folder.
+
+    Unlinking large files takes a good part of the time that writing them takes. Rank r takes what rank r wrote, so that the shares
+    do not depend on what other ranks have removed already.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):  # the next save tries again
+            for file in os.listdir(path):
+                writer = _WRITER.match(file)
+                if (int(writer[1]) if writer else 0) % world == rank:
+                    os.unlink(path / file)
+            os.rmdir(path)

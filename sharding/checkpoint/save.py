@@ -7,11 +7,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ...mesh.group import World, current_world
 from .agree import everyone, everywhere
-from .folder import Checkpoint
+from .folder import Checkpoint, remove_share
 from .prepare import prepared
 from .saving import Saving
 
@@ -87,7 +88,7 @@ class AsyncSave:
     def __init__(self, saving: Saving) -> None:
         self._saving = saving
         self._written = threading.Event()
-        self._result: Checkpoint | None = None
+        self._result: tuple[Checkpoint, list[Path]] | None = None
         self._write_error: Exception | None = None
         self._error: Exception | None = None
         self._outcome: Checkpoint | BaseException | None = None
@@ -105,7 +106,9 @@ class AsyncSave:
             _log.error("%s", error)  # nobody will ask for it any more
 
     def _commit(self) -> None:
-        self._result = self._saving.commit()
+        checkpoint, retired = self._saving.commit()
+        remove_share(retired, 0, 1)
+        self._result = checkpoint, []
 
     def done(self) -> bool:
         """Whether this rank's thread has ended: on rank 0, when the checkpoint is complete or has failed."""
@@ -143,7 +146,7 @@ class AsyncSave:
         self._saving.stopped.set()
         self._thread.join()
 
-    def _join_commit(self) -> Checkpoint | None:
+    def _join_commit(self) -> tuple[Checkpoint, list[Path]] | None:
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -159,7 +162,10 @@ def _tried(work: Callable[[], None]) -> Exception | None:
 
 
 def _settle(saving: Saving, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]) -> Checkpoint:
-    """Every rank writes; when all have, rank 0 makes the checkpoint of it. What fails anywhere is raised everywhere, after `stop`."""
+    """Every rank writes; when all have, rank 0 makes the checkpoint of it. What fails anywhere is raised everywhere, after `stop`.
+
+    What the checkpoint replaces is removed last, by all ranks.
+    """
     group = everyone(current_world())
     try:
         everywhere(group, write)
@@ -168,7 +174,9 @@ def _settle(saving: Saving, write: Callable[[], None], commit: Callable[[], Any]
         stop()
         saving.clear()
         raise
-    return made
+    checkpoint, retired = made
+    remove_share(retired, saving.rank, saving.world)
+    return checkpoint
 
 
 def _end_last() -> None:

@@ -79,8 +79,12 @@ class Saving:
         leaf = self.leaves[piece.name]
         return serialised(leaf) if piece.box is None else on_host(part_of(leaf, piece.box))
 
-    def commit(self) -> folders.Checkpoint:
-        """On rank 0, when all have written: the index, the manifest, the name; then older checkpoints may go."""
+    def commit(self) -> tuple[folders.Checkpoint, list[Path]]:
+        """On rank 0, when all have written: the index, the manifest, the name.
+
+        Returns:
+            The checkpoint, and the folders without a name that are to be removed now: what it replaces, and what is older than `keep`.
+        """
         path = self.unfinished
         try:
             parts = {rank: json.loads(self._arrived(rank)) for rank in range(self.world)}
@@ -94,14 +98,14 @@ class Saving:
             path = self.unfinished / folders.MANIFEST
             write_whole(path, manifest_of(self.step, self.world, self.structure, files))
             path = self.unfinished.parent
-            final = folders.take_name(self.unfinished, self.step, self.nonce)
+            retired = folders.take_name(self.unfinished, self.step, self.nonce)
             if self.keep is not None:
-                folders.keep_newest(path, self.keep, self.step)
+                retired += folders.too_old(path, self.keep, self.step)
         except OSError as error:
             raise CheckpointError(self._failed(path, error)) from error
         finally:
             self.end()
-        return folders.Checkpoint(self.step, final)
+        return folders.Checkpoint(self.step, path / folders.name(self.step)), retired
 
     def _arrived(self, rank: int) -> bytes:
         """What a rank says that it has written; waits for it."""

@@ -86,7 +86,7 @@ def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: 
 def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
     if isinstance(like, Sharding):
         entry = stored.entries.get(name_of(path))
-        if entry is None or entry.shape is None:
+        if entry is None or entry.shape is None or entry.dtype is None:
             return Value(name_of(path))
         like = Layout.of(like.mesh, like.spec, entry.shape, entry.dtype)
     if isinstance(like, Layout | ShardedTensor):

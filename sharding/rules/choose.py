@@ -7,7 +7,8 @@ choice is made among them:
     proposed            9 at 1  7 at 3  9 at 6      gathered: three values, three places
     max                 9 at 1                      of equals the first, as in torch
 
-An empty part proposes nothing. The gradient goes back the way the values came, to the element that was chosen.
+An empty part proposes nothing. Values and places travel together, as bytes, in one all_gather. The gradient goes back the way the
+values came, to the element that was chosen.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, return_types
 
+from ..dispatch import wrap
+from ..engine_hooks import transforming
 from ..layout import Layout
+from ..redistribute import with_gradient_of_redistribute
 from ..spec import Cut, P
+from ..tensor import ShardedTensor
 from .blocks import (
     all_from_parts,
     all_splitting_axes,
@@ -51,7 +56,7 @@ def _choice(input: Tensor, dim: int, count: int, choose: Choose) -> Callable[[An
     propose = partial(_proposals, choose, dim, layout)
 
     def run(x: Any) -> tuple[Any, Any]:
-        values, places = (whole(part, dim) for part in all_from_parts(layouts, propose, settled(x)))
+        values, places = _together(dim, *all_from_parts(layouts, propose, settled(x)))
         best, at = choose(values)
         return best, places.gather(dim, at)
 
@@ -65,6 +70,30 @@ def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple
         return local, torch.empty_like(local, dtype=torch.int64, requires_grad=False)
     values, places = choose(local)
     return values, places + layout.box[dim][0]
+
+
+def _together(dim: int, values: ShardedTensor, places: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor]:
+    """`whole` of both along `dim`, which are laid out alike; with the gradient of `whole(values)`.
+
+    Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
+    """
+    layout = values._layout
+    if layout.mesh.coordinate is None or transforming():  # type: ignore[attr-defined]
+        return whole(values, dim), whole(places, dim)
+    with torch.no_grad():
+        packed = torch.cat([_bytes(values._local), _bytes(places._local)], -1)
+        spec, width = P.of_cuts([*layout.spec.cuts, ()], {}), packed.shape[-1]
+        gathered = whole(wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim)._local
+        best, at = (x.contiguous() for x in gathered.split([width - 8, 8], -1))
+        best, at = best.view(layout.dtype).squeeze(-1), at.view(torch.int64).squeeze(-1)
+    target = layout.replace(P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(layout.spec.cuts)], {}))
+    best = with_gradient_of_redistribute(values._local, layout, target, best)
+    return wrap(best, target), wrap(at, target.replace(dtype=torch.int64))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The bytes of each element, as another dim."""
+    return x.contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _is_split(x: Any, dim: int) -> bool:
@@ -133,7 +162,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
 
     def run(input: Any, *_: Any, **__: Any) -> Any:
         x = settled(input.detach())
-        values, places = (whole(part, 0) for part in all_from_parts(layouts, partial(_first_extreme, name, layout), x))
+        values, places = _together(0, *all_from_parts(layouts, partial(_first_extreme, name, layout), x))
         best = getattr(values, f"a{name}")()
         first = torch.where((values == best) | (values != values), places, math.prod(layout.shape)).amin()
         return first.reshape([1] * ndim) if keepdim else first

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -46,11 +47,61 @@ def test_lines_do_not_interleave() -> None:
         sys.stdout.writelines(["a", "b\n", "c\nd"])
 
     # Rank 1 arrives last at the first barrier and goes on; rank 0 arrives last at the second.
-    first, second = "[rank 0] one line", "[rank 1] one line"
     text = printed(fn).splitlines()
-    assert text[:2] == [second, first]
-    assert sorted(text[2:]) == [f"[rank {r}] {what}" for r in range(2) for what in ("ab", "c", "d")]
-    assert [line for line in text[2:] if "rank 0" in line] == [f"[rank 0] {what}" for what in ("ab", "c", "d")]
+    assert text[:2] == ["[rank 0] one line", "[rank 1] one line"]
+    assert text[2:] == [f"[rank {r}] {what}" for r in range(2) for what in ("ab", "c", "d")]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_lines_come_in_the_order_of_ranks(n: int) -> None:
+    def fn() -> None:
+        for step in range(4):
+            print(step)
+            if step < 3:
+                barrier()
+
+    assert printed(fn, n).splitlines() == [f"[rank {r}] {step}" for step in range(4) for r in range(n)]
+
+
+def test_who_asks_for_the_descriptor_sees_all_that_was_printed(tmp_path: Path) -> None:
+    """As `input`, a debugger or a child process does."""
+
+    def fn() -> None:
+        barrier()
+        print("before", rank())
+        if rank() == 1:
+            os.write(sys.stdout.fileno(), b"past\n")
+
+    with open(tmp_path / "out", "w", buffering=1) as stream, contextlib.redirect_stdout(stream):
+        simulate(2)(fn)()
+    assert (tmp_path / "out").read_text() == "[rank 1] before 1\npast\n[rank 0] before 0\n"
+
+
+def test_nothing_held_is_lost() -> None:
+    """Rank 2 goes on first, prints, and fails before ranks 0 and 1 have run; or prints and ends."""
+
+    def fails() -> None:
+        barrier()
+        print("after", rank())
+        raise ValueError("stop")
+
+    with contextlib.redirect_stdout(io.StringIO()) as stream, pytest.raises(ValueError, match="stop"):
+        simulate(3)(fails)()
+    assert stream.getvalue() == "[rank 2] after 2\n"
+
+    def groups() -> None:
+        pairs = current_world().group([0, 1] if rank() < 2 else [2, 3])
+        pairs.barrier()
+        print("pair")
+        pairs.barrier()
+        print("again")
+        barrier()
+        print("all")
+
+    text = printed(groups, 4).splitlines()
+    assert sorted(text) == sorted(f"[rank {r}] {what}" for r in range(4) for what in ("pair", "again", "all"))
+    assert text[-4:] == [f"[rank {r}] all" for r in range(4)]
+    assert all([line for line in text if f"rank {r}" in line] == [f"[rank {r}] {w}" for w in ("pair", "again", "all")] for r in range(4))
 
 
 def test_several_lines_of_one_print_and_empty_ones() -> None:

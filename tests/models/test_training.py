@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import shardmesh as sm
 from tests.models.tiny import (
@@ -140,6 +141,29 @@ def test_experts_by_grouped_products(make):
     expected = train(made(), IDS, _loss_with_router)
     for found in sm.simulate(4)(program)():
         same(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balancing_loss_of_sharded_logits(padded):
+    """Transformers' function as it is: `histc` and `scatter_add_` into plain zeros; with the padding mask split as the tokens are."""
+    logits = torch.randn(16, 5, generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < torch.tensor([[5], [8]])).long() if padded else None
+
+    def loss_and_grad(x, mask):
+        loss = load_balancing_loss_func((x, x * 2), 5, 2, mask)
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    def program(spec):
+        mesh = sm.init_device_mesh("cpu", (3,), axis_names=("dp",))
+        x = sm.distribute_tensor(logits, mesh, spec, src_data_rank=None).requires_grad_()
+        with sm.implicit_replication():
+            found = loss_and_grad(x, None if mask is None else sm.distribute_tensor(mask, mesh, spec, src_data_rank=None))
+        return [y.detach().full_tensor() for y in found]
+
+    expected = [y.detach() for y in loss_and_grad(logits.clone().requires_grad_(), mask)]
+    for spec in (sm.P("dp"), sm.P()):
+        for found in sm.simulate(3)(program)(spec):
+            torch.testing.assert_close(found, expected)
 
 
 def _loss_with_router(made, ids):

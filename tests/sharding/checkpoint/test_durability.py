@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import threading
 
 import pytest
 import torch
@@ -55,6 +56,29 @@ def test_steps_and_the_newest(tmp_path):
     text = same_error((2,), lambda mesh: load(tmp_path, {}, step=4), FileNotFoundError, silent=False)
     assert "step 4" in text
     assert "[3, 12]" in text
+
+
+@pytest.mark.parametrize("writers", [1, 2, 5])
+def test_what_is_replaced_is_removed_by_all_ranks(writers, tmp_path, monkeypatch):
+    """Each rank unlinks what the ranks of its number wrote, of whatever world; nothing is left."""
+    for step in (0, 1):
+        on_mesh((writers,), lambda mesh, step=step: save(tree(mesh, step), tmp_path, step=step))
+    unlink, by = os.unlink, {}
+
+    def told(path, *args, **kwargs):
+        by.setdefault(threading.current_thread(), []).append(str(path))
+        unlink(path, *args, **kwargs)
+
+    def program(mesh):
+        save(tree(mesh, 1), tmp_path, step=1, keep=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", told)
+        on_mesh((2,), program)
+    assert names(tmp_path) == ["step-00000001"]
+    removed = sorted(sum(".distcp" in path and ".gone-" in path for path in paths) for paths in by.values())
+    assert sum(removed) == 2 * writers, "both folders"
+    assert len([n for n in removed if n]) == min(writers, 2), "by both ranks"
 
 
 def test_a_step_of_its_own(tmp_path):

@@ -33,6 +33,46 @@ def test_batch_heads_and_queries_are_split_without_communication(spec, causal):
     on_mesh((3,), program)
 
 
+PADDING = torch.arange(6) < torch.tensor([[4], [6]])  # the keys that each sequence of the batch has
+MASKS = {
+    "padding, [b, 1, 1, k]": PADDING[:, None, None],
+    "padding, expanded to queries": PADDING[:, None, None].expand(2, 1, 5, 6),
+    "padding, expanded to heads": PADDING[:, None, None].expand(2, 4, 5, 6),
+    "causal, [q, k]": torch.ones(5, 6, dtype=torch.bool).tril(),
+    "causal, [1, 1, q, k]": torch.ones(5, 6, dtype=torch.bool).tril()[None, None],
+    "causal and padding": torch.ones(5, 6, dtype=torch.bool).tril()[None, None] & PADDING[:, None, None],
+    "of each head, [h, 1, k]": torch.arange(6) < torch.tensor([3, 4, 5, 6])[:, None, None],
+}
+SPLITS = [("a", None, None), (None, "a", None), (None, None, "a"), ("a", "b", None), ("b", None, "a")]  # of sequences, heads, queries
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["bool", "added"])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_models_make(name, split, added):
+    """As booleans, and as numbers that are added and have a gradient; replicated, and split as the queries are."""
+    mask = torch.where(MASKS[name], 0.0, -30.0).double() if added else MASKS[name]
+    alike = P(*[axis if size > 1 else None for axis, size in zip((*split, None)[4 - mask.ndim :], mask.shape, strict=True)])
+
+    def attention(q, k, v, mask):
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return out, lambda: torch.autograd.grad(out.square().sum(), [q, k, v, mask][: 3 + added])
+
+    def program(mesh, spec):
+        keys = P(split[0], split[1])
+        operands = place(Q, mesh, P(*split)), place(K, mesh, keys), place(K + 1, mesh, keys), place(mask, mesh, spec)
+        with collectives() as records:
+            out, grads = attention(*[x.requires_grad_(x.is_floating_point()) for x in operands])
+        assert records == []
+        return [x.detach().full_tensor() for x in (out, *grads())]
+
+    out, grads = attention(*[x.clone().requires_grad_(x.is_floating_point()) for x in (Q, K, K + 1, mask)])
+    expected = [x.detach() for x in (out, *grads())]
+    for spec in {P(), alike}:
+        for found in on_mesh((2, 2), lambda mesh, spec=spec: program(mesh, spec)):
+            torch.testing.assert_close(found, expected)
+
+
 DROPPED = {
     "plain": lambda q, k, mask: F.scaled_dot_product_attention(q, q + 1, q - 1, dropout_p=0.4),
     "causal": lambda q, k, mask: F.scaled_dot_product_attention(q, q + 1, q - 1, dropout_p=0.4, is_causal=True, scale=0.3),

@@ -10,7 +10,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.rules.check import prove
-from tests.sharding.ranks import collectives, on_mesh, same_error
+from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 from tests.sharding.rules.table import b, f, i
 
 NAN = math.nan
@@ -51,6 +51,28 @@ def test_bytes_do_not_grow_with_the_dim(name):
 
     few = counted(4 * 96)
     assert few == counted(4 * 9600) <= 4 * 4 * 3 * (3 * 16 + 8)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "aminmax"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_values_and_places_travel_in_one_message(name, dtype):
+    """Also where parts are uneven. The gradient is a slice at first, and gathered when it is differentiated again."""
+
+    def program(mesh):
+        x = sm.distribute_tensor(f(4, 5).mul(8).to(dtype), mesh, P(None, "a"), src_data_rank=None)
+        with collectives() as records:
+            made = CALLS[name](x.requires_grad_(dtype.is_floating_point))
+        made = made if isinstance(made, torch.Tensor) else made[0]
+        if made.requires_grad:
+            total, whole = made.square().sum(), CALLS[name](x.full_tensor())[0].square().sum()
+            (grad,), (expected,) = (torch.autograd.grad(t, x, create_graph=True) for t in (total, whole))
+            (again,), (expected_again,) = (torch.autograd.grad(t.pow(3).sum(), x) for t in (grad, expected))
+            assert torch.equal(grad.full_tensor(), expected.full_tensor())
+            assert torch.equal(again.full_tensor(), expected_again.full_tensor())
+        return launched(records)
+
+    for there in on_mesh((4,), program):
+        assert len(there) == 1, there
 
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P("b", "a"), P(("b", "a")), P(None, ("a", "b")), P("a", unreduced={"b"})])
