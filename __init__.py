@@ -71,6 +71,7 @@ from .sharding.functional.collectives import (
     psum,
     psum_scatter,
 )
+from .sharding.functional.custom_vjp import custom_vjp
 from .sharding.functional.gradients import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
@@ -216,6 +217,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "convert_sync_batchnorm",
+    "custom_vjp",
     "data_parallel",
     "debug_nans",
     "device_put",

@@ -132,8 +132,8 @@ class Known:
 
     def may_be_trusted(self) -> bool:
         """Whether its results are known, and the backward of all custom functions has been followed, or has not run in a few calls."""
-        customs_done = self.uneven or self.followed > _MOST_FOLLOWED or all(custom.is_checked for custom in self.customs)
-        return self.exits is not None and customs_done
+        enough = self.uneven or self.followed > _MOST_FOLLOWED
+        return self.exits is not None and all(custom.is_checked or (enough and not custom.must_be_checked) for custom in self.customs)
 
 
 class Mapped:
