@@ -233,7 +233,7 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
     if tensor.ndim == 0:
         raise RuntimeError(
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
-            "distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
+            "device_put(t, mesh, P())"
         )
     raise RuntimeError(
         f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "

@@ -65,8 +65,8 @@ class custom_vjp:
     def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = (), nondiff_argnames: Sequence[str] = ()) -> None:
         functools.update_wrapper(self, fun)
         self.fun, self.fwd, self.bwd = fun, None, None
-        self.signature = inspect.signature(fun)
-        self.names = list(self.signature.parameters)
+        self.signature = _signature(fun)
+        self.names = [] if self.signature is None else list(self.signature.parameters)
         unknown = [name for name in nondiff_argnames if name not in self.names]
         if unknown:
             raise ValueError(f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments are {self.names}")
@@ -96,17 +96,33 @@ class custom_vjp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
             raise AttributeError(f"custom_vjp({self.name}) is called and has no gradient yet; {self.name}.defvjp(fwd, bwd) gives it one")
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.kwargs:
-            raise TypeError(f"custom_vjp({self.name}): {next(iter(bound.kwargs))!r} can only be passed by name, and fwd takes all by position")
-        args = bound.args
+        args = self._by_position(args, kwargs)
         leaves, tree = pytree.tree_flatten([x for i, x in enumerate(args) if i not in self.nondiff])
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             return self.fun(*args)
         if is_transformed():
             raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
         return _Call(self, args, leaves, tree).run()
+
+
+    def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """All arguments, as `fwd` takes them."""
+        left = kwargs
+        if self.signature is not None:
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, left = bound.args, bound.kwargs
+        if left:
+            name = next(iter(left))
+            raise TypeError(f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position")
+        return args
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fun)
+    except ValueError:  # of a builtin
+        return None
 
 
 @dataclass
@@ -193,8 +209,8 @@ class _Call:
         names = [name for i, name in enumerate(self._names()) if i not in custom.nondiff]
         if not isinstance(found, (tuple, list)) or len(found) != len(branches):
             raise TypeError(
-                f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate ({', '.join(names)}); "
-                "return a tuple with a gradient for each, None for zero"
+                f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
+                f"({', '.join(names)}); return a tuple with a gradient for each, None for zero"
             )
         grads: list[Any] = [None] * len(self.leaves)
         for name, branch, gradient in zip(names, branches, found, strict=True):
@@ -231,7 +247,8 @@ class _Call:
         members, tree = pytree.tree_flatten(branch)
         leaves, given = pytree.tree_flatten(gradient)
         if given != tree:
-            raise TypeError(f"{self.described()} gives argument {name!r} a gradient that is no tree like it: {_kind(gradient)}; return one, or None")
+            what = f"{self.described()} gives argument {name!r}"
+            raise TypeError(f"{what} a gradient that is no tree like it, {_kind(gradient)}; return one, or None for zero")
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 

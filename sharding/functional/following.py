@@ -126,7 +126,7 @@ class Following(TorchFunctionMode):
     def of(self, x: Tensor) -> Tag:
         """What is known of a tensor.
 
-        Raises: ShardingTypeError for a tensor from outside that requires grad.
+        Raises: ShardingTypeError for a tensor from outside that requires grad, or is sharded.
         """
         tag = getattr(x, "_mapped_tag", None)
         if tag is None or tag.owner is not self.owner:
@@ -154,6 +154,8 @@ class Following(TorchFunctionMode):
                 return found[0]
             if self.in_backward:
                 return self._of_saved(x)
+            if isinstance(x, ShardedTensor) and self.names & set(x._layout.mesh.axis_names):
+                raise ShardingTypeError(_sharded_from_outside(x, self.names))
             outside = x.is_leaf or self.unknown.type is REPLICATED
             if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
                 raise ShardingTypeError(_from_outside(x))
@@ -200,7 +202,12 @@ class Following(TorchFunctionMode):
             special = SPECIAL[func] = special_of(func)
         if special is not None:
             return special(self, func, args, kwargs or {})
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            if type(error) is RuntimeError:  # perhaps of a part beside a ShardedTensor from outside, which is told better here
+                self.joined(tensors_in((*args, *(kwargs or {}).values())), self.looked)
+            raise
         if type(result) in _NO_TENSORS:
             return result
         tag = self.made(func, args, kwargs)
@@ -284,6 +291,10 @@ class Following(TorchFunctionMode):
             self._unwrapped[memory] = (self.join(before, tag), x)
         self.unknown = self.join(self.unknown, tag)
 
+    def has_written(self, x: Tensor) -> bool:
+        """Whether what varies has been written into the memory of a tensor."""
+        return not isinstance(x, ShardedTensor) and _memory(x) in self._written
+
     def wrote(self, x: Any) -> None:
         """`x` has been written to: so have all tensors that share its memory."""
         tag = getattr(x, "_mapped_tag", self.replicated)
@@ -330,8 +341,15 @@ def _by_a_number(func: Any, axes: Sequence[str]) -> str:
     )
 
 
+def _sharded_from_outside(x: ShardedTensor, names: frozenset[str]) -> str:
+    return (
+        f"{place()}: a ShardedTensor, {x._layout}, comes into a mapped function from outside, where {', '.join(map(repr, sorted(names)))} "
+        "are manual and tensors are parts. Pass it as an argument by position: its part goes in as its spec in in_specs says"
+    )
+
+
 def _from_outside(x: Tensor) -> str:
     return (
         f"{place()}: a tensor of shape {list(x.shape)} that requires grad comes into a mapped function from outside: its gradient would be "
-        "each rank's own. Pass it as an argument (with a spec of its own), or use it detached: x.detach()"
+        "each rank's own. Pass it as an argument by position (with a spec of its own), or use it detached: x.detach()"
     )

@@ -124,7 +124,9 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     with _watched(leaves, primals) as fresh:
         value = f(*pytree.tree_unflatten(fresh, tree))
         result, *aux = value if has_aux else (value,)
-        outs, out_tree = pytree.tree_flatten(result)
+        results, out_tree = pytree.tree_flatten(result)
+        numbers = [i for i, out in enumerate(results) if isinstance(out, Tensor)]
+        outs = [results[i] for i in numbers]
         record = None if mapping is None else _record(mapping, outs, fresh)
         nested, done = _thread.nested, pytree.tree_map(_finished, result)
 
@@ -134,7 +136,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
             raise ValueError(f"vjp: cotangents {given_tree} for results {out_tree}; give a tree like that of the results")
         before, _thread.nested = _thread.nested, nested
         try:
-            found = _gradients(outs, fresh, given, record)
+            found = _gradients(outs, fresh, [given[i] for i in numbers], record)
         finally:
             _thread.nested = before
         return tuple(pytree.tree_unflatten(found, tree))
@@ -149,7 +151,9 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     `ShardedTensor`s. (On the parts inside a mapped function `torch.func.jvp` works too, but not in `simulate`, whose ranks would
     share its state.)
 
-    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree.
+    What is no tensor in the result, such as None, has the tangent None.
+
+    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or other shapes.
 
     Communication: that of f, and of backward twice.
     """
@@ -158,11 +162,15 @@ def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) 
     _check_floating("jvp", leaves)
     if directions_tree != tree:
         raise ValueError(f"jvp: tangents {directions_tree} for primals {tree}; give a tree like that of the primals")
+    for i, (x, direction) in enumerate(zip(leaves, directions, strict=True)):
+        if not isinstance(direction, Tensor) or direction.shape != x.shape:
+            given = f"of shape {list(direction.shape)}" if isinstance(direction, Tensor) else repr(direction)
+            raise ValueError(f"jvp: tangent {i} is {given}, and its primal has shape {list(x.shape)}; give tensors alike, or zeros")
     with _watched(leaves, (primals, tangents)) as fresh:
         result = f(*pytree.tree_unflatten(fresh, tree))
         outs, out_tree = pytree.tree_flatten(result)
-        found = [torch.zeros_like(out) for out in outs]
-        linked = [i for i, out in enumerate(outs) if out.requires_grad]
+        found: list[Any] = [torch.zeros_like(out) if isinstance(out, Tensor) else None for out in outs]
+        linked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
         for i, derivative in zip(linked, _derivatives([outs[i] for i in linked], fresh, directions), strict=True):
             found[i] = derivative
         return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in found], out_tree)
@@ -358,7 +366,7 @@ def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
         return _remembered(mapping, outs, inputs)
     types = [mapping.checker.of(out).type for out in outs]
     if is_loss:
-        _check_loss_type(types[0])
+        _check_loss_type(types[0], [mapping.checker.of(x).type for x in inputs])
     given = [mapping.checker.of(x).type for x in inputs]
     duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
     record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
@@ -383,13 +391,15 @@ def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) ->
     )
 
 
-def _check_loss_type(type_: Type) -> None:
+def _check_loss_type(type_: Type, inputs: Sequence[Type]) -> None:
     axes = sorted(type_.varying | type_.pending)
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
+        own = all(type_.varying <= x.varying for x in inputs)
+        which = ", in which the gradient of what varies, as the arguments do, is that of each rank's own loss" if own else ""
         raise ShardingTypeError(
             f"grad inside a mapped function: the loss {type_}, so that every rank has one of its own; which is meant? pmean(loss, {names}) "
-            f"for their mean, psum(loss, {names}) for their sum"
+            f"for their mean, psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:
         raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}; psum(loss, {names}) first")

@@ -33,7 +33,7 @@ from ..lineage import carrying, mixed, seed_of
 from ..spec import P
 from ..tensor import ShardedTensor
 from .custom import Application
-from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
+from .entry import Entrance, Watched, aliased, as_they_lie, enter, entrance
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
@@ -169,7 +169,7 @@ class Mapped:
         known = None if kwargs else self._known.get(tuple(key))
         if known is None or not known.quick or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
-        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)
+        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)  # type: ignore[arg-type]
 
     def _run(self, known: Known, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
         """The function itself, on parts."""
@@ -201,7 +201,7 @@ class Mapped:
             known.quick = known.trusted and known.plain
         if not known.trusted or (outer is not None and outer.checker is not None):
             return self._carefully(known, leaves, parts, tree, kwargs)
-        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
+        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)  # type: ignore[arg-type]
 
     def _known_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Known:
         mesh, outer = self._mesh_for(leaves), current_mapping()
@@ -260,11 +260,13 @@ class Mapped:
         with unfollowed():
             parts = [aliased(part) for part in parts]
         tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
+        with unfollowed():
+            watched = Watched(leaves, parts, known.ways, tags)
         if self.check == "values":
             check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
         out = self._followed(known, parts, tree, kwargs, checker, around)
         with unfollowed():
-            result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways))
+            result = self._out(known, out, parts, checker, watched.written(checker))
         if around is None:
             known.customs, known.followed = checker.end(), known.followed + 1
         else:

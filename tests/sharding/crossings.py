@@ -273,7 +273,8 @@ class Program:
         if way == "copies":
             return Value("sharded", sm.from_local(local, self.mesh, P(), grad_placements=summed))
         share = 2 * (rank + 1) / (ranks * (ranks + 1))
-        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": local if rank == 0 else local * 0 + 1}[way]
+        one = local if rank == 0 else local * 0 + 1
+        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": one}[way]
         return Value("sharded", sm.from_local(own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape))
 
     def mapped(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
