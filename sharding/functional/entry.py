@@ -196,8 +196,9 @@ class Watched:
         versions: of parts that lie in memory which other ranks have copies of, and which they are not to write to.
     """
 
-    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance], tags: Sequence[Any]) -> None:
-        self.parts, self.ways, self.tags = parts, ways, tags
+    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> None:
+        self.parts, self.ways = parts, ways
+        self.tags: Sequence[Any] = ()
         self.versions = [_version(*each) for each in zip(leaves, parts, ways, strict=True)]
 
     def written(self, checker: Any) -> ShardingTypeError | None:

@@ -262,14 +262,11 @@ class Following(TorchFunctionMode):
     def note(self, result: Any, tag: Tag) -> None:
         """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
         if isinstance(result, Tensor):
+            result._mapped_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
-                result._mapped_tag = tag  # type: ignore[attr-defined]
                 self._remember(result, tag)
-            elif self.customs is None or isinstance(result, ShardedTensor):
-                result._mapped_tag = tag  # type: ignore[attr-defined]
-            else:
-                with unfollowed():
-                    result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
+            elif self.customs is not None and not isinstance(result, ShardedTensor):
+                result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.note(part, tag)

@@ -268,7 +268,7 @@ def _again(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     tag = mapping.checker.of(x)
     with unfollowed():
         fresh = make(x)
-    mapping.checker.note(fresh, tag)
+        mapping.checker.note(fresh, tag)
     return fresh
 
 

@@ -259,9 +259,8 @@ class Mapped:
         checker.uneven = checker.uneven or known.uneven
         with unfollowed():
             parts = [aliased(part) for part in parts]
-        tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
-        with unfollowed():
-            watched = Watched(leaves, parts, known.ways, tags)
+            watched = Watched(leaves, parts, known.ways)
+        watched.tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
         if self.check == "values":
             check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
         out = self._followed(known, parts, tree, kwargs, checker, around)
@@ -288,7 +287,7 @@ class Mapped:
         try:
             with checker.inside(mapping), checker if around is None else nullcontext():
                 out = self._run(known, parts, tree, kwargs, uncompiled(self.f))
-                for leaf in pytree.tree_leaves(out):
+                for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
                         checker.of(leaf)  # the axes are those in here
                 return out
