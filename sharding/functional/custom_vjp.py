@@ -96,13 +96,13 @@ class custom_vjp:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
             raise AttributeError(f"custom_vjp({self.name}) is called and has no gradient yet; {self.name}.defvjp(fwd, bwd) gives it one")
-        args = self._by_position(args, kwargs)
-        leaves, tree = pytree.tree_flatten([x for i, x in enumerate(args) if i not in self.nondiff])
+        given = self._by_position(args, kwargs)
+        leaves, tree = pytree.tree_flatten([x for i, x in enumerate(given) if i not in self.nondiff])
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-            return self.fun(*args)
+            return self.fun(*given)
         if is_transformed():
             raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
-        return _Call(self, args, leaves, tree).run()
+        return _Call(self, given, leaves, tree).run()
 
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:

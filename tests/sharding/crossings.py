@@ -354,7 +354,8 @@ def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, 
     program = Program(seed, mesh_shape)
     for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, o=order, n=name: f"{program}: order {o}, leaf {n}: {text}")
+            what = f"{program}: order {order}, leaf {name}"
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, what=what: f"{what}: {text}")
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:
