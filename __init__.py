@@ -87,6 +87,7 @@ from .sharding.functional.collectives import (
     pswapaxes,
 )
 from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
+from .sharding.functional.custom_vjp import custom_vjp
 from .sharding.functional.forward import jvp, linearize
 from .sharding.functional.gradients import checkpoint, grad, remat, stop_gradient, value_and_grad, vjp
 from .sharding.functional.jacobians import hessian, jacfwd, jacrev
@@ -249,6 +250,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "convert_sync_batchnorm",
+    "custom_vjp",
     "data_parallel",
     "debug_nans",
     "device_put",

@@ -129,7 +129,7 @@ def _of_gradient(layout: Layout) -> Layout:
     """How the gradient of the gradient of a part lies: as the part, but where every rank's own part has a gradient of its own."""
     if layout.only_sums:
         return layout
-    return layout.replace(layout.spec.with_unreduced({a: k if k == "sum" else EACH for a, k in layout.spec.unreduced}))
+    return layout.replace(layout.spec.with_unreduced({axis: kind if kind == "sum" else EACH for axis, kind in layout.spec.unreduced}))
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:

@@ -234,7 +234,7 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
     if tensor.ndim == 0:
         raise RuntimeError(
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
-            "distribute_tensor(t, mesh, [Replicate()] * mesh.ndim)"
+            "device_put(t, mesh, P())"
         )
     if current_mapping() is not None:
         raise RuntimeError(f"{what}, inside a mapped function, which works on parts: pass the ShardedTensor as an argument")

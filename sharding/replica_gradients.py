@@ -29,8 +29,8 @@ LEFT_BY_TO_LOCAL = (
 USED_DIFFERENTLY = (
     "the gradient of a plain tensor that is replicated on axes {axes} ({layout}) is to be differentiated, and each rank used it "
     "differently: the gradients of that gradient differ between the replicas. A plain tensor is one value for all ranks, and so is its "
-    "gradient: compute the same of it on every rank, or make it a ShardedTensor, ShardedTensor.from_local(gradient, mesh, P()), before "
-    "ranks go different ways"
+    "gradient: compute the same of it on every rank, or make it a ShardedTensor before ranks go different ways, "
+    "ShardedTensor.from_local(gradient, mesh, P())"
 )
 
 

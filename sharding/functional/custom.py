@@ -41,7 +41,7 @@ def is_custom(node: Any) -> bool:
     if not isinstance(node, BackwardCFunction):
         return False
     function = node._forward_cls  # type: ignore[attr-defined]
-    return hasattr(function, "argument_name") or not f"{function.__module__}.".startswith(_INTERNAL)
+    return getattr(function, "is_followed", False) or not f"{function.__module__}.".startswith(_INTERNAL)
 
 
 class Applications:
@@ -100,10 +100,12 @@ class Application:
         memory: what is known of its results, by their memory: saved for backward they come as other objects.
         names: the manual axes.
         is_checked: whether its backward has run.
+        must_be_checked: whether later calls need to know what it has told.
     """
 
     def __init__(self, node: Any, following: Following, ins: Sequence[Tag | None]) -> None:
         self.function = node._forward_cls
+        self.must_be_checked = getattr(self.function, "is_followed", False)
         needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
         self.ins: dict[int, Tag] = dict(zip(needed, [tag for tag in ins if tag is not None], strict=True))
         self.joined = following.looked
@@ -136,19 +138,24 @@ class Application:
             given = [following.gradient_of(g, self.outs.get(i)) for i, g in enumerate(grads)]
             with following:
                 found = type(node).apply(node, *given)
-            self._check(following, found if isinstance(found, tuple) else (found,))
+            checked = list(found) if isinstance(found, tuple) else [found]
+            for i, tag in self.ins.items():
+                if i < len(checked) and isinstance(checked[i], Tensor):
+                    checked[i] = self._checked(following, node, i, tag, checked[i])
         self.is_checked = True
-        return found
+        return tuple(checked)
 
-    def _check(self, following: Any, found: Sequence[Any]) -> None:
-        for i, tag in self.ins.items():
-            gradient = found[i] if i < len(found) else None
-            if isinstance(gradient, Tensor):
-                self._check_one(following, i, tag, gradient)
-
-    def _check_one(self, following: Any, i: int, tag: Tag, gradient: Tensor) -> None:
-        given, found = tag.type, following.of(gradient).type
-        for axis in sorted(self.names):
+    def _checked(self, following: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
+        """The gradient of an argument; as a share where a `custom_vjp` gives the whole one on every rank."""
+        given, found, call = tag.type, following.of(gradient).type, getattr(node, "call", None)
+        shared = () if call is None or call.site is None else call.site.whole.get(i - 1, ())
+        if call is not None and call.site is not None and not shared:
+            known = given.varying | given.pending | found.varying | found.pending
+            shared = tuple(a for a in self.mapping.names if a in self.names and a not in known)
+            if shared:
+                call.site.whole[i - 1] = shared
+                gradient = call.as_share(gradient, shared)
+        for axis in sorted(self.names - set(shared)):
             if axis in given.pending:
                 wrong = axis in found.varying | found.pending and not following.met_unknown
                 needed, advice = "is the same on every rank, as that of a pending value is", f"return psum(gradient, {axis!r})"
@@ -161,11 +168,17 @@ class Application:
                 advice = f"return the share without a psum of its own, or of a whole gradient pcast(gradient, {axis!r}, to='unreduced')"
             if wrong:
                 raise ShardingTypeError(
-                    f"{self._name()}: the gradient of argument {_argument(self.function, i)} {_said(found, axis)}, and the argument "
+                    f"{self._name(call)}: the gradient of argument {self._argument(call, i)} {_said(found, axis)}, and the argument "
                     f"{_said(given, axis)}: its gradient must be one that {needed}; {advice}"
                 )
+        return gradient
 
-    def _name(self) -> str:
+    def _argument(self, call: Any, i: int) -> str:
+        return _argument(self.function, i) if call is None else call.argument_name(i - 1)
+
+    def _name(self, call: Any) -> str:
+        if call is not None:
+            return call.described()
         code = inspect.unwrap(self.function.backward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}: backward of {self.function.__qualname__}"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +73,28 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
     if src.mesh is not mesh:
         raise ValueError(f"{path} lies on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first")
-    manual = only_axes(src.spec, names) if spec is None else as_spec(spec, mesh.axis_names, len(src.shape))
+    manual = only_axes(src.spec, names) if spec is None else fitting_spec(path, spec, mesh, len(src.shape))
     check_manual(path, manual, names)
     _check_sums(path, manual)
-    dst = src.replace(_with_global(manual, src.spec, names))
+    with _named(path):
+        dst = src.replace(_with_global(manual, src.spec, names))
     part = None if inner is None else inner_layout(dst, manual, names, inner)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
     return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
+
+
+def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
+    """The spec as a `P` with an entry for each dim. Raises: ValueError where it fits neither mesh nor tensor, with the path of that."""
+    with _named(path):
+        return as_spec(spec, mesh.axis_names, ndim)
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_no_parts(path: str, leaf: Any, spec: Any) -> None:
@@ -191,19 +207,56 @@ def aliased(part: Any) -> Any:
     return ShardedTensor._make(part._local, part._layout) if isinstance(part, ShardedTensor) else part.view_as(part)
 
 
-def written(checker: Any, tags: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> ShardingTypeError | None:
-    """The error of a function that has written what varies into an argument that is replicated, whose tags were these before."""
-    for tag, part, way in zip(tags, parts, ways, strict=True):
-        if tag is None:
-            continue
-        now = checker.of(part)
-        odd = sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
-        if odd:
-            return ShardingTypeError(
-                f"{way.path} is the same on every rank along {odd[0]!r}, and was written to with what is not, since {now.origins[odd[0]]}; "
-                "write to a clone of it"
-            )
-    return None
+class Watched:
+    """The arguments of a call whose types are followed, to see whether the function writes to them.
+
+    Attributes:
+        tags: what was known of them as they went in.
+        versions: of parts that lie in memory which other ranks have copies of, and which they are not to write to.
+    """
+
+    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> None:
+        self.parts, self.ways = parts, ways
+        self.tags: Sequence[Any] = ()
+        self.versions = [_version(*each) for each in zip(leaves, parts, ways, strict=True)]
+
+    def written(self, checker: Any) -> ShardingTypeError | None:
+        """The error of a function that has written what varies into an argument that is replicated, or into a part of such a one."""
+        for tag, version, part, way in zip(self.tags, self.versions, self.parts, self.ways, strict=True):
+            if version is not None and (_version_of(part) != version or checker.has_written(_local_of(part))):
+                spec = None if way.dst is None else way.dst.spec
+                return ShardingTypeError(
+                    f"{way.path} is the same on every rank, {way.src}; its part {spec} was written to in place, and every rank has written "
+                    f"another part of its copy: write to a clone of it, or pass a ShardedTensor that lies as {spec}"
+                )
+            if tag is None:
+                continue
+            now = checker.of(part)
+            odd = sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
+            if odd:
+                return ShardingTypeError(
+                    f"{way.path} is the same on every rank along {odd[0]!r}, and was written to with what is not, since "
+                    f"{now.origins[odd[0]]}; write to a clone of it"
+                )
+        return None
+
+
+def _local_of(x: Any) -> Tensor:
+    return x._local if isinstance(x, ShardedTensor) else x
+
+
+def _version_of(x: Any) -> int:
+    local = _local_of(x)
+    return -1 if local.is_inference() else local._version  # those of inference mode do not count
+
+
+def _version(leaf: Any, part: Any, way: Entrance) -> int | None:
+    """How often a part has been written to that lies in the memory of an argument with more copies than the part has."""
+    src, dst = way.src, way.dst
+    if src is None or dst is None or src.replicated_axes == dst.replicated_axes:
+        return None
+    shares = _local_of(part).untyped_storage()._cdata == _local_of(leaf).untyped_storage()._cdata
+    return _version_of(part) if shares else None
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:

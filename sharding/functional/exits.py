@@ -17,9 +17,9 @@ from ...mesh.source import DESCRIBERS
 from ..layout import Layout, dtype_name
 from ..lineage import piece_of
 from ..local_shapes import put_together
-from ..spec import P, as_spec
+from ..spec import P
 from ..tensor import ShardedTensor
-from .entry import check_manual
+from .entry import check_manual, fitting_spec
 from .replicas import sampled_digest
 from .signature import STATIC, flattened, rebuilt
 from .types import ShardingTypeError, Tag
@@ -121,7 +121,7 @@ def checked_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence
     check_kind(path, x, spec, partly)
     if not isinstance(x, Tensor):
         return None
-    found = as_spec(spec, mesh.axis_names, x.ndim)
+    found = fitting_spec(path, spec, mesh, x.ndim)
     check_manual(path, found, names)
     return found
 

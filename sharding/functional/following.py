@@ -294,14 +294,11 @@ class Following(TorchFunctionMode):
     def note(self, result: Any, tag: Tag) -> None:
         """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
         if isinstance(result, Tensor):
+            result._mapped_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
-                result._mapped_tag = tag  # type: ignore[attr-defined]
                 self._remember(result, tag)
-            elif self.customs is None or isinstance(result, ShardedTensor):
-                result._mapped_tag = tag  # type: ignore[attr-defined]
-            else:
-                with unfollowed():
-                    result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
+            elif self.customs is not None and not isinstance(result, ShardedTensor):
+                result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.note(part, tag)
@@ -322,6 +319,10 @@ class Following(TorchFunctionMode):
             before, _ = self._unwrapped.get(memory, (self.replicated, None))
             self._unwrapped[memory] = (self.join(before, tag), x)
         self.unknown = self.join(self.unknown, tag)
+
+    def has_written(self, x: Tensor) -> bool:
+        """Whether what varies has been written into the memory of a tensor."""
+        return not isinstance(x, ShardedTensor) and _memory(x) in self._written
 
     def wrote(self, x: Any) -> None:
         """`x` has been written to: so have all tensors that share its memory."""
@@ -397,5 +398,5 @@ def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> st
 def _from_outside(x: Tensor) -> str:
     return (
         f"{place()}: a tensor of shape {list(x.shape)} that requires grad comes into a mapped function from outside: its gradient would be "
-        "each rank's own. Pass it as an argument (with a spec of its own), or use it detached: x.detach()"
+        "each rank's own. Pass it as an argument by position (with a spec of its own), or use it detached: x.detach()"
     )

@@ -161,7 +161,9 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     with watched(leaves, primals) as fresh:
         value = f(*tree.filled(fresh))
         result, *aux = value if has_aux else (value,)
-        outs, out_tree = without_none(result)
+        results, out_tree = without_none(result)
+        numbers = [i for i, out in enumerate(results) if isinstance(out, Tensor)]
+        outs = [results[i] for i in numbers]
         record = None if mapping is None else _record(mapping, outs, fresh)
         nested, done = _thread.nested, pytree.tree_map(finished, result)
 
@@ -170,7 +172,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         before, _thread.nested = _thread.nested, nested
         _thread.depth += 1  # what is computed again is as it was
         try:
-            found = _gradients(outs, fresh, given, record)
+            found = _gradients(outs, fresh, [given[i] for i in numbers], record)
         finally:
             _thread.depth -= 1
             _thread.nested = before
@@ -294,7 +296,7 @@ def _again(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
     tag = mapping.checker.of(x)
     with unfollowed():
         fresh = make(x)
-    mapping.checker.note(fresh, tag)
+        mapping.checker.note(fresh, tag)
     return fresh
 
 
@@ -398,7 +400,7 @@ def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
     tags = [mapping.checker.of(out) for out in outs]
     types = [tag.type for tag in tags]
     if is_loss:
-        _check_loss_type(tags[0])
+        _check_loss_type(tags[0], [mapping.checker.of(x).type for x in inputs])
     given = [mapping.checker.of(x).type for x in inputs]
     duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
     record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
@@ -423,14 +425,16 @@ def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) ->
     )
 
 
-def _check_loss_type(tag: Tag) -> None:
+def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
     type_ = tag.type
     axes = sorted(type_.varying | type_.pending)
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
+        own = all(type_.varying <= x.varying for x in inputs)
+        which = ", in which the gradient of what varies, as the arguments do, is that of each rank's own loss" if own else ""
         raise ShardingTypeError(
             f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has one of its own; which is "
-            f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum"
+            f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:
         raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first")

@@ -114,9 +114,9 @@ class Mapping:
     def axes(self, name: AxisName) -> Axes:
         """The axes of this name or these names.
 
-        Raises: UnboundAxisError where one is not manual here; ValueError for one named twice or none.
+        Raises: UnboundAxisError where one is not manual here; ValueError for one named twice or none; TypeError for what is no name.
         """
-        key = name if type(name) is str else tuple(name)
+        key = name if type(name) is str else self._key(name)
         found = self._axes.get(key)
         if found is None:
             found = self._axes[key] = Axes(self.root, self._checked(key))
@@ -137,6 +137,14 @@ class Mapping:
         if found is None:
             found = self._axes[key] = GroupedAxes(axes, given)
         return found  # type: ignore[return-value]
+
+    def _key(self, name: Any) -> Any:
+        if isinstance(name, str) or (isinstance(name, Sequence) and all(isinstance(one, str) for one in name)):
+            return name if isinstance(name, str) else tuple(name)
+        raise TypeError(
+            f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names, and the manual axes here are "
+            f"{list(self.names)}; over a dim of the part itself reduce with x.sum(dim)"
+        )
 
     def _checked(self, name: Any) -> tuple[str, ...]:
         names = (name,) if isinstance(name, str) else name
@@ -224,7 +232,7 @@ def _replayed(name: AxisName) -> Mapping:
 
     Raises: UnboundAxisError where it cannot be told.
     """
-    names = {name} if isinstance(name, str) else set(name)
+    names = {name} if isinstance(name, str) or not isinstance(name, Sequence) else set(name)
     found = [m for m in list(_live.get(current_world(), ())) if names <= set(m.names)]
     if engine_hooks.current_backward() < 0 or not found:
         raise _unbound(name, "no mapped function runs here")

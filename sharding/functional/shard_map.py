@@ -37,7 +37,7 @@ from ..tensor import ShardedTensor
 from .batch import current_batch
 from .captures import Captures, captured_in
 from .custom import Application
-from .entry import Entrance, aliased, as_they_lie, check_transform, enter, entrance, written
+from .entry import Entrance, Watched, aliased, as_they_lie, check_transform, enter, entrance
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, Trusting, unfollowed
 from .mapping import Mapping, current_mapping, swap
@@ -148,8 +148,9 @@ class Known:
     def may_be_trusted(self) -> bool:
         """Whether its results are known, nothing is closed over, and the backward of all custom functions has been followed, or has not
         run in a few calls."""
-        customs_done = self.uneven or self.followed > _MOST_FOLLOWED or all(custom.is_checked for custom in self.customs)
-        return self.exits is not None and not self.captures and customs_done
+        enough = self.uneven or self.followed > _MOST_FOLLOWED
+        checked = all(custom.is_checked or (enough and not custom.must_be_checked) for custom in self.customs)
+        return self.exits is not None and not self.captures and checked
 
 
 class Mapped:
@@ -287,14 +288,15 @@ class Mapped:
         checker.uneven = checker.uneven or (known.uneven and (known.exits is None or not self._trusting))
         with unfollowed():
             parts = [aliased(part) for part in parts]
-        tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
+            watched = Watched(leaves, parts, known.ways)
+        watched.tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
         if self.check == "values":
             check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
         captures = Captures(self.name, known.mapping, known.mesh, known.own.axis_names, known.inner, checker)
         out = self._followed(known, parts, tree, kwargs, checker, around, captures)
         known.captures, known.constants = bool(captures.entered), captures.constants if is_grad_enabled() else ()
         with unfollowed():
-            error = None if trusts else written(checker, tags, parts, known.ways)
+            error = None if trusts else watched.written(checker)
             result = self._out(known, out, parts, None if trusts else checker, error, captures)
         if around is None:
             known.customs, known.followed = checker.end(), known.followed + 1
@@ -320,7 +322,7 @@ class Mapped:
         try:
             with checker.inside(mapping), checker if around is None else nullcontext():
                 out = captured_in(self._run(known, parts, tree, kwargs, uncompiled(self.f)), captures)
-                for leaf in pytree.tree_leaves(out):
+                for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
                         checker.of(leaf)  # the axes are those in here
                 return out

@@ -273,8 +273,8 @@ class Program:
         if way == "copies":
             return Value("sharded", sm.from_local(local, self.mesh, P(), grad_placements=summed))
         share = 2 * (rank + 1) / (ranks * (ranks + 1))
-        product = local if rank == 0 else local * 0 + 1
-        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": product}[way]
+        one = local if rank == 0 else local * 0 + 1
+        own = {"sum": local * share, "avg": local * share * ranks, "max": local - rank, "product": one}[way]
         return Value("sharded", sm.from_local(own, self.mesh, P(unreduced=dict.fromkeys(self.axes, way)), shape=self.shape))
 
     def mapped(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
@@ -354,8 +354,8 @@ def check(seed: int, mesh_shape: Sequence[int] | None = None, mesh: Any = None, 
     program = Program(seed, mesh_shape)
     for order, (ours, theirs) in enumerate(zip(program.derivatives(mesh), expected, strict=True), 1):
         for name, x, y in zip("svpwl", ours, theirs, strict=True):
-            where = f"{program}: order {order}, leaf {name}"
-            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, where=where: f"{where}: {text}")
+            what = f"{program}: order {order}, leaf {name}"
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-8, msg=lambda text, what=what: f"{what}: {text}")
 
 
 def expected_of(seed: int, mesh_shape: Sequence[int] | None = None) -> list[list[Tensor]]:

@@ -170,8 +170,8 @@ def test_parts_pending_with_any_kind(kind: str) -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         rank = mesh.get_rank()
         part = parts[rank].clone().requires_grad_()
-        x = sm.from_local(part, mesh, [Partial(kind)]).redistribute(P())
-        for found, wanted in zip(three((x**3).sum(), part), expected, strict=True):
+        loss = (sm.from_local(part, mesh, [Partial(kind)]).redistribute(P()) ** 3).sum()
+        for found, wanted in zip(three(loss, part), expected, strict=True):
             torch.testing.assert_close(found, wanted[rank])
 
     on_mesh((2,), program)
