@@ -72,6 +72,13 @@ def untransformed(x: torch.Tensor) -> torch.Tensor:
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
 
 
+def innermost(x: torch.Tensor) -> torch.Tensor:
+    """What all transforms of torch.func around it have left of a tensor: the one that has memory."""
+    while is_transformed(x):
+        x = untransformed(x)
+    return x
+
+
 def is_batched(x: Any) -> bool:
     """Whether `vmap` has batched this tensor, in any of the transforms that are being run."""
     while isinstance(x, torch.Tensor) and is_transformed(x):

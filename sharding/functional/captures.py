@@ -87,8 +87,7 @@ class Captures:
 
     def is_captured(self, x: Tensor) -> bool:
         """Whether a plain tensor that no operator here has made requires grad, and is older than this call."""
-        tag = getattr(x, "_mapped_tag", None)
-        if (tag is not None and tag.owner is self.checker) or engine_hooks.is_transformed(x):
+        if self.checker.knows(x) or engine_hooks.is_transformed(x):
             return False
         with unfollowed():
             if not (x.requires_grad and torch.is_grad_enabled()):

@@ -32,7 +32,7 @@ from ..redistribute import redistribute_local
 from ..spec import P
 from ..tensor import ShardedTensor
 from .leaf import checker_here
-from .linear import KeepFirst, apply, is_transformed
+from .linear import KeepFirst, apply
 from .mapping import Mapping, current_mapping
 from .signature import paths_of
 
@@ -100,7 +100,7 @@ class custom_vjp:
         leaves, tree = pytree.tree_flatten([x for i, x in enumerate(given) if i not in self.nondiff])
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             return self.fun(*given)
-        if is_transformed():
+        if engine_hooks.transforms_active():
             raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
         return _Call(self, given, leaves, tree).run()
 

@@ -13,7 +13,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.source import DESCRIBERS, OperatorCall
 from .. import dispatch
 from ..boundary import from_local
-from ..engine_hooks import is_transformed, untransformed
+from ..engine_hooks import innermost, is_transformed, untransformed
 from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import P, as_spec
@@ -242,7 +242,7 @@ class Watched:
 
 
 def _local_of(x: Any) -> Tensor:
-    return x._local if isinstance(x, ShardedTensor) else x
+    return innermost(x._local if isinstance(x, ShardedTensor) else x)
 
 
 def _version_of(x: Any) -> int:

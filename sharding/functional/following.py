@@ -125,6 +125,11 @@ class Following(TorchFunctionMode):
         """From now on this is known of `x`."""
         x._mapped_tag = tag
 
+    def knows(self, x: Tensor) -> bool:
+        """Whether an operator that was followed, or an argument's entry, has made a tensor."""
+        tag = getattr(x, "_mapped_tag", None)
+        return tag is not None and (tag if tag.kept is None else tag.kept).owner is self.owner
+
     def of(self, x: Tensor) -> Tag:
         """What is known of a tensor.
 
@@ -382,9 +387,7 @@ class FromOutsideError(ShardingTypeError):
 
 
 def _memory(x: Tensor) -> int:
-    while engine_hooks.is_transformed(x):
-        x = engine_hooks.untransformed(x)
-    return x.untyped_storage()._cdata
+    return engine_hooks.innermost(x).untyped_storage()._cdata
 
 
 def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> str:

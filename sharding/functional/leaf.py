@@ -250,10 +250,9 @@ def _cut_later(out: Later, cut: Callable[[Tensor], list[Tensor]], count: int) ->
 def _one(x: Any, call: Call) -> Any:
     if not isinstance(x, Tensor):
         return _number(x, call)
-    captures = captures_here()
-    if captures is None:  # nobody follows types
-        return _launched(x, call)
-    x, checker = captures.of(x), checker_here()
+    checker, captures = checker_here(), captures_here()
+    if captures is not None:
+        x = captures.of(x)
     if checker is None:
         return _launched(x, call)
     tag = _tag_after(checker, x, call)
