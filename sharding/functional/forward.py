@@ -94,7 +94,7 @@ def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> t
     leaves = [backward.summable(x) for x in leaves]
     given, given_tree = without_none(list(tangents))
     if given_tree != tree:
-        raise ValueError(f"{name}: tangents {given_tree.spec} for primals {tree.spec}; give a tree like that of the primals")
+        raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; give a tree like that of the primals")
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
 
 

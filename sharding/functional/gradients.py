@@ -184,7 +184,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
     given, given_tree = without_none(cotangents)
     if given_tree != tree:
-        raise ValueError(f"vjp: cotangents {given_tree.spec} for results {tree.spec}; give a tree like that of the results")
+        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; give a tree like that of the results")
     return given
 
 

@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from torch.utils import _pytree as pytree
 
 
+class _Leaf:
+    def __repr__(self) -> str:
+        return "*"
+
+
 class Shape(NamedTuple):
     """What a tree is without its leaves.
 
@@ -27,6 +32,10 @@ class Shape(NamedTuple):
         for place, leaf in zip(self.places, leaves, strict=True):
             every[place] = leaf
         return pytree.tree_unflatten(every, self.spec)
+
+    def __str__(self) -> str:
+        """The tree with a star for each leaf."""
+        return repr(self.filled([_Leaf()] * len(self.places)))
 
 
 def without_none(tree: Any) -> tuple[list[Any], Shape]:
