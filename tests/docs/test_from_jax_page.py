@@ -29,6 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 # -- expressions that give the same on both sides ----------------------------------------------------------------------
 
+CUBES = "(x ** 3 * x.sum())"
+CUSTOM = (  # whose gradient is twice what it should be
+    "[custom := custom_vjp(lambda x, by: x * by), custom.defvjp(lambda x, by: (x * by, by), lambda by, g: (g * by * 2, None))]"
+)
 GROUPS = "axis_index_groups=[[1], [0]]"
 COMPARED = {
     "shard_map": "run(lambda x: x * 2 + psum(x, 'b'), P('a'), P('a'))",
@@ -90,6 +94,27 @@ COMPARED = {
     "value_and_grad": "tolist(value_and_grad(lambda t, s: ((t * s) ** 2).sum(), (0, 1))(put(X, P('a')), put(X, P())))",
     "vjp": "tolist(vjp(lambda t: {'o': t['u'] * 2, 'n': None}, {'u': put(X, P()), 'v': None})[1]({'o': put(X, P()), 'n': None})[0])",
     "jvp": "tolist(jvp(lambda t: {'o': t['u'] * 2, 'n': None}, ({'u': put(X, P()), 'v': None},), ({'u': put(X, P()), 'v': None},))[1])",
+    "linearize": "tolist(linearize(lambda x: x ** 3, put(X, P('a')))[1](put(X, P('a'))))",
+    "jacfwd": f"tolist(jacfwd(lambda x: {CUBES})(put(X[1:3], P())))",
+    "jacrev": f"tolist(jacrev(lambda x: {CUBES})(put(X[1:3], P())))",
+    "hessian": f"tolist(hessian(lambda x: {CUBES}.sum())(put(X[1:3], P())))",
+    "vmap": (
+        "[tolist(vmap(lambda x, y: {'u': x * y}, (0, None), out_axes=0)(put(X, P('a')), put(X[2], P()))), "
+        "tolist(vmap(shard_map(lambda x: psum(x, 'b'), mesh=mesh, in_specs=P('b'), out_specs=P()), spmd_axis_name='a')"
+        "(put(X.reshape(4, 2), P('a', 'b'))))]"
+    ),
+    "custom_vjp": (
+        f"[{CUSTOM} and tolist(grad(lambda x: custom(x, 2.0).sum())(put(X, P('a')))), "
+        "run(lambda x: custom(x, 3.0), P('a'), P('a'))]"
+    ),
+    "cond": "[tolist(cond(X[n] > 0, lambda x, y: x + y, lambda x, y: x - y, X, X[1])) for n in (0, 1)]",
+    "switch": "[tolist(switch(n, [lambda x: x, lambda x: x * 2], X)) for n in (-1, 0, 1, 7)]",
+    "scan": (
+        "[tolist(scan(lambda c, x: (c + x['u'], {'v': c * x['u']}), X[0], {'u': X}, reverse=back)) for back in (False, True)] + "
+        "[tolist(scan(lambda c, x: (c * 2, c), X[1], None, length=3))]"
+    ),
+    "while_loop": "tolist(while_loop(lambda s: s['n'] < 5, lambda s: {'n': s['n'] + 1, 'x': s['x'] * 2}, {'n': X[0], 'x': X}))",
+    "fori_loop": "tolist(fori_loop(2, 5, lambda i, x: x * 2 + i, X))",
     "remat": "tolist(grad(lambda x: remat(lambda x: x ** 2)(x).sum())(put(X, P())))",
     "checkpoint": "tolist(grad(lambda x: checkpoint(lambda x: x ** 3)(x).sum())(put(X, P())))",
 }
@@ -269,6 +294,12 @@ OWN = {
         sm.make_array_from_process_local_data(NamedSharding(mesh, P("a")), X).shape == (16,)
     ),
     "make_array_from_single_device_arrays": lambda mesh: sm.make_array_from_single_device_arrays((16,), NamedSharding(mesh, P("a")), [X]),
+    "while_loop": lambda mesh: holds(
+        sm.grad(lambda x: sm.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x).sum())(X).tolist() == [4.0] * 8
+    ),
+    "fori_loop": lambda mesh: holds(
+        sm.grad(lambda x: sm.fori_loop(torch.tensor(0), torch.tensor(2), lambda i, y: y * 2, x).sum())(X).tolist() == [4.0] * 8
+    ),
     "process_count": lambda mesh: holds(sm.process_count() == 4),
     "process_allgather": told_to_all,
     "broadcast_one_to_all": sent_to_all,
