@@ -170,7 +170,7 @@ BAD = {
     ),
     "mixed, a number that requires grad": (
         lambda m: x(m) + torch.tensor(1.0, requires_grad=True),
-        ["add", "f32[]", "requires grad", "distribute_tensor"],
+        ["add", "f32[]", "requires grad", "device_put(t, mesh, P())"],
     ),
     "the class called": (
         lambda m: sm.ShardedTensor(X),
