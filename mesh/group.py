@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from . import errors, wire
 from .transforms import is_transformed, outside_of_transforms
+from .watch.buffers import Guarded
 from .watch.page import Page
 from .watch.seat import Note, Seat, route_of
 from .watch.settings import settings
+from .watch.threads import check_left
 from .work import DONE, Work, and_then
 
 if TYPE_CHECKING:
@@ -110,7 +113,7 @@ class Group(ABC):
             return DONE if async_op else None
         moved = (self.size - 1) * x.nbytes
         begun = self._begin("all_gather", "", x.dtype, x.numel(), moved, moved)
-        return _ended(self._all_gather(out, x, async_op), begun)
+        return _ended(self._all_gather(out, x, async_op), begun, x)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
@@ -132,7 +135,7 @@ class Group(ABC):
         moved = (self.size - 1) * out.nbytes
         begun = self._begin("reduce_scatter", op, x.dtype, x.numel(), moved, moved)
         reduce_scatter = self._reduce_scatter if x.dtype in wire.NATIVE else self._reduce_scatter_encoded
-        return _ended(reduce_scatter(out, x, op, async_op), begun)
+        return _ended(reduce_scatter(out, x, op, async_op), begun, x)
 
     def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
@@ -150,7 +153,7 @@ class Group(ABC):
         moved = 2 * (self.size - 1) * x.nbytes // self.size
         begun = self._begin("all_reduce", op, x.dtype, x.numel(), moved, moved)
         all_reduce = self._all_reduce if x.dtype in wire.NATIVE else self._all_reduce_encoded
-        return _ended(all_reduce(x, op, async_op), begun)
+        return _ended(all_reduce(x, op, async_op), begun, x, in_place=True)
 
     def all_to_all(
         self,
@@ -187,7 +190,7 @@ class Group(ABC):
         begun = self._begin("all_to_all", "", x.dtype, -1, sent, received)
         if in_splits is not None and begun is not None and begun[0] is not None:
             begun[0].show_splits(begun[1], in_splits, out_splits or ())
-        return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun)
+        return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun, x)
 
     def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
@@ -207,7 +210,7 @@ class Group(ABC):
             return DONE if async_op else None
         sent, received = ((self.size - 1) * x.nbytes, 0) if self.rank == src else (0, x.nbytes)
         begun = self._begin("broadcast", f"src={src}", x.dtype, x.numel(), sent, received)
-        return _ended(self._broadcast(x, src, async_op), begun)
+        return _ended(self._broadcast(x, src, async_op), begun, x, in_place=True)
 
     def permute(
         self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False
@@ -241,7 +244,7 @@ class Group(ABC):
             return DONE if async_op else None
         sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
         begun = self._begin("permute", "", x.dtype, -1, sent, received, route_of(dst, src))
-        return _ended(self._permute(out, x, dst, src, async_op), begun)
+        return _ended(self._permute(out, x, dst, src, async_op), begun, x)
 
     def close(self, why: str) -> None:
         """From now on every collective of more than one rank raises MeshError(why)."""
@@ -294,6 +297,10 @@ class Group(ABC):
         seat = self.seat
         if seat is None:
             seat = self.seat = self._sit()
+        thread = get_ident()
+        if seat.caller and seat.caller != thread:
+            check_left(self, seat.caller, op, _CALLS)
+        seat.caller = thread
         return seat, seat.enter(op, how, dtype, size, sent, received, route), over
 
     def _sit(self) -> Seat:
@@ -372,6 +379,15 @@ class Carried(threading.local):
 
     def __init__(self) -> None:
         self.roots: dict[Any, Any] = {}
+
+
+_CALLS = frozenset(
+    method.__code__
+    for method in (
+        Group.all_gather, Group.reduce_scatter, Group.all_reduce, Group.all_to_all, Group.broadcast, Group.permute, Group.barrier,
+        Group.all_gather_object, Group.direct,
+    )
+)  # fmt: skip
 
 
 class World(ABC):
@@ -467,12 +483,17 @@ def current_world() -> World:
     return process_world()
 
 
-def _ended(work: Work | None, begun: _Begun | None) -> Work | None:
-    """The end of what `_begin` began: now, or when the work is done."""
-    if begun is not None:
-        if work is not None and work is not DONE:
-            return and_then(work, partial(_end, begun))
-        _end(begun)
+def _ended(work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_place: bool = False) -> Work | None:
+    """The end of what `_begin` began: now, or when the work is done. Until then nobody may write to the buffer x."""
+    if begun is None:
+        return work
+    if begun[0] is not None:
+        begun[0].caller = 0
+    if work is not None and x is not None and begun[0] is not None:
+        work = Guarded(work, x, in_place, partial(begun[0].described, begun[1]))
+    if work is not None and work is not DONE:
+        return and_then(work, partial(_end, begun))
+    _end(begun)
     return work
 
 

@@ -25,7 +25,7 @@ from .custom_function import take_over
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
 from .engine_hooks import any_requires_grad, is_transformed, transforming
 from .layout import Layout
-from .lineage import carrying, mixed, piece_of, seed_of
+from .lineage import carrying, drawn, mixed, piece_of, seed_of, with_drawn
 from .redistribute import redistribute_local
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
@@ -109,9 +109,11 @@ def torch_function(
         return out
     if decision.run is _on_wrappers:
         return _on_wrappers(decision, args, kwargs)
-    lineage = mixed(decision.seed, operands)
+    lineage, before = mixed(decision.seed, operands), drawn.last
     result = decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
-    return _with_lineage(decision, result, lineage, operands)
+    if drawn.last is not before:
+        return _with_lineage(True, result, with_drawn(lineage, before), operands)
+    return _with_lineage(decision.in_place, result, lineage, operands)
 
 
 # -- reading the arguments ---------------------------------------------------------------------------------------------
@@ -275,10 +277,10 @@ def _run_form(
         return decision.form(*args, **kwargs)  # type: ignore[misc]
 
 
-def _with_lineage(decision: Decision, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
+def _with_lineage(has_written: bool, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
     """The results, known to be made of the operands; also on ranks outside the mesh. What an operator only hands back stays what it is."""
     for i, x in enumerate(result if type(result) in (tuple, list) else (result,)):
-        if type(x) is ShardedTensor and (decision.in_place or all(x is not operand for operand in operands)):
+        if type(x) is ShardedTensor and (has_written or all(x is not operand for operand in operands)):
             x._lineage = piece_of(lineage, i)
     return result
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..mesh.device_mesh import DeviceMesh, is_mesh
 from . import random
 from .layout import Layout
+from .lineage import drawn, with_drawn
 from .spec import SpecLike
 from .tensor import ShardedTensor
 from .where import is_placement, mesh_and_spec
@@ -173,7 +174,9 @@ def _new(
     layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
     if layout.pending:
         raise ValueError(f"a new tensor cannot be pending, as {layout.spec} says; leave those axes replicated")
+    before = drawn.last
     out = ShardedTensor._make_guarded(values(layout), layout)
+    out._lineage = with_drawn(out._lineage, before)
     return out.requires_grad_() if options.get("requires_grad") else out
 
 

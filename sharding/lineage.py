@@ -2,6 +2,7 @@
 
     x = sm.from_local(...)      where in the program it was made, and as which
     y = x @ w                   the operator, the lineages of x and w
+    z = dropout(y)              and seed and number of the random tensor that it has drawn
     y.full_tensor()             each rank shows the lineage of y beside its collective
 
 Three hashes side by side, which differ in what they know a tensor by that enters the program: the line and how many came from it
@@ -13,6 +14,7 @@ Operators mix all three in one multiplication.
 from __future__ import annotations
 
 import functools
+import threading
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -49,6 +51,26 @@ def mixed(seed: int, operands: Iterable[Any]) -> int:
 def piece_of(lineage: int, i: int) -> int:
     """The lineage of the result with this number, where an operator has several."""
     return (lineage + i * _PIECE) & _ALL
+
+
+class _Drawn(threading.local):
+    """Seed and number of the last random tensor that this thread has drawn; another pair of objects after each."""
+
+    last: tuple[int, int] | None = None
+
+
+drawn = _Drawn()
+
+
+def with_drawn(lineage: int, before: tuple[int, int] | None) -> int:
+    """The lineage of what was made since `drawn.last` was `before`: with the random numbers in it, if any were drawn."""
+    last = drawn.last
+    return lineage if last is None or last is before else (lineage * _FACTOR + _seed_of_numbers(last)) & _ALL
+
+
+@functools.lru_cache(64)
+def _seed_of_numbers(numbers: tuple[int, int]) -> int:
+    return seed_of("random {} {}".format(*numbers))
 
 
 def root(layout: Layout) -> int:

@@ -18,8 +18,10 @@ from torch import Tensor
 from ..kernels import laws
 from ..kernels import random as philox
 from ..mesh.group import World, current_world
+from ..mesh.watch.page import H
 from .engine_hooks import current_backward
 from .layout import Layout
+from .lineage import drawn
 from .transformed import check_same_randomness
 
 _MASK = (1 << 64) - 1
@@ -35,7 +37,8 @@ class _State:
         replaying: whether a checkpointed part of the program is being recomputed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self._world = weakref.ref(world)
         self.seed, self.drawn, self.replaying = 0, 0, False
 
     def next(self) -> tuple[int, int]:
@@ -46,7 +49,15 @@ class _State:
                 "numbers of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.replay_random)"
             )
         self.drawn += 1
-        return self.seed, self.drawn
+        drawn.last = self.seed, self.drawn
+        self.show()
+        return drawn.last
+
+    def show(self) -> None:
+        """Tell the other ranks, for what they say where their values differ."""
+        world = self._world()
+        if world is not None:
+            world.page.words[H.SEED], world.page.words[H.DRAWN] = self.seed, self.drawn
 
 
 _states: weakref.WeakKeyDictionary[World, _State] = weakref.WeakKeyDictionary()
@@ -55,7 +66,7 @@ _states: weakref.WeakKeyDictionary[World, _State] = weakref.WeakKeyDictionary()
 def _state(world: World) -> _State:
     found = _states.get(world)
     if found is None:
-        found = _states[world] = _State()
+        found = _states[world] = _State(world)
     return found
 
 

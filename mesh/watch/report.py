@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .board import Board, is_local, is_stopped
 from .page import H, Page, Record, State
 from .settings import monotonic_ns
+from .thread_errors import raised_in_thread
 from .verdict import Seen, Verdict, ranks_text
 
 if TYPE_CHECKING:
@@ -61,7 +62,20 @@ def mismatch(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int,
         lines.append(f"  {ranks_text(late)}: not there yet")
     if field == "lineage":
         lines.append("The calls look alike, but their values were made differently: one was skipped, repeated or swapped before.")
+        lines += numbers_drawn({m.rank: m.page for m in here})
     return Verdict("mismatch", odd, field, tuple(seen), "\n".join([*lines, _RULE]))
+
+
+def numbers_drawn(pages: Mapping[int, Page | None]) -> list[str]:
+    """A line on the random numbers of ranks whose values differ, if these differ too."""
+    ranks: dict[tuple[int, int], list[int]] = {}
+    for rank, page in pages.items():
+        if page is not None:
+            ranks.setdefault((page.words[H.SEED], page.words[H.DRAWN]), []).append(rank)
+    if len(ranks) < 2:
+        return []
+    told = [f"{ranks_text(members)}: seed {seed}, {count} tensors drawn" for (seed, count), members in ranks.items()]
+    return [f"Their random numbers differ ({'; '.join(told)}): seed every rank alike, and draw the same tensors on every rank."]
 
 
 _NAMED = {"operation": "operation", "reduction": "reduction", "source": "source", "dtype": "dtype", "shape": "shape",
@@ -235,7 +249,7 @@ def how_it_is(page: Page | None) -> str:
     if silent > _FROZEN_NS and is_local(page):
         why = "a call that holds the interpreter's lock, or no CPU time"
         return f"frozen: not even its watchdog thread has run for {silent / 1e9:.1f} s ({why})"
-    return "alive and busy elsewhere"
+    return f"alive and busy elsewhere{raised_in_thread(page)}"
 
 
 def raised(rank: int, kind: str, message: str, traceback: str, page: Page) -> Verdict:

@@ -28,6 +28,7 @@ from .page import (
     _pack_record,
     stable_hash,
 )
+from .report import call_text
 from .settings import monotonic_ns
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Seat:
 
     Attributes:
         called: how many collectives it has called on the group.
+        caller: the thread that is in one of them; 0 if none is.
         key: what the group is called on every rank's page.
         number: of the group in the own page.
         row: where the group's row begins in the own page, in words; None where there is no room for it.
@@ -88,8 +90,8 @@ class Seat:
     """
 
     __slots__ = (
-        "_calls", "_carried", "_data", "_numbers", "_tag", "called", "group", "key", "number", "others", "page", "row", "settled", "watch",
-        "words", "world",
+        "_calls", "_carried", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
+        "watch", "words", "world",
     )  # fmt: skip
 
     def __init__(self, group: Group, page: Page, watch: Watch | None) -> None:
@@ -100,7 +102,7 @@ class Seat:
         self._calls: dict[Any, _Call] = {}
         self.number = self._tag = 0
         self.row: int | None = None
-        self.called = self.settled = 0
+        self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int]] = []
 
     def enter(self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, route: int = 0) -> int:
@@ -170,6 +172,11 @@ class Seat:
         self.page.write_splits(number, sent, expected)
         self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on others may look at them
         self.watch.compare_splits(self, self.called - 1)
+
+    def described(self, number: int) -> str:
+        """The collective of this record and its line, for messages."""
+        record = self.page.record(number)
+        return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
 
     def leave(self, number: int) -> None:
         """The collective of this record is over."""

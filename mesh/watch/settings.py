@@ -12,7 +12,7 @@ from .. import errors
 
 monotonic_ns = time.monotonic_ns
 
-MODES = ("on", "strict", "off")
+MODES = ("on", "strict", "full", "off")
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Settings:
     """What holds in this process; set it alike on all ranks.
 
     Attributes:
-        mode: "on", "strict" or "off".
+        mode: "on", "strict", "full" or "off".
         warn, timeout: seconds that a rank may keep others waiting.
     """
 
@@ -63,7 +63,9 @@ def guard(mode: str) -> None:
     Args:
         mode: "on" compares while the collective runs, without waiting: a difference is an error on every rank within half a second.
             "strict" waits before each collective until all ranks of the group call the same, so that nothing wrong is ever
-            computed; it costs a meeting each time. "off" compares nothing, notes nothing down, and does not look for stalls.
+            computed; it costs a meeting each time. "full" is "strict", and compares the input of each asynchronous collective with a
+            copy when it is waited for: a write in between is an error. "off" compares nothing, notes nothing down, and does not look
+            for stalls.
             The environment variable SHARDMESH_GUARD sets it for all ranks.
 
     Raises: ValueError for another mode.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from .judge import connected, minority
 from .page import H
-from .report import left_the_order
+from .report import left_the_order, numbers_drawn
 from .seat import unlike
 from .verdict import Seen, Verdict, ranks_text
 
@@ -37,7 +37,8 @@ def different_collectives(
         who.setdefault(f"{call}{at(place)}", []).append(rank)
     lines = [f"{problem} in the group of ranks {short(ranks)}:", *(f"  ranks {members} call {text}" for text, members in who.items())]
     seen = tuple(Seen(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
-    text = "\n".join(lines + _blame(blamed))
+    numbers = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) if _field(calls) == "lineage" else []
+    text = "\n".join(lines + numbers + _blame(blamed))
     return CollectiveMismatchError(text, Verdict("mismatch", blamed, _field(calls), seen, text))
 
 

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import WatchError
-from . import judge, report
+from . import judge, report, thread_errors
 from .board import Board, is_near
 from .page import H, State
 from .relay import is_needed
@@ -74,7 +74,7 @@ class Watch:
 
     @property
     def is_strict(self) -> bool:
-        return settings().mode == "strict"
+        return settings().mode in ("strict", "full")
 
     def sit(self, group: Group) -> Seat:
         seat = Seat(group, self.page, self)
@@ -350,6 +350,7 @@ def _install_hooks() -> None:
     _hooks.append(sys.excepthook)
     _take_signal()
     sys.excepthook = _on_uncaught
+    thread_errors.install(lambda: [watch.page for watch in list(_watches) if watch.pid == os.getpid()])
     atexit.register(_on_exit)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_forget)

@@ -20,6 +20,7 @@ from .. import random
 from ..dispatch import check_base
 from ..factories import arange
 from ..layout import Layout
+from ..lineage import drawn, with_drawn
 from ..spec import P
 from ..tensor import ShardedTensor
 from .blocks import from_parts, settled, whole, with_dim
@@ -58,7 +59,9 @@ def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: An
     """Overwrite x, in place, with random numbers; as in torch, its history ends here."""
     _no_generator(generator)
     _check_fillable(x)
+    before = drawn.last
     x._local.copy_(values(x._layout, *parameters))
+    x._lineage = with_drawn(x._lineage, before)
     x._sync_requires_grad()
     return x
 
@@ -123,7 +126,8 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
     _no_generator(generator)
     _check_fillable(x)
     chances = _as_operand(p, x).detach().expand(x.shape).redistribute(x.spec)
-    units = random.units(x._layout)
+    before, units = drawn.last, random.units(x._layout)
+    x._lineage = with_drawn(x._lineage, before)
     if x.mesh.coordinate is not None:
         x._local.copy_(_truths(chances._local, units))
         x._sync_requires_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..dispatch import check_base
 from ..layout import Layout, told_apart
+from ..lineage import drawn, with_drawn
 from ..tensor import ShardedTensor
 from .registry import functions, handler
 
@@ -27,7 +28,10 @@ def _like(
     make: Callable[[Layout, torch.device], Tensor],
 ) -> Any:
     layout = settled(x._layout).replace(dtype=dtype)
+    before = drawn.last
     out = ShardedTensor._make(make(layout, _device_of_parts(x, device)), layout)
+    if drawn.last is not before:
+        out._lineage = with_drawn(x._lineage, before)
     return out.requires_grad_() if requires_grad else out
 
 

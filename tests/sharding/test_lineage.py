@@ -354,6 +354,85 @@ def test_what_comes_out_of_a_mapped_function_remembers_what_went_in() -> None:
     assert all_different(found[0])
 
 
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+F = torch.nn.functional
+DRAWS: dict[str, Callable[[], Any]] = {
+    "a factory": lambda: sm.randn(8, device_mesh=mesh(), placements=P("x")),
+    "dropout": lambda: F.dropout(make(), 0.5),
+    "dropout in place": lambda: F.dropout(make(), 0.5, inplace=True),
+    "dropout of another dropout": lambda: F.dropout(F.dropout(make(), 0.5) * 2, 0.5),
+    "dropout of attention": lambda: F.scaled_dot_product_attention(*[make().view(1, 1, 8, 8)] * 3, dropout_p=0.5),
+    "uniform_": lambda: make().uniform_(),
+    "bernoulli_ with a tensor": lambda: make().bernoulli_(torch.tensor(0.5)),
+    "initialisation": lambda: torch.nn.init.kaiming_uniform_(make()),
+    "rand_like": lambda: torch.rand_like(make()),
+    "multinomial": lambda: torch.multinomial(make(), 2),
+    "an operator of torch's generator": lambda: torch.poisson(make()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_another_seed(draw: Callable[[], Any]) -> None:
+    def fn(rank: int) -> None:
+        sm.manual_seed(5 if rank == 2 else 1)
+        draw().full_tensor()
+
+    error = raised(fn)
+    assert error.ranks == (2,)
+    assert error.verdict.field == "lineage"
+    assert "random numbers differ (ranks 0, 1, 3: seed 1, " in str(error)
+    assert "rank 2: seed 5, " in str(error)
+
+
+def test_one_draw_more() -> None:
+    def fn(rank: int) -> None:
+        if rank == 1:
+            F.dropout(make(), 0.5)
+        F.dropout(make(value=2.0) + 1, 0.5).sum().item()
+
+    error = raised(fn)
+    assert error.ranks == (1,)
+    assert "rank 1: seed 0, 2 tensors drawn" in str(error)
+
+
+def test_what_is_made_without_random_numbers_is_as_before() -> None:
+    """Whatever seeds ranks have: no value is made of them."""
+
+    def fn(rank: int) -> list[Any]:
+        sm.manual_seed(rank)
+        x = make()
+        F.dropout(x, 0.5)
+        F.dropout(x, 0.0)
+        F.dropout(x, 0.5, training=False)
+        return [x, x + 1, torch.zeros_like(x), (x @ x).sum()]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+
+
+def test_the_same_draws_give_the_same_lineages() -> None:
+    def fn(rank: int) -> list[Any]:
+        sm.manual_seed(3)
+        state = sm.get_rng_state()
+        one, other = sm.rand(8, device_mesh=mesh(), placements=P("x")), F.dropout(make(), 0.5)
+        sm.set_rng_state(state)
+        return [one, other, one * other, sm.rand(8, device_mesh=mesh(), placements=P("x"))]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+def test_a_draw_on_the_ranks_of_another_mesh() -> None:
+    def fn(rank: int) -> list[Any]:
+        part = sm.DeviceMesh("cpu", [0, 1], axis_names=("y",))
+        sm.rand(4, device_mesh=part, placements=P("y"))
+        return [F.dropout(make(), 0.5)]
+
+    assert all_alike(on_ranks(fn))
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
