@@ -5,6 +5,7 @@
     left       one has ended its program                     whichever are fewer: those that left, or those that wait
     lost       one has died
     deadlock   each waits for one that waits elsewhere       as for a mismatch
+    messages   of a permute or an all_to_all do not fit      whoever has the largest share of messages that do not
     stall      one keeps the others waiting too long
 """
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOW32 = (1 << 32) - 1
-_TO_COME_NS = 2_000_000_000  # how long to wait for others whose votes may still decide which of the ranks that differ is odd
+_TO_COME_NS = 10_000_000_000  # how long to wait for others whose votes may still decide which of the ranks that differ is odd
 _TO_END_NS = 500_000_000  # how long, where one has ended its program, for others to end or come
 _STABLE_NS = 500_000_000  # ranks that have waited so long in a circle wait for ever
 
@@ -98,9 +99,20 @@ def judge(watch: Watch, seat: Seat, sequence: int, since: int) -> Verdict | None
 
 
 def _is_decided(found: Sequence[Member], waited: int) -> bool:
-    """Whether those who have not come could no longer change who is odd, or take too long."""
+    """Whether those who have not come could no longer change who is odd, will not come, or take too long."""
     largest = max(map(len, _parties(found)))
-    return have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS
+    if have_all_come(found) or 2 * largest > len(found) or waited > _TO_COME_NS:
+        return True
+    return waited > _STABLE_NS and not any(_may_come(m) for m in found if m.came is False)
+
+
+def _may_come(m: Member) -> bool:
+    """Whether a rank still runs, as far as is known, and has not waited for long in another collective."""
+    if m.page is None:
+        return True
+    words = m.page.words
+    is_waiting = m.page.blocked is not None and monotonic_ns() - words[H.BLOCKED_SINCE] > _STABLE_NS // 2
+    return words[H.STATE] == State.RUNNING and not is_waiting and not is_dead(m.page)
 
 
 def odd_ones(found: Sequence[Member]) -> tuple[int, ...]:
@@ -159,23 +171,34 @@ def lost(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
 def wrong_route(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
     """Whether messages of this collective have nobody at their other end, as far as its ranks have come."""
     found = members(watch, seat, sequence)
-    wrong = [pair for pair in _messages(found) if not _fits(found, *pair)]
-    return report.wrong_route(seat, sequence, found, _worst(found, wrong)) if wrong else None
+    messages = [(src, dst, _fits(found, src, dst)) for src, dst in _messages(found)]
+    if all(fits for *_, fits in messages):
+        return None
+    return report.wrong_route(seat, sequence, found, worst_correspondent([m.rank for m in found], messages))
 
 
-def _worst(found: Sequence[Member], wrong: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """The rank that has part in most of the pairs that do not fit; none where several have."""
-    counts = [sum(place in pair for pair in wrong) for place in range(len(found))]
-    worst = [m.rank for m, count in zip(found, counts, strict=True) if count == max(counts)]
-    return tuple(worst) if len(worst) == 1 else ()
+def worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
+    """The rank of whose messages the largest share does not fit what the other end says; none where several have it.
+
+    Args:
+        messages: place of the sender and of the receiver, whether both say the same of it.
+    """
+    shares = []
+    for place in range(len(ranks)):
+        fits = [fit for src, dst, fit in messages if place in (src, dst)]
+        shares.append(fits.count(False) / max(1, len(fits)))
+    return (ranks[shares.index(max(shares))],) if shares.count(max(shares)) == 1 else ()
 
 
 def wrong_splits(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
     """Whether ranks of this all_to_all send what others do not expect, as far as they have come."""
     found = members(watch, seat, sequence)
     shown = {place: m.page.splits(m.number, len(found)) for place, m in enumerate(found) if m.came and m.route and m.page is not None}
-    wrong = [(src, dst) for src in shown for dst in shown if shown[src][0][dst] != shown[dst][1][src]]
-    return report.wrong_splits(seat, sequence, found, shown, _worst(found, wrong)) if wrong else None
+    pairs = [(src, dst, shown[src][0][dst], shown[dst][1][src]) for src in shown for dst in shown]
+    messages = [(src, dst, sent == expected) for src, dst, sent, expected in pairs if sent != expected or (sent and src != dst)]
+    if all(fits for *_, fits in messages):
+        return None
+    return report.wrong_splits(seat, sequence, found, shown, worst_correspondent([m.rank for m in found], messages))
 
 
 def _messages(found: Sequence[Member]) -> set[tuple[int, int]]:

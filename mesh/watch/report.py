@@ -140,9 +140,12 @@ def _absent(kind: str, blamed: tuple[int, ...], lines: list[str], found: Sequenc
 
 
 def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
-    """Ranks that wait for each other in different groups; those are to blame who are in another axis than most."""
+    """Ranks that wait for each other in different groups; those are to blame who left the order first, or are in another axis than most."""
+    from .judge import minority, parties_by
+
     pages = {rank: page for rank in range(board.size) if (page := board.of(rank)) is not None}
-    blamed = left_the_order(pages, {rank: record.number for rank, record in stuck})
+    axes = {rank: _page(board, rank).group_text(record.group).partition("\t")[0] for rank, record in stuck}
+    blamed = left_the_order(pages, {rank: record.number for rank, record in stuck}) or minority(parties_by(axes, axes.__getitem__))
     seen = [
         Seen(rank, f"{call_text(record.call)} over {_group_text(_page(board, rank).group_text(record.group))}", record.place)
         for rank, record in stuck

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
-from .judge import connected, minority
+from .judge import connected, minority, worst_correspondent
 from .page import H
 from .report import left_the_order, numbers_drawn
 from .seat import unlike
@@ -77,17 +77,8 @@ def _name_of_value(value: object) -> str:
 def _odd(ranks: Sequence[int], calls: Sequence[Call]) -> tuple[int, ...]:
     parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
     if len(parties) == 1:
-        return _worst_correspondent(ranks, list(_messages(calls)))
+        return worst_correspondent(ranks, list(_messages(calls)))
     return minority([[rank for rank, _ in party] for party in parties])
-
-
-def _worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
-    """The rank of whose messages the largest share does not fit what the other end says."""
-    shares = []
-    for place in range(len(ranks)):
-        fits = [fit for src, dst, fit in messages if place in (src, dst)]
-        shares.append(fits.count(False) / max(1, len(fits)))
-    return (ranks[shares.index(max(shares))],) if shares.count(max(shares)) == 1 else ()
 
 
 def _messages(calls: Sequence[Call]) -> Iterator[tuple[int, int, bool]]:

@@ -72,11 +72,12 @@ class Levels:
         Communication: one all_gather, or none if the whole is there or under way; with parameters split over fewer axes than the
             optimizer, one more after each step of the optimizer.
         """
-        self.take(parameters)
         versions = [_version(x, self._moves) for x in parameters]
         if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
             return
-        self.drop()
+        self.drop()  # it may read the piece
+        self.take(parameters)
+        versions = [_version(x, self._moves) for x in parameters]
         self._held.pop(_WHOLE, None)  # of values that are no longer those of the parameters
         axes, x = self._nearest(versions)
         kept = self._form.parameter

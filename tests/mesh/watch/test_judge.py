@@ -216,9 +216,11 @@ def test_a_majority_need_not_wait(four: list[Hand]) -> None:
 
 
 def test_votes_that_never_come_make_a_tie(four: list[Hand]) -> None:
+    """But they are waited for: a rank may load a module for some seconds, as on machines with other work to do."""
     four[0].call()
     four[1].call(how="max")
-    found = four[0].judged(waited=LONG_S)
+    assert four[0].judged(waited=LONG_S) is None
+    found = four[0].judged(waited=11.0)
     assert found is not None
     assert found.ranks == ()
     assert "ranks 2, 3: not there yet" in found.text
@@ -373,6 +375,23 @@ def test_who_may_still_come_is_waited_for(four: list[Hand]) -> None:
     assert found.ranks == (3,)
 
 
+@pytest.mark.parametrize("why", ["it waits elsewhere", "it has died", "it has ended"])
+def test_votes_of_ranks_that_will_not_come_are_not_waited_for(four: list[Hand], why: str) -> None:
+    four[0].call()
+    four[1].call(how="max")
+    for rank in four[2:]:
+        if why == "it waits elsewhere":
+            rank.block(rank.call(ranks=(2, 3)))
+        elif why == "it has died":
+            rank.die()
+        else:
+            rank.end()
+    assert four[0].judged() is None
+    found = four[0].judged(waited=1.0)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("mismatch", ())
+
+
 # -- deadlocks ---------------------------------------------------------------------------------------------------------
 
 ROWS, COLUMNS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
@@ -412,6 +431,19 @@ def test_the_one_that_waits_in_another_axis(four: list[Hand]) -> None:
     assert found is not None
     assert (found.kind, found.ranks) == ("deadlock", (3,))
     assert found.seen[0].rank == 3
+
+
+def test_a_rank_in_another_group_is_odd_whatever_came_before(four: list[Hand]) -> None:
+    """Ranks have called different numbers of collectives before, so that their histories cannot be compared."""
+    everyone = ((0, 1, 2, 3),)
+    for _ in range(3):
+        four[1].call(ranks=(1, 3))
+    for rank in (1, 2, 3):
+        wait_in(four[rank], everyone)
+    wait_in(four[0], ((0, 2),))
+    found = four[1].judged(waited=LONG_S)
+    assert found is not None
+    assert (found.kind, found.ranks) == ("deadlock", (0,))
 
 
 def test_a_rank_that_computes_breaks_the_circle(four: list[Hand]) -> None:
