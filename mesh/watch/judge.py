@@ -151,9 +151,13 @@ def _gone(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], miss
 
 def lost(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
     """All ranks of the job that have died or cannot be reached, if any has."""
-    everyone = [Member(rank, watch.board.of(rank), False) for rank in range(watch.board.size)]
-    gone = [m for m in everyone if _is_lost(m)]
+    gone = lost_ranks(watch.board)
     return report.lost(seat, sequence, members(watch, seat, sequence), gone) if gone else None
+
+
+def lost_ranks(board: Board) -> list[Member]:
+    everyone = [Member(rank, board.of(rank), False) for rank in range(board.size)]
+    return [m for m in everyone if _is_lost(m)]
 
 
 def wrong_route(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:

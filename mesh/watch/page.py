@@ -53,6 +53,7 @@ class H:
     PAUSED, STEP = 17, 18
     PID_SPACE = 19  # process numbers mean something only within it; 0 in the copy of a page of another host
     HOST = 20  # a text
+    EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
 
 
 class State:

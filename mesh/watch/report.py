@@ -93,11 +93,20 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
     return "dtype" if dtypes[0] != dtypes[1] else "shape"
 
 
-def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+def died(gone: Sequence[Member]) -> Verdict:
+    """Ranks that are gone, where a collective that is not the library's has shown it."""
     ranks = tuple(m.rank for m in gone)
+    return _absent("lost", ranks, [f"{ranks_text(ranks)} {_how_they_went(gone)}:"], [], gone)
+
+
+def _how_they_went(gone: Sequence[Member]) -> str:
     pages = [m.page for m in gone if m.page is not None and m.page.words[H.STATE] == State.LOST]
     reasons = {page.read_text(page.words[H.DOING]) for page in pages}
-    said = f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
+    return f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
+
+
+def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+    ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
     lines = [f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}:"]
     return _absent("lost", ranks, lines, found, gone)

@@ -27,13 +27,14 @@ from shardmesh.__main__ import main
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.start import launch_environment
 from shardmesh.mesh.watch import job_store, report
-from shardmesh.mesh.watch.board import _KEPT, born, open_page
+from shardmesh.mesh.watch.board import born, open_page
 from shardmesh.mesh.watch.card import Card, disagreement, file_store_fault, own_card
 from shardmesh.mesh.watch.doctor.checks import CHECKS
 from shardmesh.mesh.watch.page import GROUPS, PAGE_BYTES, RECORDS, H
 from shardmesh.mesh.watch.patience import Patience
 from shardmesh.mesh.watch.settings import Settings
 from shardmesh.mesh.watch.startup import RollCall
+from shardmesh.mesh.watch.sweep import _KEPT
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault
 from tests.faults.runner import Outcome, Runner

@@ -13,13 +13,14 @@ import torch
 
 from shardmesh.mesh import errors
 from shardmesh.mesh.null import NullWorld
+from shardmesh.mesh.watch import ending
 from shardmesh.mesh.watch import settings as settings_module
-from shardmesh.mesh.watch import watch as watch_module
+from shardmesh.mesh.watch.ending import tell_of
 from shardmesh.mesh.watch.page import GROUPS, H, State
 from shardmesh.mesh.watch.seat import route_of
 from shardmesh.mesh.watch.settings import from_environment, guard, settings, watchdog
 from shardmesh.mesh.watch.verdict import ERRORS, Verdict, ranks_text
-from shardmesh.mesh.watch.watch import start_watch, tell_of
+from shardmesh.mesh.watch.watch import start_watch
 from tests.mesh.watch.hands import Hand, played
 
 SOON_S = 10.0  # tells an answer from a hang
@@ -210,7 +211,7 @@ def test_a_verdict_is_not_told_as_an_error_of_the_ranks_own(two: list[Hand]) -> 
 
 
 def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_watches", {two[0].watch})
+    monkeypatch.setattr(ending, "watches", {two[0].watch})
     tell_of(RuntimeError("out of memory"))
     found = two[1].watch.standing()
     assert found is not None

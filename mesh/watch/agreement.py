@@ -1,0 +1,132 @@
+"""The ranks agree on whether their job is watched: one that cannot be seen by the others takes the watch from all of them.
+
+    rank 2   No space left on device      -> the store: "without" is why        trains without a watch
+    rank 0   waits for rank 2's page      <- the store, after 0.05 s            goes on without a watch, as do 1 and 3
+
+In the store, under "shardmesh/watch/JOB":
+    folder/HOST   the folder that the first rank of a host has chosen
+    place/RANK    which files a rank has
+    without       why there is no watch; the first reason stands, and whoever wrote it prints it
+
+A store that cannot be reached never answers, so ranks that wait have a thread of their own ask, over a connection of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore
+
+from .board import Board, boot_id
+from .card import machine
+from .files import parent_folder
+from .verdict import ranks_text
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+_PAUSE_S = 0.1  # between two questions, in a job of up to _FEW ranks
+_FEW = 100
+
+
+class Agreement:
+    """One rank's part in it.
+
+    Args:
+        store: of the default group.
+        job: its name.
+        stale: the key that says that the name is an earlier attempt's.
+    """
+
+    def __init__(self, store: Any, job: str, stale: str, rank: int, size: int) -> None:
+        self._whole, self._job, self._stale = store, job, stale
+        self._store: Any = PrefixStore(f"shardmesh/watch/{job}", store)
+        self._rank, self._pause = rank, _PAUSE_S * max(1.0, size / _FEW)
+        self._awaited: frozenset[int] = frozenset()
+        self._asked = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def folder(self, needed: int) -> Path:
+        """Return the parent of the job's folder on this host. Communication: one question to the store.
+
+        Args:
+            needed: bytes for the files of all ranks of this host.
+        """
+        chosen = str(parent_folder(needed))
+        return Path(self._store.compare_set(f"folder/{machine()}", "", chosen).decode())
+
+    def join(self, board: Board) -> None:
+        """Say where this rank's files are. Communication: one message to the store."""
+        self._store.set(f"place/{self._rank}", _place(board))
+
+    def decline(self, reason: str) -> None:
+        """Take the watch from all ranks; whoever does so first says it. Communication: one message to the store."""
+        mine = f"rank {self._rank}: {reason}"
+        with contextlib.suppress(RuntimeError):
+            if self._store.compare_set("without", "", mine).decode() != mine:
+                return
+        say(mine)
+
+    # -- ranks that wait -----------------------------------------------------------------------------------------------
+
+    def doubt(self, watch: Watch, ranks: Iterable[int]) -> None:
+        """Have the store asked whether these ranks, which have not come, still can be seen; returns at once."""
+        self._awaited = frozenset(ranks)
+        if self._thread is None and not self._over:
+            self._thread = threading.Thread(target=self._run, args=(watch,), name="shardmesh-agreement", daemon=True)
+            self._thread.start()
+        self._asked.set()
+
+    def stop(self) -> None:
+        self._over = True
+        self._asked.set()
+
+    def _run(self, watch: Watch) -> None:
+        try:
+            whole = self._whole.clone()  # the main thread may wait in the other connection
+            self._whole, self._store = whole, PrefixStore(f"shardmesh/watch/{self._job}", whole)
+            while self._is_asked():
+                reason = self._reason(watch)
+                if reason:
+                    watch.give_up(reason)
+                    return
+                threading.Event().wait(self._pause)
+        except (RuntimeError, ReferenceError):  # the store has ended with the job; the world has
+            pass
+
+    def _is_asked(self) -> bool:
+        self._asked.wait()
+        self._asked.clear()
+        return not self._over
+
+    def _reason(self, watch: Watch) -> str:
+        """Why the ranks must go on without a watch; "" where all is well."""
+        if self._store.check(["without"]):
+            return self._store.get("without").decode()
+        if self._whole.check([self._stale]):
+            return "the store has what an earlier attempt of the job left there"
+        hidden = [rank for rank in self._awaited if self._is_hidden(watch, rank)]
+        if not hidden:
+            return ""
+        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {watch.board.folder}"
+
+    def _is_hidden(self, watch: Watch, rank: int) -> bool:
+        """Whether a rank has files, but not where this one can see them."""
+        if watch.board.of(rank) is not None or not self._store.check([f"place/{rank}"]):
+            return False
+        is_near = self._store.get(f"place/{rank}").decode() == _place(watch.board)
+        return watch.board.of(rank) is None and (is_near or watch.relay is None)
+
+
+def say(reason: str) -> None:
+    print(f"shardmesh: no watch over this job. {reason}", file=sys.stderr, flush=True)
+
+
+def _place(board: Board) -> str:
+    return f"{boot_id()}/{board.place}"
