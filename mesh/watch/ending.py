@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 _ALARM = 11  # of the real-time signals, which nothing else is likely to use
 _TO_PRINT_S = 2.0  # a full pipe must not keep a process that is to end
-_SILENT_NS = 3_000_000_000  # a watchdog thread that has not run for so long does not end its process
+_SHARE = 0.8  # of its time to end that a process has before another one kills it
+_SPARE_S = 3.0
 _PAUSE_S = 0.05
 _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}  # packages of programs that run others
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
@@ -144,6 +145,17 @@ def end(text: str) -> None:
     os._exit(1)
 
 
+def set_deadline(watch: Watch, is_on: bool) -> None:
+    """Whether the process ends some seconds after its time to end, even where its watchdog thread cannot run any more."""
+    global _deadline_of
+    if is_on and _deadline_of is None:
+        _deadline_of = watch
+        _end_at_the_latest(settings().exit_s + _SPARE_S)
+    elif not is_on and _deadline_of is watch:
+        _deadline_of = None
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _end_at_the_latest(seconds: float) -> None:
     """Have a thread that needs no interpreter end the process after so many seconds, with all threads' stacks."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
@@ -180,7 +192,7 @@ def _on_exit() -> None:
         keep_groups()
         _last_word = _LastWord()
         if settings().exit_s:
-            _end_at_the_latest(settings().exit_s)
+            _end_at_the_latest(settings().exit_s + _SPARE_S)
         for watch in here:
             _end_others(watch)
     for watch in here:
@@ -192,13 +204,13 @@ def _end_others(watch: Watch) -> None:
 
     Where there is no launcher nobody else does. The first of the other ranks waits for it, until the time of those ranks is over.
     """
-    stuck = [page for page in watch.near_pages() if _is_stuck(page)]
-    awake = [page.words[H.RANK] for page in watch.near_pages() if is_local(page) and not is_dead(page) and not _is_stuck(page)]
-    if not stuck or watch.board.rank != min(awake, default=-1):
-        return
-    while stuck := [page for page in stuck if _is_stuck(page)]:
+    watch.page.words[H.AWARE] = 1
+    while stuck := [page for page in watch.near_pages() if _is_stuck(page)]:
+        pages = [page for page in watch.near_pages() if is_local(page) and not is_dead(page) and all(page is not one for one in stuck)]
+        if watch.board.rank != min(page.words[H.RANK] for page in pages):
+            return
         for page in stuck:
-            if monotonic_ns() - watch.failed_at > page.words[H.EXIT_S] * 1_000_000_000:
+            if monotonic_ns() - watch.failed_at > _SHARE * 1e9 * page.words[H.EXIT_S]:
                 print(f"shardmesh: rank {page.words[H.RANK]} does not react and is killed", file=sys.stderr, flush=True)
                 with contextlib.suppress(OSError):
                     os.kill(page.words[H.PID], signal.SIGKILL)
@@ -209,7 +221,7 @@ def _is_stuck(page: Page) -> bool:
     words = page.words
     if not words[H.EXIT_S] or words[H.STATE] not in (State.RUNNING, State.RAISED) or not is_local(page) or is_dead(page):
         return False
-    return is_stopped(page) or monotonic_ns() - words[H.HEARTBEAT] > _SILENT_NS
+    return is_stopped(page) or not words[H.AWARE]
 
 
 class _LastWord:
@@ -223,3 +235,4 @@ class _LastWord:
 
 
 _last_word: _LastWord | None = None
+_deadline_of: Watch | None = None

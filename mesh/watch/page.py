@@ -54,6 +54,7 @@ class H:
     PID_SPACE = 19  # process numbers mean something only within it; 0 in the copy of a page of another host
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
+    AWARE = 22  # whether the watchdog thread has seen the verdict, and so ends the process by itself
 
 
 class State:

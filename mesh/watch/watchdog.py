@@ -72,7 +72,11 @@ class Watchdog:
         watch = self._watch
         verdict = watch.standing()
         waited = (monotonic_ns() - watch.failed_at) / 1e9
-        if verdict is None or waited < _POLITE_S:
+        if verdict is None:
+            return
+        watch.page.words[H.AWARE] = 1
+        ending.set_deadline(watch, ending.may_end(watch))
+        if waited < _POLITE_S:
             return
         if not watch.told and ending.alarm_signal is not None and threading.main_thread().is_alive():
             signal.pthread_kill(threading.main_thread().ident or 0, ending.alarm_signal)

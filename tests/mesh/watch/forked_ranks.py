@@ -1,0 +1,199 @@
+"""Programs of ranks in jobs of `forked.py`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import shardmesh as sm
+from shardmesh.mesh.errors import WatchError
+from shardmesh.mesh.watch import agreement, startup
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def make_mesh() -> sm.DeviceMesh:
+    return sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+
+
+def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
+    """Collectives over each axis and over all ranks."""
+    x = torch.tensor([1.0 + mesh.get_rank()])
+    for _ in range(steps):
+        x = torch.tensor([1.0 + mesh.get_rank()])
+        for axes in ("tp", "dp", None):
+            mesh.group(axes).all_reduce(x)
+    return x.item()
+
+
+def trained(mesh: sm.DeviceMesh) -> None:
+    print("result", train(mesh), "watch", "off" if mesh.world.watch is None else "on", flush=True)
+
+
+# -- files that cannot be made, or vanish ------------------------------------------------------------------------------
+
+
+def no_room(ranks: list[int]) -> None:
+    """The folder is full for these ranks."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank() in ranks:
+        os.posix_fallocate = full
+    trained(make_mesh())
+
+
+def other_folders(ranks: list[int]) -> None:
+    """These ranks see another file system where the folder is, as in a container of their own."""
+    before = agreement.Agreement.folder
+
+    def folder(self: Any, needed: int) -> Any:
+        return before(self, needed) / str(rank())
+
+    if rank() in ranks:
+        agreement.Agreement.folder = folder
+    trained(make_mesh())
+
+
+def vanishes(when: str) -> None:
+    """Rank 1 deletes the folder: before all have seen each other's pages, or later."""
+    if when == "late":
+        mesh = make_mesh()
+        train(mesh)
+    else:
+        if rank() in (2, 3):
+            time.sleep(0.5)
+        mesh = make_mesh()
+    watch = mesh.world.watch
+    if rank() == 1 and watch is not None:
+        shutil.rmtree(watch.board.folder)
+    trained(mesh)
+    if when == "late" and rank() == 2:
+        raise ValueError("no more data")
+    train(mesh)
+
+
+def changes_folder() -> None:
+    if rank() == 2:
+        os.chdir("/")
+    trained(make_mesh())
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def swallows() -> None:
+    """Rank 2 raises; the others catch what they hear, again and again."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    while True:
+        try:
+            train(mesh)
+        except WatchError:
+            print("caught", flush=True)
+            time.sleep(0.2)
+
+
+def goes_on_alone() -> None:
+    """The others leave the job and go on with something else, for longer than they would have in it."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    try:
+        train(mesh, 1000)
+    except WatchError:
+        dist.destroy_process_group()
+        time.sleep(2.5)
+        print("went on", flush=True)
+
+
+def waits_at_exit(how: str) -> None:
+    """Ranks leave while a collective is under way that rank 2 never comes to."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        time.sleep(60)
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if how == "asynchronous":
+        globals()["kept"] = mesh.group().all_reduce(torch.ones(4), async_op=True), mesh
+    if how == "raw":
+        globals()["kept"] = dist.all_reduce(torch.ones(4), async_op=True), dist.group.WORLD
+    try:
+        train(mesh)
+    finally:
+        if how == "destroyed":
+            dist.all_reduce(torch.ones(4), async_op=True)
+            dist.destroy_process_group()
+        if how == "destroyed and a thread":
+            dist.destroy_process_group()
+            threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def cannot_end(how: str) -> None:
+    """Rank 2 is stopped, or computes without letting go of the interpreter's lock."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2 and how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == 2 and how == "computes":
+        sum(range(10**11))
+    train(mesh)
+
+
+def dies_in_a_raw_collective() -> None:
+    """Rank 2 is killed while the others are in a collective that is not the library's."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def raises_before_its_mesh() -> None:
+    startup.tell_of_early_errors()  # as the import does, in a process that has its RANK by then
+    if rank() == 2:
+        raise ValueError("no such file: config.toml")
+    make_mesh()
+
+
+# -- torch's default group ---------------------------------------------------------------------------------------------
+
+
+def calls_the_default_group_alone() -> None:
+    """Rank 0 reduces something over torch's default group, and nobody else does."""
+    mesh = make_mesh()
+    x = sm.device_put(torch.arange(8.0), mesh, sm.P(("dp", "tp")))
+    if rank() == 0:
+        globals()["kept"] = dist.all_reduce(torch.full((2,), 100.0), async_op=True)
+    print("result", x.redistribute(sm.P()).to_local().tolist(), train(mesh), flush=True)
+    os._exit(0)
+
+
+def restarted() -> None:
+    """The second attempt of a job whose store the launcher keeps; the program starts the default group itself."""
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    mesh = make_mesh()
+    train(mesh)
+    if attempt == "0" and rank() == 2:
+        raise ValueError("no more data")
+    trained(mesh)
