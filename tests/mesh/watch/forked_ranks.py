@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import shardmesh as sm
 from shardmesh.mesh.errors import WatchError
@@ -188,10 +189,12 @@ def calls_the_default_group_alone() -> None:
 
 
 def restarted() -> None:
-    """The second attempt of a job whose store the launcher keeps; the program starts the default group itself."""
+    """An attempt of a job whose store the launcher keeps; the program starts the default group itself."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    own = dist.PrefixStore(attempt, store)  # gloo alone would often connect to addresses of the first attempt
+    dist.init_process_group("gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    distributed_c10d._get_default_store = lambda: store
     mesh = make_mesh()
     train(mesh)
     if attempt == "0" and rank() == 2:
