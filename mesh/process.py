@@ -417,8 +417,7 @@ def process_world() -> ProcessWorld:
             atexit.unregister(_let_threads_finish)
             atexit.register(_let_threads_finish)
         if _world is not None and _world.watch is not None:
-            _world.watch.close()
-            _world.watch.abandoned = False  # the program goes on in another job
+            _world.watch.depart()
         _world = ProcessWorld(default, _observers)
     return _world
 

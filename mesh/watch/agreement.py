@@ -14,6 +14,7 @@ A store that cannot be reached never answers, so ranks that wait have a thread o
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 from collections.abc import Iterable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.1  # between two questions, in a job of up to _FEW ranks
 _FEW = 100
+_ASKED = 4  # of the ranks that have not come, each time
 
 
 class Agreement:
@@ -111,10 +113,11 @@ class Agreement:
             return self._store.get("without").decode()
         if self._whole.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
-        hidden = [rank for rank in self._awaited if self._is_hidden(watch, rank)]
+        missing = [rank for rank in self._awaited if watch.board.of(rank) is None]
+        hidden = [rank for rank in random.sample(missing, min(_ASKED, len(missing))) if self._is_hidden(watch, rank)]
         if not hidden:
             return ""
-        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {watch.board.folder}"
+        return f"{ranks_text(sorted(hidden))} and rank {self._rank} do not see each other's files in {watch.board.folder}"
 
     def _is_hidden(self, watch: Watch, rank: int) -> bool:
         """Whether a rank has files, but not where this one can see them."""

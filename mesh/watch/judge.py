@@ -156,8 +156,17 @@ def lost(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
 
 
 def lost_ranks(board: Board) -> list[Member]:
-    everyone = [Member(rank, board.of(rank), False) for rank in range(board.size)]
-    return [m for m in everyone if _is_lost(m)]
+    """Those that have died or cannot be reached."""
+    return [m for m in _everyone(board) if _is_lost(m)]
+
+
+def ended_ranks(board: Board) -> list[Member]:
+    """Those whose program is over."""
+    return [m for m in _everyone(board) if m.page is not None and m.page.words[H.STATE] in (State.ENDED, State.CLOSED)]
+
+
+def _everyone(board: Board) -> list[Member]:
+    return [Member(rank, board.of(rank), False) for rank in range(board.size)]
 
 
 def wrong_route(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:

@@ -243,7 +243,11 @@ class Relay:
     def _copy(self, host: Host, rank: int) -> Copy:
         found = host.copies.get(rank)
         if found is None:
-            found = host.copies[rank] = make_copy(self._board.path(rank))
+            try:
+                found = host.copies[rank] = make_copy(self._board.path(rank))
+            except OSError as error:
+                self._watch.give_up(f"no copies of the files of other hosts can be made: {error}")
+                raise
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:

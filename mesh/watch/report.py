@@ -99,6 +99,16 @@ def died(gone: Sequence[Member]) -> Verdict:
     return _absent("lost", ranks, [f"{ranks_text(ranks)} {_how_they_went(gone)}:"], [], gone)
 
 
+def ended(gone: Sequence[Member], size: int) -> Verdict:
+    """Ranks that ended the program, where a collective that is not the library's has shown it. The fewer are to blame."""
+    from .judge import minority
+
+    ranks = [m.rank for m in gone]
+    others = [rank for rank in range(size) if rank not in ranks]
+    lines = [f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them:"]
+    return _absent("left", minority([ranks, others]), lines, [], gone)
+
+
 def _how_they_went(gone: Sequence[Member]) -> str:
     pages = [m.page for m in gone if m.page is not None and m.page.words[H.STATE] == State.LOST]
     reasons = {page.read_text(page.words[H.DOING]) for page in pages}

@@ -111,8 +111,7 @@ class Session:
             watch.told = True
         self._close(world, waiting=False)
         if watch is not None and not dist.is_initialized():
-            watch.watchdog.stop()
-            watch.abandoned = False  # whatever was under way, nobody waits for it any more
+            watch.depart()  # whatever was under way, nobody waits for it any more
 
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True

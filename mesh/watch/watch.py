@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
@@ -46,6 +47,7 @@ _TO_EXPLAIN_S = 1.0  # how long a broken connection may lack an explanation
 _SETTLE_S = 0.3
 _LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
+_CPU, _WATCHED = torch.device("cpu"), timedelta(days=1)  # groups with so long a timeout relied on the watch
 _DOUBT_NS = 50_000_000  # of waiting, after which a rank asks whether those who have not come can be seen at all
 _STACK_S, _FAR_STACK_S = 0.3, 1.0  # until a rank of this host, or another one, has said where it is
 
@@ -111,6 +113,13 @@ class Watch:
         ending.keep_groups()
         return verdict.error()
 
+    def depart(self) -> None:
+        """The program goes on without this job, or in another one: it is not ended any more."""
+        self.close()
+        self.abandoned = False
+        self.watchdog.stop()
+        ending.set_deadline(self, False)
+
     def is_of_this_job(self) -> bool:
         """Whether the default group is still the one that the watch is for."""
         default = dist.group.WORLD if dist.is_initialized() else None
@@ -142,8 +151,9 @@ class Watch:
         for seat in self.seats:
             seat.watch, seat.others = None, []
         for handle in ending.torch_groups():
-            with contextlib.suppress(RuntimeError, ValueError):
-                distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
+            with contextlib.suppress(RuntimeError, ValueError, AttributeError):
+                if handle._get_backend(_CPU).options._timeout >= _WATCHED:
+                    distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
         self.page.words[H.BLOCKED] = 0
 
     def near_pages(self) -> list[Page]:
@@ -174,13 +184,16 @@ class Watch:
         self.page.words[H.STATE] = State.RAISED
 
     def _find_lost(self) -> bool:
-        """Whether there is a verdict, or one on a rank that died, within the time that a broken connection has to be explained."""
+        """Whether there is a verdict, or one on a rank that has gone, within the time that a broken connection has to be explained."""
         deadline = time.monotonic() + _TO_EXPLAIN_S
         while self.standing() is None and time.monotonic() < deadline:
             gone = judge.lost_ranks(self.board)
             if gone:
                 self.fail(report.died(gone))
             time.sleep(_LONGEST_NAP_S)
+        ended = judge.ended_ranks(self.board)
+        if self.standing() is None and ended:
+            self.fail(report.ended(ended, self.board.size))
         return self.standing() is not None
 
     # -- looking around ------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 _POLITE_S, _DEAF_S = 0.5, 5.0  # how long after a verdict a program has to come to a collective, and to react to a signal
+_TO_LEAVE_S = 1.5  # how long a program without its groups has to live on, to be no program that ends
 
 
 class Watchdog:
@@ -28,6 +29,7 @@ class Watchdog:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._over = threading.Event()
+        self._left_at = 0
         self._before: dict[Seat, int] = {}  # what seats had called at the last tick
         self._warned: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
@@ -75,6 +77,9 @@ class Watchdog:
         if verdict is None:
             return
         watch.page.words[H.AWARE] = 1
+        if self._has_left():
+            watch.depart()
+            return
         ending.set_deadline(watch, ending.may_end(watch))
         if waited < _POLITE_S:
             return
@@ -83,6 +88,14 @@ class Watchdog:
         if waited > (settings().exit_s if watch.told else min(_DEAF_S, settings().exit_s)) and ending.may_end(watch):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
             ending.end(f"rank {watch.board.rank} is ended {why}{verdict.text}")
+
+    def _has_left(self) -> bool:
+        """Whether the program has destroyed the job's groups, and goes on: one that is about to end does so, too."""
+        if self._watch.is_of_this_job() or not threading.main_thread().is_alive():
+            self._left_at = 0
+        elif not self._left_at:
+            self._left_at = monotonic_ns()
+        return bool(self._left_at) and monotonic_ns() - self._left_at > _TO_LEAVE_S * 1e9
 
     def _look(self, seat: Seat, called: int) -> None:
         """Looks at a collective for which not all ranks have come yet; main threads that wait for a GPU cannot."""
