@@ -39,7 +39,7 @@ from .sharding.arrays import (
     make_array_from_single_device_arrays,
 )
 from .sharding.bad_values import BadValueError, debug_nans
-from .sharding.boundary import device_put, distribute_tensor, from_local, to_local
+from .sharding.boundary import distribute_tensor, from_local, to_local
 from .sharding.call import call
 from .sharding.checkpoint.agree import CheckpointError
 from .sharding.checkpoint.folder import Checkpoint, latest
@@ -53,6 +53,7 @@ from .sharding.checkpoint.tree import PerRank
 from .sharding.compare import ReplicaError
 from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
 from .sharding.constraint import with_sharding_constraint
+from .sharding.device_put import device_put
 from .sharding.eval_shape import Evaluated, eval_shape
 from .sharding.explain import explain
 from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
@@ -71,13 +72,17 @@ from .sharding.functional.collectives import (
     psum,
     psum_scatter,
 )
-from .sharding.functional.gradients import checkpoint, grad, jvp, stop_gradient, value_and_grad, vjp
+from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
+from .sharding.functional.forward import jvp, linearize
+from .sharding.functional.gradients import checkpoint, grad, stop_gradient, value_and_grad, vjp
+from .sharding.functional.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.keys import fold_in, random_key, seeded
 from .sharding.functional.leaf import done, start
 from .sharding.functional.mapping import UnboundAxisError
 from .sharding.functional.ragged import ragged_all_to_all
 from .sharding.functional.shard_map import shard_map
 from .sharding.functional.types import ShardingTypeError
+from .sharding.functional.vmap import vmap
 from .sharding.gradients import accumulate_grads
 from .sharding.inspection import inspect
 from .sharding.join import join
@@ -213,6 +218,7 @@ __all__ = [
     "colwise",
     "comm_budget",
     "comm_report",
+    "cond",
     "context_parallel",
     "context_parallel_attention",
     "convert_sync_batchnorm",
@@ -226,6 +232,7 @@ __all__ = [
     "eval_shape",
     "explain",
     "fold_in",
+    "fori_loop",
     "fork_rng",
     "from_local",
     "full",
@@ -236,16 +243,20 @@ __all__ = [
     "get_total_norm",
     "grad",
     "guard",
+    "hessian",
     "implicit",
     "implicit_replication",
     "init_device_mesh",
     "inputs",
     "inspect",
+    "jacfwd",
+    "jacrev",
     "join",
     "jvp",
     "latest",
     "launch",
     "ledger",
+    "linearize",
     "load",
     "load_balance_loss",
     "load_full_state_dict",
@@ -293,6 +304,7 @@ __all__ = [
     "rowwise",
     "save",
     "save_safetensors",
+    "scan",
     "seeded",
     "sequence",
     "session",
@@ -306,6 +318,7 @@ __all__ = [
     "state_dict",
     "stop_gradient",
     "straggler_report",
+    "switch",
     "to_local",
     "top_k_routing",
     "typeof",
@@ -314,7 +327,9 @@ __all__ = [
     "visualize",
     "visualize_sharding",
     "vjp",
+    "vmap",
     "watchdog",
+    "while_loop",
     "with_sharding_constraint",
     "zeros",
 ]

@@ -2,6 +2,7 @@
 
     python benchmarks/train.py                       4 gloo processes, a few minutes
     python benchmarks/train.py --only FSDP           one pair; may be given several times
+    python benchmarks/train.py --fused               all step with AdamW's fused kernel
     python benchmarks/train.py --quick               2 processes, a tiny model, 2 rounds
     python benchmarks/train.py --json figures.json --markdown tables.md
 
@@ -15,7 +16,8 @@ counted, see train_counts.py. "at rest" is what is held between steps. "compiled
 bytes and memory are those of a step that is not compiled.
 
 All make `torch.optim.AdamW(model.parameters())`. What that does by default is part of what is measured: on the CPU torch takes the loop for
-plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/rules/optim_default.py).
+plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/rules/optim_default.py). With `--fused` all are made with
+`fused=True`, so that what is left is the difference of the layers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,11 +50,12 @@ FIRST_STEPS = 5  # whose losses are compared: the third is measured for memory, 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure, and on what."""
+    """How long to measure, and on what; whether with AdamW's fused kernel."""
 
     ranks: int
     size: Size
     rounds: int
+    fused: bool = False
 
 
 FULL = Effort(4, Size(layers=4, d=256, heads=4, f=688, s=128, b=8), rounds=15)
@@ -87,7 +90,7 @@ def measure_rank(names: Sequence[str], effort: Effort) -> tuple[dict[str, Use], 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
-    setup = Setup(effort.size, effort.ranks)
+    setup = Setup(effort.size, effort.ranks, effort.fused)
     expected = losses_alone(setup)
     found = {name: first_steps(partial(MAKERS[name], setup)) for name in names}
     check_losses({name: use for name, (_, use) in found.items()}, expected)
@@ -190,11 +193,11 @@ def run(pairs: Sequence[Pair], effort: Effort) -> dict[str, Found]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the chosen pairs, print the tables and write the files asked for."""
     options = _options(arguments)
-    effort = QUICK if options.quick else FULL
+    effort = replace(QUICK if options.quick else FULL, fused=options.fused)
     pairs = [pair for pair in PAIRS if not options.only or pair.name in options.only]
     found = run(pairs, effort)
     rows, ratios = [one.row() for one in found.values()], [pair_row(pair, found) for pair in pairs]
-    show(f"a training step, {effort.ranks} gloo processes", COLUMNS, rows)
+    show(f"a training step, {effort.ranks} gloo processes{', fused AdamW' * effort.fused}", COLUMNS, rows)
     show("ours / theirs", PAIR_COLUMNS, ratios)
     env = environment()
     print(environment_line(env))
@@ -206,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[pair.name for pair in PAIRS], action="append", help="a pair; may be given several times")
+    parser.add_argument("--fused", action="store_true", help="all step with fused=True")
     parser.add_argument("--quick", action="store_true", help="2 processes, a tiny model, 2 rounds")
     parser.add_argument("--json", metavar="PATH", help="write all figures here")
     parser.add_argument("--markdown", metavar="PATH", help="write the tables here")

@@ -27,14 +27,15 @@ from train_model import Block, Size, batch, cross_entropy, make_model
 import shardmesh as sm
 from shardmesh import P
 
-OPTIMIZER, RATE = torch.optim.AdamW, 1e-3
+RATE = 1e-3
 
 
 class Setup:
-    """The process group, and the meshes of ours and of torch over it."""
+    """The process group, the meshes of ours and of torch over it, and how all step: AdamW as it comes, or with `fused=True`."""
 
-    def __init__(self, size: Size, ranks: int) -> None:
+    def __init__(self, size: Size, ranks: int, fused: bool = False) -> None:
         self.size, shape = size, (ranks // 2, 2)
+        self.options: dict[str, Any] = {"lr": RATE, "fused": True} if fused else {"lr": RATE}
         self.line = sm.init_device_mesh("cpu", (ranks,), axis_names=("dp",))
         self.tensor_line = sm.init_device_mesh("cpu", (ranks,), axis_names=("tp",))
         self.grid = sm.init_device_mesh("cpu", shape, axis_names=("fsdp", "tp"))
@@ -92,13 +93,15 @@ def loss_of_batch(loss: Any) -> float:
     return whole.item() / dist.get_world_size()
 
 
-def trained(model: nn.Module, data: Callable[[int], tuple[Any, Any]], around: Callable[[], Any] = nullcontext) -> Training:
-    return Training(model, OPTIMIZER(model.parameters(), lr=RATE), data, around)
+def trained(
+    setup: Setup, model: nn.Module, data: Callable[[int], tuple[Any, Any]], around: Callable[[], Any] = nullcontext
+) -> Training:
+    return Training(model, torch.optim.AdamW(model.parameters(), **setup.options), data, around)
 
 
 def alone(setup: Setup) -> Training:
     """One process with the whole batch."""
-    return trained(make_model(setup.size), lambda step: batch(setup.size, step))
+    return trained(setup, make_model(setup.size), lambda step: batch(setup.size, step))
 
 
 # -- data parallelism --------------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def alone(setup: Setup) -> Training:
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
     model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
-    return trained(_compiled(model) if compiled else model, setup.own_rows)
+    return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
 def _compiled(model: Any) -> nn.Module:
@@ -118,7 +121,7 @@ def _compiled(model: Any) -> nn.Module:
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
     model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
-    return trained(model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
+    return trained(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
 
 
 def _sharded(rows: tuple[Tensor, Tensor], mesh: sm.DeviceMesh, spec: P, size: Size) -> tuple[Any, Any]:
@@ -131,7 +134,7 @@ def their_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
     if compiled:  # before, so that its hooks are not inside what is compiled
         for i, block in enumerate(model.blocks):
             model.blocks[i] = torch.compile(block)
-    return trained(_their_fsdp(model, setup.their_line, reshard), setup.own_rows)
+    return trained(setup, _their_fsdp(model, setup.their_line, reshard), setup.own_rows)
 
 
 def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
@@ -142,11 +145,11 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
 
 def our_ddp(setup: Setup, compiled: bool = False) -> Training:
     model = sm.data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
-    return trained(_compiled(model) if compiled else model, setup.own_rows)
+    return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
 def their_ddp(setup: Setup, compiled: bool = False) -> Training:
-    return trained(_their_ddp(setup, compiled), setup.own_rows)
+    return trained(setup, _their_ddp(setup, compiled), setup.own_rows)
 
 
 def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
@@ -155,12 +158,13 @@ def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
 
 
 def our_zero(setup: Setup) -> Training:
-    return trained(sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None), setup.own_rows)
+    model = sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
+    return trained(setup, model, setup.own_rows)
 
 
 def their_zero(setup: Setup) -> Training:
     model = _their_ddp(setup)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), OPTIMIZER, parameters_as_bucket_view=True, lr=RATE)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **setup.options)
     return Training(model, optimizer, setup.own_rows)
 
 
@@ -205,12 +209,12 @@ def their_outer_plan() -> dict[str, Any]:
 
 def our_tensor_parallel(setup: Setup) -> Training:
     model = sm.parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
-    return trained(model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
+    return trained(setup, model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
 
 
 def their_tensor_parallel(setup: Setup) -> Training:
     model = _their_tensor_parallel(make_model(setup.size), setup.their_line)
-    return trained(model, lambda step: batch(setup.size, step), theirs.loss_parallel)
+    return trained(setup, model, lambda step: batch(setup.size, step), theirs.loss_parallel)
 
 
 def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
@@ -224,14 +228,14 @@ def our_two_axes(setup: Setup) -> Training:
     model = sm.parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
     sm.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
-    return trained(model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
+    return trained(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
 
 
 def their_two_axes(setup: Setup) -> Training:
     mesh = setup.their_grid
     model = _their_fsdp(_their_tensor_parallel(make_model(setup.size), mesh["tp"]), mesh["fsdp"], True)
     part, parts = mesh.get_local_rank("fsdp"), mesh.size(0)
-    return trained(model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
+    return trained(setup, model, lambda step: setup.rows(step, part, parts), theirs.loss_parallel)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from . import errors
+from .mesh_shape import MeshShape
 from .topology import Topology
 
 Axes = str | tuple[str, ...]
@@ -22,7 +23,8 @@ class AbstractMesh:
 
     Attributes:
         axis_names: one name per axis, major to minor (`mesh_dim_names` is the same).
-        shape: one size per axis.
+        shape: one size per axis: a tuple that is also a mapping, `mesh.shape["tp"]`.
+        axis_sizes: the same as a plain tuple.
         ndim: number of axes.
         ranks: the ranks in the shape of the mesh, int64, read-only.
 
@@ -35,7 +37,8 @@ class AbstractMesh:
     """
 
     axis_names: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: MeshShape
+    axis_sizes: tuple[int, ...]
     ndim: int
     ranks: np.ndarray
     _layouts: dict[Any, Any]
@@ -47,7 +50,8 @@ class AbstractMesh:
     def _set(self, ranks: np.ndarray, names: tuple[str, ...]) -> None:
         ranks.setflags(write=False)
         self.ranks = ranks
-        self.shape = ranks.shape
+        self.axis_sizes = ranks.shape
+        self.shape = MeshShape(ranks.shape, names)
         self.ndim = ranks.ndim
         self.axis_names = names
         self._index = {name: i for i, name in enumerate(names)}
@@ -63,12 +67,29 @@ class AbstractMesh:
         self._topology: Topology | None = None
         self._node_ids: dict[Topology, np.ndarray] = {}
         self._crossing_axes: dict[Topology, tuple[str, ...]] = {}
-        self._hash = hash((type(self), self.shape, names, ranks.tobytes() if ranks.size <= 4096 else None))
+        self._hash = hash((type(self), ranks.shape, names, ranks.tobytes() if ranks.size <= 4096 else None))
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
         """The axis names, as torch calls them."""
         return self.axis_names
+
+    @property
+    def devices(self) -> np.ndarray:
+        """The ranks in the shape of the mesh: where JAX has device objects, each rank has one device and is known by its number."""
+        return self.ranks
+
+    device_ids = devices
+
+    @property
+    def shape_tuple(self) -> tuple[tuple[str, int], ...]:
+        """Pairs of name and size."""
+        return tuple(self.shape.items())
+
+    @property
+    def empty(self) -> bool:
+        """Whether the mesh has no ranks: never."""
+        return False
 
     @property
     def topology(self) -> Topology:
@@ -148,14 +169,14 @@ class AbstractMesh:
         if axis is None:
             return self.ranks.size if mesh_dim is None else self.size(mesh_dim)
         if isinstance(axis, int):
-            return self.shape[self._position(axis)]
-        return prod(self.shape[self._index[name]] for name in self._checked_axes(axis))
+            return self.axis_sizes[self._position(axis)]
+        return prod(self.axis_sizes[self._index[name]] for name in self._checked_axes(axis))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """The index of a rank along each axis; None when the rank is not in the mesh."""
         if not 0 <= rank < self.ranks.size:
             return None
-        return unravel(rank, self.shape)
+        return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
         """The mesh of only these axes, in this order; a name that `flatten` has given is one axis.
@@ -261,7 +282,7 @@ class AbstractMesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AbstractMesh, (self.shape, self.axis_names)
+        return AbstractMesh, (self.axis_sizes, self.axis_names)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({axes_text(self.shape, self.axis_names)})"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from . import errors, wire
+from .transforms import is_transformed, outside_of_transforms
 from .watch.page import Page
 from .watch.seat import Note, Seat, route_of
 from .watch.settings import settings
@@ -268,7 +269,8 @@ class Group(ABC):
         if self.size == 1:
             return [pickle.loads(data)]
         begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved)
-        gathered = self._all_gather_bytes(data)
+        with outside_of_transforms():
+            gathered = self._all_gather_bytes(data)
         _ended(None, begun)
         return [pickle.loads(d) for d in gathered]
 
@@ -510,6 +512,11 @@ def _check_pair(op: str, out: Tensor, x: Tensor) -> None:
 
 
 def _check_contiguous(op: str, x: Tensor) -> None:
+    if is_transformed(x):
+        raise errors.CollectiveError(
+            f"{op} of a tensor inside a transform (sm.vmap, sm.jvp, sm.grad, torch.func), and what calls it has no rule for that: take it "
+            "out of the transform, or write it with the collectives of shard_map (psum, all_gather, ...), which have one."
+        )
     if not x.is_contiguous():
         raise errors.CollectiveError(
             f"{op}: a buffer of shape {tuple(x.shape)} has strides {x.stride()}: pass it .contiguous()."

@@ -29,7 +29,7 @@ def backward(
     inputs: Any = None,
 ) -> None:
     """`x.backward(...)` and `torch.autograd.backward`, on the local graph; sharded and plain tensors may be mixed."""
-    tensors = [_summable(y) for y in _as_list(tensors)]
+    tensors = [summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
@@ -43,8 +43,8 @@ def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
     return carrying(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
 
 
-def _summable(y: Tensor) -> Tensor:
-    """The tensor with what is pending reduced, except sums: the parts of other kinds have gradients of their own."""
+def summable(y: Any) -> Any:
+    """The tensor with what is pending reduced, except sums: the parts of other kinds have derivatives of their own."""
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
     return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))
@@ -105,7 +105,7 @@ def grad(
 
     Communication: that of backward, and one reduction per replicated input.
     """
-    outputs, inputs = [_summable(y) for y in _as_list(outputs)], _as_list(inputs)
+    outputs, inputs = [summable(y) for y in _as_list(outputs)], _as_list(inputs)
     if is_grads_batched:
         raise NotImplementedError(
             "is_grads_batched=True has no meaning for ShardedTensors yet; call grad once per gradient"

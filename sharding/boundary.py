@@ -12,13 +12,16 @@ from ..kernels.box import box_shape, box_size, slices
 from ..mesh.device_mesh import DeviceMesh
 from ..mesh.source import call_path
 from . import dispatch, dtensor
+from .engine_hooks import is_transformed, transforming
 from .layout import Layout, dtype_name
 from .local_shapes import describes, global_shape
+from .moved import Moved
 from .redistribute import redistribute_grad, redistribute_local
 from .replica_gradients import CHECKS, check_replicas_agree
 from .reshard import redistribute
-from .spec import SpecLike
+from .spec import EACH, SpecLike
 from .tensor import ShardedTensor
+from .transformed import refuse_foreign, under_transforms
 from .where import mesh_and_spec
 
 # -- local tensors in -------------------------------------------------------------------------------------------------
@@ -75,6 +78,8 @@ def from_local(
         raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
     if shape_check not in CHECKS:
         raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
+    if transforming():
+        refuse_foreign("from_local")
     device_mesh, placements = mesh_and_spec(device_mesh, placements)
     local_tensor = _on_device(local_tensor, device_mesh)
     shape = global_shape(local_tensor, device_mesh, placements, shape_check) if shape is None else tuple(shape)
@@ -87,6 +92,9 @@ def from_local(
         raise ValueError(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
         )
+    if transforming():
+        entered = Moved(layout, layout, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        return ShardedTensor._make_guarded(under_transforms(local_tensor, entered), layout)
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
@@ -113,7 +121,14 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=layout), None, None
+        return redistribute_grad(grad, layout.dual, grad_layout, dst_grad=_of_gradient(layout)), None, None
+
+
+def _of_gradient(layout: Layout) -> Layout:
+    """How the gradient of the gradient of a part lies: as the part, but where every rank's own part has a gradient of its own."""
+    if layout.only_sums:
+        return layout
+    return layout.replace(layout.spec.with_unreduced({a: k if k == "sum" else EACH for a, k in layout.spec.unreduced}))
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
@@ -178,6 +193,9 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
     layout, local = x._layout, dispatch.known_local(x)
+    if transforming():
+        left = Moved(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        return under_transforms(local, left) if local.requires_grad or is_transformed(local) else local
     if not local.requires_grad:
         return local
     if not torch.is_grad_enabled():
@@ -205,10 +223,10 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, dtype = grads[0], grads[0].dtype
-        if ctx.check:
+        if ctx.check and not transforming():
             check_replicas_agree(grad, ctx.grad_layout, ctx.path)
         layout, grad_layout = ctx.layout.replace(dtype=dtype), ctx.grad_layout.replace(dtype=dtype)
-        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=layout), None, None, None, None
+        return redistribute_grad(grad, grad_layout, layout.dual, src_grad=_of_gradient(layout)), None, None, None, None
 
 
 # -- whole tensors in -------------------------------------------------------------------------------------------------
@@ -247,52 +265,80 @@ def distribute_tensor(
     if isinstance(tensor, ShardedTensor):
         return redistribute(tensor, device_mesh, placements)
     layout = Layout.of(device_mesh, placements, tensor.shape, tensor.dtype)
+    if transforming() and is_transformed(tensor):
+        refuse_foreign("distribute_tensor")
+        raise NotImplementedError(
+            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad works on: it makes a new leaf, with the values of one rank; "
+            "ShardedTensor.from_local(t, mesh, P(), shape=t.shape).redistribute(placements) takes every rank's own, which are the same"
+        )
     _check_leaf(tensor)
     values = _on_device(tensor.detach(), device_mesh)
-    if src_data_rank is not None and not 0 <= src_data_rank < device_mesh.size():
-        raise ValueError(
-            f"src_data_rank {src_data_rank} is not a rank of {device_mesh}, which has {device_mesh.size()} ranks"
-        )
+    _check_source(src_data_rank, device_mesh)
     with torch.no_grad():
         out = ShardedTensor._make_guarded(_scatter(values, layout, src_data_rank), layout)
     return out.requires_grad_() if tensor.requires_grad else out
+
+
+def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
+    if rank is not None and not 0 <= rank < mesh.size():
+        raise ValueError(f"src_data_rank {rank} is not a rank of {mesh}, which has {mesh.size()} ranks")
 
 
 def _check_leaf(tensor: Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise RuntimeError(
             "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost: use "
-            "ShardedTensor.from_local(t, mesh, [Replicate(), ...]).redistribute(placements) to stay in the graph, or t.detach()"
+            "device_put(t, mesh, placements) to stay in the graph, or t.detach()"
         )
 
 
 def device_put(
     x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
-    """device_put(x, mesh, P(...)) -> ShardedTensor: `distribute_tensor` by JAX's name; a sharded `x` is redistributed.
+    """`shardmesh.device_put` of one leaf: a tensor, an array or a number."""
+    x = as_tensor(x)
+    in_graph = x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and not dtensor.is_dtensor(x)
+    if not in_graph:
+        return distribute_tensor(x, mesh, spec, src_data_rank=src_data_rank)
+    mesh, spec = mesh_and_spec(mesh, spec, x)
+    layout = Layout.of(mesh, spec, x.shape, x.dtype)
+    _check_source(src_data_rank, mesh)
+    whole = layout.replace(layout.spec.with_unreduced({}))
+    local: Any = _Put.apply(_on_device(x, mesh), whole, src_data_rank)
+    return ShardedTensor._make_guarded(redistribute_local(local, whole, layout), layout)
 
-    With a mesh set, `device_put(x, P(...))`.
 
-    Args:
-        x: a tensor; or a NumPy array, a number, or nested lists of numbers, of which it takes a copy with the dtype that `torch.tensor`
-            gives it.
+class _Put(torch.autograd.Function):
+    """This rank's box of one rank's tensor; every rank gets the whole gradient, as of a replicated tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
+        ctx.layout = layout
+        ctx.shape = tensor.shape
+        return _scatter(tensor.detach(), layout, src)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layout = ctx.layout.replace(dtype=grads[0].dtype)
+        if layout.mesh.coordinate is None:
+            return grads[0].new_zeros(ctx.shape), None, None
+        return redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated), None, None
+
+
+def as_tensor(x: Any, where: str = "") -> Tensor:
+    """The leaf that `device_put` is given as a tensor; `where` says which of a tree.
 
     Raises:
-        TypeError: `x` is none of these.
-        ValueError, RuntimeError: as `distribute_tensor`.
-
-    Communication: as `distribute_tensor` or `redistribute`.
+        TypeError: it is none.
     """
-    return distribute_tensor(x if isinstance(x, Tensor) else _as_tensor(x), mesh, spec, src_data_rank=src_data_rank)
-
-
-def _as_tensor(x: Any) -> Tensor:
+    if isinstance(x, Tensor):
+        return x
     try:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(x).__name__} ({error}); "
-            "put the tensors of a container one by one"
+            f"device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
+            "it to a tensor first"
         ) from error
 
 

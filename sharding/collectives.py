@@ -100,6 +100,9 @@ class AllReduce(Collective):
         self, tensors: list[Tensor], async_op: bool = False, *, own: bool = False, outs: list[Tensor] | None = None
     ) -> Pending | list[Tensor]:
         """With `own`, tensors that lie one after the other in memory are overwritten instead of copied."""
+        if own and len(tensors) > 1 and (piece := in_one_piece(tensors, self.dtype)) is not None:
+            given = list(tensors)
+            return done(self.group.all_reduce(piece, self.kind, async_op), lambda: _moved(given, outs))
         flat = self._flat(tensors, own, outs)
         tensors.clear()
         work = self.group.all_reduce(flat, self.kind, async_op)
@@ -107,8 +110,7 @@ class AllReduce(Collective):
 
     def _flat(self, tensors: Sequence[Tensor], own: bool, outs: list[Tensor] | None) -> Tensor:
         if len(tensors) > 1:
-            found = in_one_piece(tensors, self.dtype) if own else None
-            return joined(tensors, self.dtype) if found is None else found
+            return joined(tensors, self.dtype)
         (x,) = tensors
         if outs is not None:
             return x if x is outs[0] else outs[0].copy_(x)
@@ -145,6 +147,10 @@ def parted(
 ) -> list[Tensor]:
     """The tensors of a bucket; views of it, but for autograd tensors of their own, that may be written in place."""
     found = [x.view(shape) for x, shape in zip(torch.unsafe_split_with_sizes(flat, sizes), shapes, strict=True)]
+    return _moved(found, outs)
+
+
+def _moved(found: list[Tensor], outs: list[Tensor] | None) -> list[Tensor]:
     return found if outs is None else [out.copy_(x) for out, x in zip(outs, found, strict=True)]
 
 

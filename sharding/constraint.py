@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from .reshard import redistribute, redistribute_many
+from .spec import UNCONSTRAINED, Cut, P, Sharding
 from .tensor import ShardedTensor
 from .where import is_placement
 
@@ -24,14 +25,15 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     Args:
         x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, what is registered with torch's pytree) of them. None in
             it stays.
-        spec: a `P` or a list of placements, for all tensors; or a tree of them like the upper part of that of `x`.
+        spec: a `P`, a `NamedSharding` or a list of placements, for all tensors; or a tree of them like the upper part of that of `x`. A
+            dim whose entry is `P.UNCONSTRAINED` keeps the axes it has, but for those that the spec names elsewhere.
 
     Returns:
         The tree with every tensor on its own mesh, laid out so; tensors that lie so already are the same objects.
 
     Raises:
         TypeError: a plain tensor, something else that is no tensor, or a spec that is none.
-        ValueError: specs that do not fit the tree or a tensor.
+        ValueError: specs that do not fit the tree or a tensor, a sharding on another mesh than the tensor's.
 
     Communication: the plans'; several tensors travel together, as in `redistribute_many`.
 
@@ -44,7 +46,7 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     if len(moving) == 1:
         laid = [redistribute(moving[0][1], moving[0][2])]
     else:
-        moving = [m for m in moving if m[1]._layout.replace(m[2]) is not m[1]._layout]
+        moving = [m for m in moving if m[2] is not m[1].spec]
         laid = redistribute_many([leaf for _, leaf, _ in moving], [where for *_, where in moving]) if moving else []
     for (i, *_), tensor in zip(moving, laid, strict=True):
         out[i] = tensor
@@ -63,7 +65,27 @@ def constrained_leaves(x: Any, spec: Any, what: str) -> Iterator[tuple[Any, Any]
                 f"{what}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it on a mesh first, with "
                 "device_put(t, mesh, P(...)) or ShardedTensor.from_local(part, mesh, P(...))"
             )
-        yield leaf, where
+        yield leaf, where if leaf is None else leaf._layout.replace(_settled(leaf, where)).spec
+
+
+def _settled(x: ShardedTensor, where: Any) -> Any:
+    """The spec with the axes of `x` in the place of each UNCONSTRAINED, but for those that it names itself.
+
+    Raises:
+        ValueError: the spec has more entries than the tensor has dims.
+    """
+    spec = where.spec if isinstance(where, Sharding) and where.mesh == x.mesh else where
+    if not isinstance(spec, P) or UNCONSTRAINED not in spec.dims:
+        return where
+    spec, named, here = spec.padded(x.ndim), spec.axes, x.spec
+    cuts = list(spec.cuts)
+    for dim, entry in enumerate(spec.dims):
+        if entry is UNCONSTRAINED:
+            pieces = [
+                [Cut((a,)) for a in cut.axes if a not in named] if set(cut.axes) & set(named) else [cut] for cut in here.cuts[dim]
+            ]
+            cuts[dim] = tuple(cut for piece in pieces for cut in piece)
+    return P.of_cuts(cuts, dict(spec.unreduced))
 
 
 def matched(tree: Any, spec: Any, what: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..mesh.source import user_line
+from ..mesh.transforms import is_transformed, outside_of_transforms
 from . import random
 from .cache import keep
 from .device_result import device_result
@@ -81,6 +82,13 @@ def decide(
 
     Communication: none.
     """
+    with outside_of_transforms():
+        return _decided(func, args, kwargs, operands, key)
+
+
+def _decided(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
+) -> Decision:
     layouts = [x._layout for x in operands]
     check_one_mesh(func, layouts)
     metas = [operand_meta(layout) for layout in layouts]
@@ -147,7 +155,7 @@ def meta_numbers(items: Iterable[Any]) -> list[Any]:
         if type(item) in (list, tuple):
             item = type(item)(meta_numbers(item))
         elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor):
-            item = item.detach().to("meta")
+            item = torch.empty(item.shape, dtype=item.dtype, device="meta") if is_transformed(item) else item.detach().to("meta")
         out.append(item)
     return out
 

@@ -21,8 +21,9 @@ from torch import Tensor
 from . import outside, plain_operands
 from .cache import keep
 from .compiler import not_compiled, refuse_jit_trace
+from .custom_function import take_over
 from .decide import FOUND, Decision, common_name, decide, name_of, with_values
-from .engine_hooks import any_requires_grad, is_transformed
+from .engine_hooks import any_requires_grad, is_transformed, transforming
 from .layout import Layout
 from .lineage import carrying, mixed, piece_of, seed_of
 from .redistribute import redistribute_local
@@ -30,12 +31,14 @@ from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
 from .tensor import ShardedTensor
+from .transformed import refuse_foreign
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _wrapper_grad_fn = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_number_of_result = Tensor.output_nr.__get__  # type: ignore[attr-defined]
 _is_grad_enabled = torch.is_grad_enabled
 _thread_state = plain_operands.thread_state
 
@@ -67,13 +70,12 @@ def torch_function(
     key: list[Any] = [func]
     operands: list[Any] = []
     local_args: list[Any] = []
-    checking = _is_grad_enabled()
     for item in args:
         kind = type(item)
         if kind is ShardedTensor:  # this and the next: what `_local_of` does, without a call
             local = item._local
-            if checking and not local.requires_grad and any_requires_grad(item):
-                check_gradient_known(item)
+            if not local.requires_grad and any_requires_grad(item):
+                local = known_local(item)
             key.append(item._layout)
             operands.append(item)
             local_args.append(local)
@@ -120,8 +122,8 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     kind = type(item)
     if kind is ShardedTensor:
         local = item._local
-        if not local.requires_grad and _is_grad_enabled() and any_requires_grad(item):
-            check_gradient_known(item)
+        if not local.requires_grad and any_requires_grad(item):
+            local = known_local(item)
         key.append(item._layout)
         operands.append(item)
         return local
@@ -169,10 +171,7 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
         RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
-        raise RuntimeError(
-            f"{name_of(func)}: a ShardedTensor inside a transform of torch.func, which would not see through it; use "
-            "torch.autograd.grad, or apply the transform to this rank's part, x.to_local()"
-        )
+        refuse_foreign(f"{name_of(func)} of a ShardedTensor")
     if tensor.ndim == 0 and not (tensor.requires_grad and torch.is_grad_enabled()):
         return (tensor.dtype, _ON_META) if tensor.is_meta else tensor.dtype
     if plain_operands.is_one_element(tensor) or plain_operands.may_replicate():
@@ -256,7 +255,9 @@ def _moved(
 
 def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
     """The moved operand of a view, marked so that writing to any view of it is refused."""
-    if moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
+    if transforming():
+        moved = moved.clone() if moved is original else moved
+    elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
         moved = moved.clone()
     _base(moved)._is_moved_copy = True  # type: ignore[attr-defined]
     _moved_copies.exist = True
@@ -315,21 +316,16 @@ def _is_outside(layout: Layout) -> bool:
 
 
 def check_gradient_known(x: Any) -> None:
-    """Refuse a tensor whose wrapper has a gradient history that its local tensor lacks.
+    """Have the local tensor know the gradient history of the wrapper, if that has one: see `custom_function`.
 
-    That is what a custom `autograd.Function` applied to a ShardedTensor leaves behind: it saw only the wrapper, and the
-    gradient would be lost without a word.
+    Raises:
+        RuntimeError: a history that the local tensor cannot have; the gradient would be lost without a word.
     """
-    if not _is_grad_enabled():
-        return
     with _no_torch_function():
-        lost = _wrapper_grad_fn(x) is not None
-    if lost:
-        raise RuntimeError(
-            "this ShardedTensor came out of a custom autograd.Function (a module's full backward hook is one, too), which worked on "
-            "the wrapper, so its gradient would be lost; use x.register_hook for a hook, and apply the function to local tensors instead: "
-            "ShardedTensor.from_local(MyFunction.apply(x.to_local()), x.mesh, x.placements, shape=x.shape)"
-        )
+        node = _wrapper_grad_fn(x)
+        number = _number_of_result(x)
+    if node is not None:
+        take_over(x, node, number)
 
 
 def known_local(x: Any) -> Tensor:
@@ -357,6 +353,8 @@ def wrap(local: Tensor, layout: Layout) -> Any:
 def _detached(local: Tensor) -> Tensor:
     """Outside the graph, but still known for a view of a moved copy, if it is one: torch does not know the base of what is
     detached."""
+    if transforming():
+        return local  # detached, it would lose its tangent
     out = local.detach()
     if getattr(_base(local), "_is_moved_copy", False):
         out._is_moved_copy = True  # type: ignore[attr-defined]

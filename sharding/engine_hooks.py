@@ -5,11 +5,16 @@ torch's own DDP and FSDP use the first two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
 from torch.autograd import Variable, forward_ad
+
+from ..mesh.transforms import is_transformed, transforms_active
 
 
 def current_backward() -> int:
@@ -22,10 +27,10 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
-def accumulates(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass adds the gradient of this leaf to its `.grad`; one of `torch.autograd.grad` does not."""
+def accumulates(node: Any) -> bool:
+    """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
     try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[arg-type]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # it cannot tell for what `torch.autograd.grad` was asked for
         return False
 
@@ -62,32 +67,80 @@ def _perhaps(x: torch.Tensor) -> bool:
 any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _perhaps)
 
 
-def _no_transform(x: torch.Tensor) -> bool:
-    return False
-
-
-# Whether the tensor belongs to a torch.func transform that is being run.
-is_transformed: Callable[[torch.Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
-)
-
-
-def _no_transforms() -> bool:
-    return False
-
-
-# Whether any transform of torch.func is being run.
-transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _no_transforms)
-
-
 def untransformed(x: torch.Tensor) -> torch.Tensor:
     """What a tensor of a torch.func transform wraps."""
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
 
 
+def is_batched(x: Any) -> bool:
+    """Whether `vmap` has batched this tensor, in any of the transforms that are being run."""
+    while isinstance(x, torch.Tensor) and is_transformed(x):
+        if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
+            return True
+        x = untransformed(x)
+    return False
+
+
+def transform_depth() -> int:
+    """How many transforms of torch.func are being run in this thread, one inside the other."""
+    return torch._C._functorch.maybe_current_level() or 0  # type: ignore[attr-defined]
+
+
+class _Thread(threading.local):
+    forward = 0  # how many `forward_mode` blocks this thread is in
+
+
+_thread = _Thread()
+_forward_lock = threading.Lock()
+_forward_threads: list[int] = []  # those in `forward_mode`, once for each block
+
+
 def in_forward_mode() -> bool:
-    """Whether tangents are carried along (`torch.autograd.forward_ad`, `torch.func.jvp`)."""
-    return forward_ad._current_level >= 0
+    """Whether tangents are carried along in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return forward_ad._current_level >= 0 and (_thread.forward > 0 or not _forward_threads)
+
+
+def in_foreign_forward_mode() -> bool:
+    """Whether tangents are carried along by torch's own forward mode, which a process has but once, whatever its threads."""
+    return forward_ad._current_level >= 0 and not _forward_threads
+
+
+def with_tangents() -> AbstractContextManager[None]:
+    """In the `jvp` of an `autograd.Function`: what it computes carries the tangents of the forward modes around this one, which torch
+    switches off there."""
+    return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is at work in this thread, or tangents are carried along."""
+    return transforms_active() or (forward_ad._current_level >= 0 and in_forward_mode())
+
+
+@contextmanager
+def forward_mode() -> Iterator[None]:
+    """Inside, `torch.func.jvp` works in several threads at once, as the ranks of a simulated world are.
+
+    torch has one level of forward mode per process, and all tangents are gone when whoever opened it leaves. So it is opened here for
+    the first thread that comes and closed after the last, and `torch.func.jvp` is told that it is open.
+    """
+    if in_foreign_forward_mode():
+        yield
+        return
+    with _forward_lock:
+        if not _forward_threads:
+            forward_ad.enter_dual_level()
+            eager_transforms.JVP_NESTING += 1
+        _forward_threads.append(threading.get_ident())
+    _thread.forward += 1
+    try:
+        yield
+    finally:
+        _thread.forward -= 1
+        with _forward_lock:
+            _forward_threads.pop()
+            if not _forward_threads:
+                eager_transforms.JVP_NESTING -= 1
+                forward_ad.exit_dual_level()
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:

@@ -186,7 +186,7 @@ def explain(
 
     Args:
         src: a `Layout`, or a `ShardedTensor`.
-        dst: a `Layout`, a `P`, or placements.
+        dst: a `Layout`, a `P`, a `NamedSharding`, or placements.
         topology: links and nodes to plan for; by default the mesh's.
         max_bytes, accumulate_dtype, transport: as for `redistribute`.
 

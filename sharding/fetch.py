@@ -21,8 +21,10 @@ from torch import Tensor
 
 from ..kernels.box import Box, box_shape, box_size, slices
 from ..kernels.copy import compile_pack, compile_unpack
-from .engine_hooks import with_memory
+from .cache import keep
+from .engine_hooks import transforming, with_memory
 from .layout import Layout
+from .transformed import Linear, batched_layout, under_transforms
 
 Interval = tuple[int, int]
 Wanted = Callable[[int, int], Iterable[Interval]]
@@ -65,6 +67,7 @@ class Fetch:
     def __init__(self, src: Layout, dst: Layout, dim: int, wanted: Wanted, dst_dim: int | None = -1) -> None:
         self.src, self.dst, self.dim, self.wanted = src, dst, dim, wanted
         self.dst_dim = dim if dst_dim == -1 else dst_dim
+        self._batched: dict[int, Fetch] = {}
         mesh: Any = src.mesh
         axes = dict.fromkeys((*src.spec.dims[dim], *(() if self.dst_dim is None else dst.spec.dims[self.dst_dim])))
         self.axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
@@ -78,9 +81,19 @@ class Fetch:
         if not self.moves:
             parts = [local.narrow(self.dim, p.start - self._start, p.stop - p.start) for p in self._mine]
             return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim) if parts else local.narrow(self.dim, 0, 0)
+        if transforming():
+            return under_transforms(local, _Brought(self))
         if local.requires_grad and torch.is_grad_enabled():
             return _Fetched.apply(local, self)  # type: ignore[return-value]
         return self.bring(local)
+
+    def batched(self, count: int) -> Fetch:
+        """The same for parts with a batch dim of this length at the end."""
+        found = self._batched.get(count)
+        if found is None:
+            layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
+            found = keep(self._batched, count, Fetch(*layouts, self.dim, self.wanted, self.dst_dim))
+        return found
 
     # -- who gives what to whom ----------------------------------------------------------------------------------------
 
@@ -193,6 +206,23 @@ class Fetch:
         return arrived
 
 
+class _Brought(Linear):
+    """`bring`, or the way back, as a linear map under transforms of torch.func."""
+
+    def __init__(self, fetch: Fetch, back: bool = False) -> None:
+        self.fetch, self.back = fetch, back
+
+    @property
+    def transpose(self) -> _Brought:
+        return _Brought(self.fetch, not self.back)
+
+    def batched(self, count: int) -> _Brought:
+        return _Brought(self.fetch.batched(count), self.back)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.fetch.give_back(x) if self.back else self.fetch.bring(x)
+
+
 class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, fetch: Fetch) -> Tensor:
@@ -201,7 +231,8 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _GivenBack.apply(with_memory(grads[0]), ctx.fetch), None
+        grad = with_memory(grads[0])
+        return under_transforms(grad, _Brought(ctx.fetch, back=True)) if transforming() else _GivenBack.apply(grad, ctx.fetch), None
 
 
 class _GivenBack(torch.autograd.Function):
@@ -212,4 +243,5 @@ class _GivenBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _Fetched.apply(with_memory(grads[0]), ctx.fetch), None
+        grad = with_memory(grads[0])
+        return under_transforms(grad, _Brought(ctx.fetch)) if transforming() else _Fetched.apply(grad, ctx.fetch), None

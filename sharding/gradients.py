@@ -42,6 +42,7 @@ class _Reducer:
         waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
         before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
+        flushing: what is to be called when backward ends, before all else.
         started: leaves whose gradients are being reduced while backward goes on, what gives the sums, and their lineage.
         task: the backward pass whose end has been asked to call `flush`.
         made: how many leaves there have been.
@@ -51,6 +52,7 @@ class _Reducer:
         self.waiting: dict[int, ShardedTensor] = {}
         self.accumulating = 0
         self.before: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self.flushing: list[Callable[[], None]] = []
         self.started: list[tuple[Sequence[ShardedTensor], Callable[[], list[Tensor]], int]] = []
         self.task = -1
         self.made = 0
@@ -70,6 +72,9 @@ class _Reducer:
         self.task = -1
         if self.accumulating:
             return
+        flushing, self.flushing = self.flushing, []
+        for call in flushing:
+            call()
         before, self.before = self.before, []
         for call, _ in before:
             call()
@@ -88,6 +93,7 @@ class _Reducer:
 
     def drop_started(self) -> None:
         """What a backward that failed has left under way."""
+        self.flushing.clear()
         started, self.started = self.started, []
         for _, wait, _ in started:
             wait()
@@ -142,6 +148,13 @@ def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[
     _reducer(world).before.append((call, give_up))
 
 
+def before_flush(world: World, call: Callable[[], None]) -> None:
+    """In backward: call this at its end, when everything may still be launched by `start`."""
+    reducer = _reducer(world)
+    reducer.flushing.append(call)
+    reducer.flush_at_end()
+
+
 def add(leaf: ShardedTensor, part: Tensor) -> None:
     """Add to the gradient of a leaf what autograd would have added, in the layout dual to the leaf's."""
     local = leaf._local
@@ -167,9 +180,9 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, 
     reducer.flush_at_end()
 
 
-def may_start(leaf: ShardedTensor) -> bool:
-    """Whether `start` may take this leaf's gradient in the backward pass that is running."""
-    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(leaf._local)
+def may_start(leaf: ShardedTensor, node: Any) -> bool:
+    """Whether `start` may take this leaf's gradient in the backward pass that is running; `node` is what adds to its `.grad`."""
+    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
 
 
 def drop_started(world: World) -> None:
@@ -273,7 +286,10 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 def _start_bucket(
     leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, own: bool
 ) -> Callable[[], list[Tensor]]:
-    layouts = [leaf._layout.replace(dtype=grad.dtype) for leaf, grad in zip(leaves, grads, strict=True)]
+    layouts = [
+        leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
+        for leaf, grad in zip(leaves, grads, strict=True)
+    ]
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
@@ -299,6 +315,8 @@ def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
     """The part in the shape and with the strides of `grad`, which are those of the leaf."""
+    if part is grad:
+        return part
     whole = part.view(grad.shape)
     return whole if grad.is_contiguous() else torch.empty_like(grad).copy_(whole)
 
@@ -321,7 +339,8 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     old = getattr(leaf, "_reduced_grad", None)
     before = [] if old is None else [old]
     if old is None:
-        kept = leaf._reduced_grad = _gradient_of(leaf, grad, leaf._layout.grad.replace(dtype=grad.dtype))
+        layout = leaf._layout.grad
+        kept = leaf._reduced_grad = _gradient_of(leaf, grad, layout if layout.dtype is grad.dtype else layout.replace(dtype=grad.dtype))
     elif grad.requires_grad or old._local.requires_grad:
         kept = leaf._reduced_grad = _gradient_of(leaf, old._local + grad, old._layout)
     else:

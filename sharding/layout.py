@@ -13,8 +13,9 @@ import torch
 
 from ..kernels.box import Box, box_size
 from ..mesh.abstract_mesh import AbstractMesh, unravel
+from ..mesh.transforms import outside_of_transforms
 from .cache import keep
-from .spec import EACH, Cut, P, Placement, as_spec, spec_to_placements
+from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -57,11 +58,12 @@ class Layout:
 
     @staticmethod
     def of(mesh: AbstractMesh, where: Any, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Layout:
-        """The layout of a `dtype` tensor of global `shape`, laid out on `mesh` as `where` (a `P` or placements) says.
+        """The layout of a `dtype` tensor of global `shape`, laid out on `mesh` as `where` (a `P`, placements, or a sharding on this
+        mesh) says.
 
         Raises:
-            ValueError: the spec does not fit the mesh or the shape, or asks for the average of integers; sizes that are not
-                one for each rank of their axes, or do not add up to the dim.
+            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers;
+                sizes that are not one for each rank of their axes, or do not add up to the dim.
 
         Communication: none.
         """
@@ -72,6 +74,8 @@ class Layout:
         except TypeError:  # one that cannot be hashed
             return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
         if layout is None:
+            if isinstance(where, Sharding):
+                _check_on(mesh, where)
             layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
             keep(mesh._layouts, key, layout, _LIMIT)
         return layout
@@ -180,8 +184,8 @@ class Layout:
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
         """`(coordinate, box)` of every rank, in mesh order."""
-        for flat in range(math.prod(self.mesh.shape)):
-            coordinate = unravel(flat, self.mesh.shape)
+        for flat in range(math.prod(self.mesh.axis_sizes)):
+            coordinate = unravel(flat, self.mesh.axis_sizes)
             yield coordinate, self.box_at(coordinate)
 
     @cached_property
@@ -228,7 +232,7 @@ class Layout:
     @cached_property
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
-        with torch.inference_mode(False):  # it outlives the mode
+        with outside_of_transforms(), torch.inference_mode(False):  # it outlives transform and mode
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:
@@ -290,6 +294,15 @@ def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
     step = -(-(stop - start) // parts)
     low = min(start + index * step, stop)
     return low, min(low + step, stop)
+
+
+def _check_on(mesh: AbstractMesh, sharding: Sharding) -> None:
+    """Raises: ValueError where the sharding is one on another mesh."""
+    if sharding.mesh is not mesh and sharding.mesh != mesh:
+        one, other = told_apart(sharding.mesh, mesh)
+        raise ValueError(
+            f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh"
+        )
 
 
 def told_apart(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:

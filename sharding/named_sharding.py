@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ..mesh.abstract_mesh import AbstractMesh
 from .layout import Layout
-from .spec import P, Placement, as_spec, spec_to_placements
+from .spec import P, Placement, Sharding, as_spec, spec_to_placements
 
 
 @dataclass(frozen=True, repr=False)
-class NamedSharding:
-    """A mesh and a spec, as `jax.sharding.NamedSharding`.
+class NamedSharding(Sharding):
+    """A mesh and a spec, as `jax.sharding.NamedSharding`; taken wherever a mesh and a spec are.
 
     Attributes:
         mesh: the mesh.

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from .decide import FOUND, Decision, name_of, with_values
+from .engine_hooks import transforming
 from .layout import Layout
 from .rules.registry import RESULT_IS_VIEW, functions
 from .spec import P
 from .tensor import ShardedTensor
+from .transformed import Linear, under_transforms
 
 _CASTS = frozenset(functions("to", "type"))
 
@@ -42,9 +44,9 @@ def run(
     first = operands[0]
     if func in RESULT_IS_VIEW or func in _CASTS:  # what requires grad depends on the first operand alone
         return _wrapped(decision, _example(decision), first, lambda t: first._local.view_as(first._local).to(t.dtype))
-    if not (torch.is_grad_enabled() and any(x._local.requires_grad for x in operands)):
+    if not _in_graph(operands):
         return first if decision.in_place else _wrapped(decision, _example(decision), first, _part_on(first))
-    whole = [_StandIn.apply(x._local, x._layout.shape, "meta") for x in operands]
+    whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
     if not decision.in_place:
@@ -64,12 +66,39 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return _StandIn.apply(grads[0], ctx.shape, ctx.device), None, None
+        return _stand_in(grads[0], ctx.shape, ctx.device), None, None
+
+
+class _StandsFor(Linear):
+    """The same under transforms of torch.func: zeros, of another shape and device."""
+
+    def __init__(self, before: tuple[Sequence[int], Any], after: tuple[Sequence[int], Any]) -> None:
+        self.before, self.after = before, after
+
+    @property
+    def transpose(self) -> _StandsFor:
+        return _StandsFor(self.after, self.before)
+
+    def batched(self, count: int) -> _StandsFor:
+        return _StandsFor(*(((*shape, count), device) for shape, device in (self.before, self.after)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.after[0], device=self.after[1])
+
+
+def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
+    if transforming():
+        return under_transforms(x, _StandsFor((x.shape, x.device), (shape, device)))
+    return _StandIn.apply(x, shape, device)  # type: ignore[return-value]
+
+
+def _in_graph(operands: Sequence[ShardedTensor]) -> bool:
+    return transforming() or (torch.is_grad_enabled() and any(x._local.requires_grad for x in operands))
 
 
 def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
     device = x.mesh.device
-    return lambda whole: _StandIn.apply(whole, (0,), device)
+    return lambda whole: _stand_in(whole, (0,), device)
 
 
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
@@ -78,7 +107,7 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
         return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, device=sources[0].mesh.device), layout)
-    whole = sum(_StandIn.apply(part.to(layout.dtype), layout.shape, "meta") for part in parts)
+    whole = sum(_stand_in(part.to(layout.dtype), layout.shape, "meta") for part in parts)
     return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from ..kernels import random as philox
 from ..mesh.group import World, current_world
 from .engine_hooks import current_backward
 from .layout import Layout
+from .transformed import check_same_randomness
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring streams; the increment of SplitMix64 (Steele et al. 2014)
@@ -38,6 +39,7 @@ class _State:
         self.seed, self.drawn, self.replaying = 0, 0, False
 
     def next(self) -> tuple[int, int]:
+        check_same_randomness()
         if torch.is_grad_enabled() and current_backward() >= 0 and not self.replaying:
             raise RuntimeError(
                 "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would not be the "

@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mesh.source import call_path
 from .bucket import Pair, many_runner
-from .cache import keep
-from .engine_hooks import with_memory
-from .execute import Runner, compile_plan
+from .engine_hooks import transforming, with_memory, with_tangents
 from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
 from .lineage import carrying_on
-from .plan import check_transport, plan
+from .moved import Moved, runner
+from .plan import check_transport
+from .replica_gradients import USED_DIFFERENTLY, check_replicas_agree
 from .spec import Cut, P
+from .transformed import batched_layout, under_transforms
 
 
 def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtype: torch.dtype | None = None) -> Tensor:
@@ -49,6 +51,8 @@ def redistribute_local(local: Tensor, src: Layout, dst: Layout, *, backward_dtyp
     """
     if src is dst:
         return _cast(local, dst.dtype)
+    if transforming():
+        return _under_transforms(local, src, dst, backward_dtype)
     if local.requires_grad and torch.is_grad_enabled():
         if _is_linear(src, dst):
             return _apply(local, src, dst, backward_dtype)
@@ -79,6 +83,9 @@ def start_redistribute(
     Communication: the plan's; what is pending with other kinds than sum and requires grad is waited for at once.
     """
     (local,) = tensors
+    if transforming():
+        done = _under_transforms(tensors.pop(), src, dst, backward_dtype)
+        return lambda: done
     if not (local.requires_grad and torch.is_grad_enabled()):
         del local
         return runner(src, dst, max_bytes, accumulate_dtype, transport).start(tensors, own=own, out=out)
@@ -111,6 +118,9 @@ def start_redistribute_many(
     tensors: list[Tensor], pairs: Sequence[Pair], *, backward_dtype: torch.dtype | None = None, own: bool = False
 ) -> Callable[[], list[Tensor]]:
     """`redistribute_locals` in two halves, see `start_redistribute`."""
+    if transforming():
+        moved = [redistribute_local(x, *pair, backward_dtype=backward_dtype) for x, pair in zip(tensors, pairs, strict=True)]
+        return lambda: moved
     alone = [i for i, (x, pair) in enumerate(zip(tensors, pairs, strict=True)) if _goes_alone(x, pair)]
     together = [i for i in range(len(tensors)) if i not in set(alone)]
     results = {i: redistribute_local(tensors[i], *pairs[i], backward_dtype=backward_dtype) for i in alone}
@@ -148,6 +158,8 @@ def redistribute_grad(
     """
     if src is dst and src_grad is dst_grad:
         return _cast(grad, dst.dtype)
+    if transforming():
+        return under_transforms(_cast(grad, src.dtype), Moved(src, dst, src_grad, dst_grad))
     origin = origin_of(grad, src, src_grad)
     back = _converted(origin, dst, dst_grad)
     return note_origin(back if origin.tensor is grad else _whole(back, origin.tensor), dst, origin)
@@ -155,14 +167,20 @@ def redistribute_grad(
 
 def _converted(origin: Origin, dst: Layout, dst_grad: Layout | None) -> Tensor:
     local, src, src_grad = origin
+    src_grad, dst_grad = _unless_dual(src, src_grad), _unless_dual(dst, dst_grad)
     if (src_grad is None and dst_grad is None) or not (local.requires_grad and torch.is_grad_enabled()):
         return redistribute_local(local, src, dst)
-    src_grad, dst_grad = src_grad or src.dual, dst_grad or dst.dual
     return local if src is dst and src_grad is dst_grad else _apply(local, src, dst, None, None, src_grad, dst_grad)
+
+
+def _unless_dual(layout: Layout, grad_layout: Layout | None) -> Layout | None:
+    return None if grad_layout is layout.dual else grad_layout
 
 
 def redistribute_grads(grads: Sequence[Tensor], pairs: Sequence[Pair]) -> list[Tensor]:
     """`redistribute_grad` for several gradients at once, in one bucket per group and dtype."""
+    if transforming():
+        return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
     origins = [origin_of(grad, src) for grad, (src, _) in zip(grads, pairs, strict=True)]
     if torch.is_grad_enabled() and any(origin.grad_layout is not None and origin.tensor.requires_grad for origin in origins):
         return [redistribute_grad(grad, *pair) for grad, pair in zip(grads, pairs, strict=True)]
@@ -183,23 +201,6 @@ def _goes_alone(x: Tensor, pair: Pair) -> bool:
     return x.requires_grad and torch.is_grad_enabled() and not _is_linear(*pair)
 
 
-def runner(
-    src: Layout,
-    dst: Layout,
-    max_bytes: int | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    transport: str | None = None,
-) -> Runner:
-    """The compiled plan from `src` to `dst` for this rank, cached on the source layout."""
-    plain = max_bytes is None and accumulate_dtype is None and transport is None
-    key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
-    found = src.runners.get(key)
-    if found is None:
-        way = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
-        found = keep(src.runners, key, compile_plan(way))
-    return found
-
-
 def _apply(
     local: Tensor,
     src: Layout,
@@ -214,7 +215,11 @@ def _apply(
 
 
 class _Redistribute(torch.autograd.Function):
-    """A linear redistribution; its backward is the one between the duals, or between the layouts given for the gradients."""
+    """A linear redistribution; its backward is the one between the duals.
+
+    An end that is plain has its gradient in a layout of its own: what is plain and replicated is one value, and so is its gradient. The
+    gradient of that lies as the value again, so that derivatives of every order go to and fro between the two.
+    """
 
     @staticmethod
     def forward(
@@ -227,7 +232,8 @@ class _Redistribute(torch.autograd.Function):
         src_grad: Layout | None,
         dst_grad: Layout | None,
     ) -> Tensor:
-        ctx.given = None if src_grad is None or dst_grad is None else (src_grad, dst_grad)
+        ctx.src_grad, ctx.dst_grad = src_grad, dst_grad
+        ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
         ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
@@ -237,12 +243,20 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         travel = grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype
-        to, come = (ctx.src.dual, ctx.dst.dual) if ctx.given is None else ctx.given
-        src, dst = come.replace(dtype=travel), to.replace(dtype=travel)
-        grads_of = () if ctx.given is None else (ctx.dst.replace(dtype=travel), ctx.src.replace(dtype=travel))
+        come, to = (_gradient_end(*end, travel) for end in ((ctx.dst, ctx.dst_grad), (ctx.src, ctx.src_grad)))
+        src, dst = come[0], to[0]
+        if ctx.path is not None and src.replicated_axes == ctx.dst.replicated_axes and not transforming():
+            check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
         with carrying_on(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
-            back = redistribute_grad(with_memory(grad), src, dst, *grads_of)
+            back = redistribute_grad(with_memory(grad), src, dst, come[1], to[1])
         return _cast(back, ctx.dtype), None, None, None, None, None, None
+
+
+def _gradient_end(layout: Layout, grad_layout: Layout | None, dtype: torch.dtype) -> tuple[Layout, Layout | None]:
+    """How the gradient of an end of a redistribution lies, and how the gradient of that does where it is not the dual."""
+    if grad_layout is None:
+        return layout.dual.replace(dtype=dtype), None
+    return grad_layout.replace(dtype=dtype), layout.replace(dtype=dtype)
 
 
 class _RedistributeMany(torch.autograd.Function):
@@ -278,6 +292,15 @@ class _RedistributeMany(torch.autograd.Function):
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)  # `to` costs a microsecond to find out the same
+
+
+# -- under transforms of torch.func -----------------------------------------------------------------------------------
+
+
+def _under_transforms(local: Tensor, src: Layout, dst: Layout, backward_dtype: torch.dtype | None) -> Tensor:
+    if not _is_linear(src, dst):
+        return _redistribute_nonlinear(local, src, dst, backward_dtype)
+    return under_transforms(_cast(local, dst.dtype), Moved(src, dst), backward_dtype)
 
 
 # -- pending kinds other than sum -------------------------------------------------------------------------------------
@@ -336,7 +359,8 @@ def _reduce_extreme(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, La
     if not axes:
         return local, src
     reduced = _repend(src, axes, None)
-    return _Extreme.apply(local, src, reduced), reduced  # type: ignore[return-value]
+    function = _ExtremeTransformed if transforming() else _Extreme
+    return function.apply(local, src, reduced), reduced  # type: ignore[return-value]
 
 
 class _Extreme(torch.autograd.Function):
@@ -359,6 +383,47 @@ class _Extreme(torch.autograd.Function):
         dual = ctx.reduced.dual
         grad = redistribute_grad(grads[0], dual, _repend(dual, axes, None))
         return torch.where(mine, grad / holders, torch.zeros_like(grad)), None, None
+
+
+def _shares(mine: Tensor, src: Layout, reduced: Layout) -> Tensor:
+    """How much of the extreme's gradient each element of this part gets: 1 / number of holders, or 0."""
+    axes = _leaving(src, reduced, "max", "min")
+    counted = _repend(src.grad, axes, None)
+    mine = mine.to(src.dtype)
+    return mine / redistribute_local(mine, _repend(counted, axes, "sum"), counted)
+
+
+class _ExtremeTransformed(torch.autograd.Function):
+    """The same in the form that torch.func asks for."""
+
+    @staticmethod
+    def forward(local: Tensor, src: Layout, reduced: Layout) -> Tensor:
+        return runner(src, reduced)(with_memory(local)).clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        local, ctx.src, ctx.reduced = inputs
+        mine = (local == output) | (local.isnan() & output.isnan())
+        ctx.save_for_backward(mine)
+        ctx.save_for_forward(mine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dual = ctx.reduced.dual
+        grad = redistribute_grad(grads[0], dual, _repend(dual, _leaving(ctx.src, ctx.reduced, "max", "min"), None))
+        return grad * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        axes = _leaving(ctx.src, ctx.reduced, "max", "min")
+        with with_tangents():
+            shared = tangents[0] * _shares(ctx.saved_tensors[0], ctx.src, ctx.reduced)
+            return redistribute_local(shared, _repend(ctx.src, axes, "sum"), ctx.reduced)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, local: Tensor, src: Layout, reduced: Layout) -> tuple[Tensor, int]:
+        layouts = (batched_layout(layout, info.batch_size) for layout in (src, reduced))
+        return _ExtremeTransformed.apply(local.movedim(in_dims[0], -1), *layouts), -1  # type: ignore[return-value]
 
 
 def _reduce_product(local: Tensor, src: Layout, dst: Layout) -> tuple[Tensor, Layout]:

@@ -12,11 +12,13 @@ from ..mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..mesh.group import current_world
 from . import dispatch, dtensor
 from .across import redistribute_across
+from .engine_hooks import transforms_active
 from .layout import Layout, told_apart
 from .lineage import carrying, mixed
 from .redistribute import redistribute_local, start_redistribute, start_redistribute_many
-from .spec import SpecLike
+from .spec import Sharding, SpecLike
 from .tensor import DonatedTensor, ShardedTensor
+from .where import mesh_and_spec
 
 
 class Resharding:
@@ -58,7 +60,8 @@ def redistribute(
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which brings its mesh
+            along.
         placements: the same by name.
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
             the same ranks in another order. Then all ranks of both call this, and backward; those outside a mesh hold
@@ -224,6 +227,8 @@ def _wanted(
         rest.pop(0)
     if rest:
         placements = rest.pop(0)
+    if isinstance(placements, Sharding):
+        mesh, placements = mesh_and_spec(mesh, placements)
     if rest:
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
@@ -263,6 +268,8 @@ def _made(x: ShardedTensor, moved: Tensor, target: Layout) -> ShardedTensor:
 
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
     """The result, copied if it lies in the memory of the part before; of donated memory, if it is but a piece."""
+    if transforms_active():
+        return moved  # a new tensor
     storage = moved.untyped_storage()
     if local is None:
         piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()

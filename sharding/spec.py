@@ -12,151 +12,16 @@ A dim is cut into equal parts, unless `sizes` say how long each part is: `P("dp"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from operator import index
-from typing import Any, NamedTuple, Self, TypeAlias
+from typing import Any, TypeAlias
 
-KINDS = ("sum", "avg", "max", "min", "product")
-EACH = "each"  # in gradients only: every rank holds a value of its own, and nothing will combine them
-
-
-class Cut(NamedTuple):
-    """One cut of an interval into parts: as `torch.chunk` cuts, or into parts of given sizes.
-
-    Attributes:
-        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are given for several jointly.
-        sizes: the length of each part, in order; None for equal parts, the last ones short or empty.
-    """
-
-    axes: tuple[str, ...]
-    sizes: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, init=False, repr=False)
-class P:
-    """A partition spec: for each tensor dim, the mesh axes that split it.
-
-    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they lay out a matrix alike.
-    `NamedSharding.is_equivalent_to` tells whether two do, and `==` of layouts, which have an entry for each dim.
-
-    Attributes:
-        dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is whole. Dims beyond the last
-            entry are whole.
-        unreduced: `(axis, kind)` pairs, sorted by axis, on which a reduction is pending; kind is one of `KINDS`.
-        sizes: `(axes, lengths)` pairs, sorted, for dims cut into parts of given lengths: one for each rank of the axis,
-            in order, zero allowed; of several axes, which must be the first ones that split their dim, one for each
-            combination, major to minor. Further axes of the dim cut each part as `torch.chunk` does. Written as a
-            mapping, `sizes={"dp": (3, 0, 5)}` or `sizes={("dp", "tp"): (1, 2, 0, 5)}`.
-
-    Raises:
-        TypeError: an entry is not made of axis names, or `sizes` is not a mapping to integers.
-        ValueError: an axis is used twice, an unknown or mixed pending kind, sizes that are negative or not those of the
-            first axes of a dim.
-
-    Example:
-        >>> P("dp", ("tp", "cp"), None)
-        P('dp', ('tp', 'cp'), None)
-        >>> P(None, "tp", unreduced={"dp"})
-        P(None, 'tp', unreduced={'dp'})
-        >>> P(unreduced={"dp": "max"})
-        P(unreduced={'dp': 'max'})
-        >>> P("dp", None, sizes={"dp": (3, 0, 5)})
-        P('dp', None, sizes={'dp': (3, 0, 5)})
-    """
-
-    dims: tuple[tuple[str, ...], ...]
-    unreduced: tuple[tuple[str, str], ...]
-    sizes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-
-    def __init__(
-        self,
-        *dims: str | Sequence[str] | None,
-        unreduced: str | Iterable[str] | Mapping[str, str] = (),
-        sizes: Mapping[str, Sequence[int]] | Mapping[tuple[str, ...], Sequence[int]] | None = None,
-    ) -> None:
-        object.__setattr__(self, "dims", tuple(_axes_of(entry) for entry in dims))
-        object.__setattr__(self, "unreduced", _pending_of(unreduced))
-        object.__setattr__(self, "sizes", _sizes_of(sizes) if sizes else ())
-        _check_axes_once(self)
-        if sizes:
-            _check_outermost(self)
-
-    def padded(self, ndim: int) -> P:
-        """The same spec with exactly `ndim` entries.
-
-        Raises:
-            ValueError: when the spec names more dims than the tensor has.
-        """
-        if len(self.dims) > ndim:
-            raise ValueError(
-                f"{self} has {len(self.dims)} entries but the tensor has {ndim} dims; drop the extra entries"
-            )
-        if len(self.dims) == ndim:
-            return self
-        whole = [None] * (ndim - len(self.dims))
-        return P(*self.dims, *whole, unreduced=dict(self.unreduced), sizes=dict(self.sizes))
-
-    @cached_property
-    def cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """Per dim how its interval is cut, one cut inside the other, outermost first."""
-        return tuple(tuple(self._cuts_of(axes)) for axes in self.dims)
-
-    def _cuts_of(self, axes: tuple[str, ...]) -> Iterator[Cut]:
-        group, sizes = next((pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ()))
-        if group:
-            yield Cut(group, sizes)
-        for axis in axes[len(group) :]:
-            yield Cut((axis,))
-
-    @classmethod
-    def of_cuts(cls, cuts: Iterable[Iterable[Cut]], unreduced: Mapping[str, str]) -> Self:
-        """The spec whose dims are cut so: `P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec`."""
-        dims = [tuple(dim) for dim in cuts]
-        sizes = {cut.axes: cut.sizes for dim in dims for cut in dim if cut.sizes is not None}
-        return cls(*[tuple(axis for cut in dim for axis in cut.axes) for dim in dims], unreduced=unreduced, sizes=sizes)
-
-    def with_unreduced(self, unreduced: Mapping[str, str]) -> Self:
-        """The same cuts with other pending axes."""
-        return type(self).of_cuts(self.cuts, unreduced)
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """Every axis the spec names."""
-        return tuple(a for dim in self.dims for a in dim) + tuple(a for a, _ in self.unreduced)
-
-    def __repr__(self) -> str:
-        entries = [_show_entry(dim) for dim in self.dims]
-        if self.unreduced:
-            plain = all(kind == "sum" for _, kind in self.unreduced)
-            shown = ", ".join(repr(a) if plain else f"{a!r}: {kind!r}" for a, kind in self.unreduced)
-            entries.append(f"unreduced={{{shown}}}")
-        if self.sizes:
-            entries.append(f"sizes={{{', '.join(f'{_show_entry(axes)}: {sizes}' for axes, sizes in self.sizes)}}}")
-        return f"P({', '.join(entries)})"
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.dims, self.unreduced, self.sizes))
-
-    def __hash__(self) -> int:
-        return self._hash  # sizes may be many, and every look-up of a layout needs it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return make_spec, (self.dims, self.unreduced, self.sizes)
-
-
-def make_spec(
-    dims: tuple[tuple[str, ...], ...],
-    unreduced: tuple[tuple[str, str], ...],
-    sizes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...],
-) -> P:
-    """A `P` from its attributes, by a name that `torch.load` can be told to trust."""
-    return P(*dims, unreduced=dict(unreduced), sizes=dict(sizes))
-
-
-PartitionSpec = P
+from .partition_spec import EACH as EACH
+from .partition_spec import KINDS as KINDS
+from .partition_spec import UNCONSTRAINED, P, check_kind, lengths_of
+from .partition_spec import Cut as Cut
+from .partition_spec import PartitionSpec as PartitionSpec
+from .partition_spec import make_spec as make_spec
 
 
 @dataclass(frozen=True)
@@ -212,7 +77,7 @@ class Shard(Placement):
                 f"Shard takes the number of a tensor dim, got {self.dim!r}; to name mesh axes write P({self.dim!r})"
             )
         if self.sizes is not None:
-            object.__setattr__(self, "sizes", _lengths(self.sizes, f"Shard({self.dim}, sizes=...)"))
+            object.__setattr__(self, "sizes", lengths_of(self.sizes, f"Shard({self.dim}, sizes=...)"))
 
     def __repr__(self) -> str:
         options = [f"{name}={value}" for name in ("order", "sizes") if (value := getattr(self, name)) is not None]
@@ -238,21 +103,33 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
     def __post_init__(self) -> None:
-        _check_kind(self.reduce_op)
+        check_kind(self.reduce_op)
 
     def __repr__(self) -> str:
         return "Partial()" if self.reduce_op == "sum" else f"Partial({self.reduce_op!r})"
 
 
-SpecLike: TypeAlias = "P | Sequence[Placement] | None"
+class Sharding:
+    """A mesh and a spec; `NamedSharding` is the one there is.
+
+    Attributes:
+        mesh: the mesh.
+        spec: a `P`.
+    """
+
+    mesh: Any
+    spec: P
+
+
+SpecLike: TypeAlias = "P | Sequence[Placement] | Sharding | None"
 
 
 def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     """Turn a spec or a list of placements into a `P` with `ndim` entries.
 
     Args:
-        where: a `P`, one placement per mesh axis (torch's own placement objects are understood), or `None` for
-            replicated on every axis.
+        where: a `P`, one placement per mesh axis (torch's own placement objects are understood), a sharding, whose mesh the caller has
+            checked, or `None` for replicated on every axis.
         axis_names: the mesh's axis names, in mesh order.
         ndim: number of dims of the tensor.
 
@@ -264,6 +141,8 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     """
     if where is None:
         return P(*[None] * ndim)
+    if isinstance(where, Sharding):
+        where = where.spec
     if isinstance(where, P):
         _check_known(where, axis_names)
         return where.padded(ndim)
@@ -323,78 +202,12 @@ def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, .
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _axes_of(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (tuple, list)) else None
-    if axes is None or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f"an entry of P(...) is None, an axis name or a tuple of axis names, got {entry!r}")
-    return axes
-
-
-def _pending_of(unreduced: Any) -> tuple[tuple[str, str], ...]:
-    if isinstance(unreduced, str):
-        unreduced = (unreduced,)
-    pairs = unreduced.items() if isinstance(unreduced, Mapping) else [(axis, "sum") for axis in unreduced]
-    for _, kind in pairs:
-        _check_kind(kind)
-    return tuple(sorted(pairs))
-
-
-def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-    if not isinstance(sizes, Mapping):
-        raise TypeError(
-            f"sizes= maps an axis, or a tuple of axes, to the length of each part, as in {{'dp': (3, 0, 5)}}; got {sizes!r}"
-        )
-    return tuple(sorted((_axes_of(axes), _lengths(given, f"sizes of {axes!r}")) for axes, given in sizes.items()))
-
-
-def _lengths(sizes: Any, what: str) -> tuple[int, ...]:
-    try:
-        lengths = tuple(map(index, sizes))
-    except TypeError:
-        raise TypeError(f"{what}: expected the length of each part, as in (3, 0, 5), got {sizes!r}") from None
-    if any(n < 0 for n in lengths):
-        raise ValueError(f"{what}: a part cannot have {min(lengths)} elements, as in {lengths}; empty parts have 0")
-    return lengths
-
-
-def _check_outermost(spec: P) -> None:
-    """Sizes are those of the first axes of a dim, once: cuts inside a part are equal ones."""
-    for axes, sizes in spec.sizes:
-        if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
-            raise ValueError(
-                f"{spec} gives sizes {sizes} for {_show_entry(axes)}, which must be the axis or the first axes that split a dim: "
-                "further axes cut each part evenly; to say the length of every part, give sizes for all axes of the dim "
-                "jointly, as in P(('dp', 'tp'), sizes={('dp', 'tp'): (1, 2, 0, 5)})"
-            )
-    sized = [axis for axes, _ in spec.sizes for axis in axes]
-    twice = sorted({axis for axis in sized if sized.count(axis) > 1})
-    if twice:
-        raise ValueError(f"{spec} gives sizes for axis {twice[0]!r} twice; keep one of them")
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS and kind != EACH:
-        raise ValueError(f"unknown pending kind {kind!r}; one of {', '.join(map(repr, KINDS))}")
-
-
-def _check_axes_once(spec: P) -> None:
-    axes = spec.axes
-    twice = sorted({a for a in axes if axes.count(a) > 1})
-    if twice:
-        raise ValueError(
-            f"{spec} uses axis {twice[0]!r} more than once; an axis splits one dim, or is pending, not both"
-        )
-    kinds = {kind for _, kind in spec.unreduced} - {EACH}
-    if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
-        raise ValueError(
-            f"{spec} mixes pending kinds {sorted(kinds)}, which do not commute, so its value is undefined; "
-            "reduce one of the axes first"
-        )
-
-
 def _check_known(spec: P, axis_names: Sequence[str]) -> None:
+    if UNCONSTRAINED in spec.dims:
+        raise ValueError(
+            f"{spec} leaves dim {spec.dims.index(UNCONSTRAINED)} as it is, which only with_sharding_constraint can; write None or axis "
+            "names"
+        )
     unknown = [a for a in spec.axes if a not in axis_names]
     if unknown:
         raise ValueError(f"{spec} names axis {unknown[0]!r}, but the mesh has axes {tuple(axis_names)}")
@@ -433,5 +246,3 @@ def own_placement(placement: Any) -> Placement:
     raise TypeError(f"expected Shard, Replicate or Partial for each mesh axis, got {placement!r}")
 
 
-def _show_entry(axes: tuple[str, ...]) -> str:
-    return "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(axes)

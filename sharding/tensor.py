@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..mesh.device_mesh import DeviceMesh, unpickled_mesh
+from .engine_hooks import any_requires_grad
 from .layout import Layout, make_layout
 from .lineage import carrying, root
 from .named_sharding import NamedSharding
@@ -284,7 +285,7 @@ class ShardedTensor(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._local.requires_grad
+        return self._local.requires_grad or (any_requires_grad(self) and dispatch.known_local(self).requires_grad)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -323,7 +324,7 @@ class ShardedTensor(Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        return self._local.is_leaf
+        return dispatch.known_local(self).is_leaf
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]

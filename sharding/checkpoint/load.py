@@ -41,6 +41,7 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         dir: the folder of checkpoints, or one checkpoint's own; also one that torch.distributed.checkpoint wrote, from DTensors or others.
         like: a tree with a part of what was saved, or all; leaves are named by their paths. It has
             `Layout`s and `ShardedTensor`s: what is loaded lies like them, whatever mesh it was saved from;
+            `NamedSharding`s: the same, with the shape and dtype that are stored;
             plain tensors: whole, on their devices, on every rank;
             `PerRank(value)`: what this rank saved; `value` on a rank that the saving world did not have;
             anything else, None too: the value that is stored under this name;

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from ...mesh.group import World
 from ..layout import Layout
+from ..spec import Sharding
 from ..tensor import ShardedTensor
 from .placing import own_name
 from .state import optimizer_layouts, parameters_of
@@ -78,11 +79,16 @@ def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: 
         return _as_stored(like, structure, path, stored, world)
     inner = children(like)
     if inner is None:
-        return _want(like, path, world)
+        return _want(like, path, stored, world)
     return rebuilt(like, [_opened(item, child_of(structure, key), (*path, key), stored, world) for key, item in inner])
 
 
-def _want(like: Any, path: Path, world: World) -> Want:
+def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
+    if isinstance(like, Sharding):
+        entry = stored.entries.get(name_of(path))
+        if entry is None or entry.shape is None or entry.dtype is None:
+            return Value(name_of(path))
+        like = Layout.of(like.mesh, like.spec, entry.shape, entry.dtype)
     if isinstance(like, Layout | ShardedTensor):
         layout = like if isinstance(like, Layout) else like._layout
         if layout.spec.unreduced:

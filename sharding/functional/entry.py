@@ -12,11 +12,14 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.source import DESCRIBERS, OperatorCall
 from .. import dispatch
 from ..boundary import from_local
+from ..engine_hooks import is_transformed, untransformed
 from ..layout import Layout
 from ..redistribute import redistribute_local, redistribute_locals
 from ..spec import P, as_spec
 from ..tensor import ShardedTensor
+from ..transformed import refuse_foreign
 from .keys import Key
+from .mapping import current_mapping
 from .signature import STATIC
 from .types import REPLICATED, ShardingTypeError, Type
 
@@ -73,7 +76,7 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     check_manual(path, manual, names)
     _check_sums(path, manual)
     dst = src.replace(_with_global(manual, src.spec, names))
-    part = None if inner is None else _inner_layout(dst, manual, names, inner)
+    part = None if inner is None else inner_layout(dst, manual, names, inner)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
     return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
 
@@ -120,7 +123,8 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
 
-def _inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+def inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+    """How this rank's part over the manual axes lies on the mesh of the others."""
     part = dst.replace(manual.with_unreduced({})).local_shape
     rest = only_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
     return Layout.of(inner, rest, part, dst.dtype)
@@ -148,6 +152,21 @@ def enter(name: str, leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[An
         for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [ways[i] for i in moving]), strict=True):
             parts[i] = part
     return [part if way.inner is None else ShardedTensor._make(part, way.inner) for part, way in zip(parts, ways, strict=True)]
+
+
+def check_transform(name: str, leaves: Sequence[Any]) -> None:
+    """Raises: RuntimeError inside a transform of torch's own that is around the mapped function, or has taken its arguments apart."""
+    if current_mapping() is None:
+        refuse_foreign(f"shard_map({name})")
+    for x in leaves:
+        if isinstance(x, Tensor):
+            while is_transformed(x):
+                x = untransformed(x)
+                if isinstance(x, ShardedTensor):
+                    raise RuntimeError(
+                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor, whose part it does not see; use that "
+                        "of this library: sm.vmap, sm.grad, sm.jvp"
+                    )
 
 
 def _local(leaf: Any, way: Entrance) -> Any:

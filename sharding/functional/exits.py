@@ -134,7 +134,7 @@ def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
         if pends and axis not in pending:
             raise ShardingTypeError(
                 f"{path} is pending over {axis!r}, each rank holding a share of a sum, and out_specs {spec} do not say so; psum or "
-                f"psum_scatter it over {axis!r}, or write unreduced={{{axis!r}}} ({tag.origins[axis]})"
+                f"psum_scatter it over {axis!r}, or write unreduced={{{axis!r}}}. It is pending{tag.since((axis,))}"
             )
         if varies and axis not in split | pending:
             raise ShardingTypeError(

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear import Finish, Reduce, apply, batch_last, check_not_under_way, is_transformed
+from ..engine_hooks import transforming, with_memory, with_tangents
+from .linear import Finish, Reduce, apply, check_forward_mode
 from .mapping import Axes
 
 
@@ -65,7 +66,7 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, op: Extreme) -> Tensor:
-        return op.start(x)()
+        return op.start(with_memory(x))()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -79,18 +80,19 @@ class _PickTransformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
-        return apply(tangents[0] * shares, ctx.op.sum)
+        with with_tangents():
+            shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
+            return apply(tangents[0] * shares, ctx.op.sum)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Extreme) -> tuple[Tensor, Any]:
-        return pick(batch_last(x, in_dims[0]), op), None if in_dims[0] is None else -1
+        return pick(x.movedim(in_dims[0], -1), op), -1
 
 
 def pick(x: Tensor, op: Extreme, travel: Any = None, ready: Finish | None = None) -> Tensor:
     """The extreme value, differentiable any number of times; see `linear.apply`."""
-    if is_transformed():
-        check_not_under_way(ready)
+    if transforming():
+        check_forward_mode(op.axes)
         return _PickTransformed.apply(x, op)  # type: ignore[return-value]
     if x.requires_grad and torch.is_grad_enabled():
         return _Pick.apply(x, op, ready)  # type: ignore[return-value]

@@ -25,7 +25,9 @@ from .. import engine_hooks
 from ..decide import name_of
 from ..plain_operands import tensors_in
 from ..tensor import ShardedTensor
-from .pending import stays_pending
+from .custom import Application, Applications, is_custom
+from .mapping import Mapping
+from .pending import share_of_gradient, stays_pending
 from .special import SPECIAL, special_of
 from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
 
@@ -46,29 +48,54 @@ class Following(TorchFunctionMode):
         numbers: the same, and that of everything whose shape depends on values.
         random: the type of what random operators give.
         unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
+        in_backward: whether it follows the backward of a custom function.
+        met_unknown: whether that has met a value of which nothing is known.
+        customs: the applications of custom functions.
     """
+
+    in_backward = met_unknown = False
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.uneven = False
         self.names = frozenset(names)
-        self.replicated = Tag(REPLICATED, {}, self)
+        self.mapping: Any = None
+        self.owner: object = object()  # of the tags of its values
+        self.replicated = Tag(REPLICATED, {}, self.owner)
         self.looked = self.replicated
         self.unknown = self.numbers = self.replicated
         self.random = Type.of(self.names)  # of what random operators give
+        self._memory: dict[int, Tag] = {}
         self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory, which the tensor keeps alive
         self._unwrapped: dict[int, tuple[Tag, Tensor]] = {}
+        self.customs = Applications(self) if torch.is_grad_enabled() else None
+
+    @classmethod
+    def of_backward(cls, names: frozenset[str], owner: object, memory: dict[int, Tag]) -> Following:
+        """Who follows the backward of a custom function whose forward this class has followed.
+
+        Args:
+            names: the manual axes.
+            owner: of the tags of forward's values.
+            memory: what is known of what lies where.
+        """
+        found = cls(())
+        found.names, found.owner, found.in_backward, found.customs = names, owner, True, None
+        found.replicated = found.looked = found.numbers = Tag(REPLICATED, {}, owner)
+        found.unknown, found.random = found.varying(Origin("what nobody has followed"), Type.of(names)), Type.of(names)
+        found._memory = memory
+        return found
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def varying(self, origin: Origin, type_: Type) -> Tag:
         """The tag of what is of this type, for this reason."""
-        return self.replicated if type_ is REPLICATED else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self)
+        return self.replicated if type_ is REPLICATED else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
 
     def argument(self, leaf: Any) -> Tag:
         """What is known already of an argument of a mapped function inside another one."""
         tag = getattr(leaf, "_mapped_tag", None)
-        return self.replicated if tag is None or tag.owner is not self else self.of(leaf)
+        return self.replicated if tag is None or tag.owner is not self.owner else self.of(leaf)
 
     def gradient(self, type_: Type) -> Tag:
         """The tag of a gradient."""
@@ -80,13 +107,17 @@ class Following(TorchFunctionMode):
         return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
 
     @contextmanager
-    def also(self, names: Sequence[str]) -> Iterator[None]:
-        """Inside, these axes are manual too."""
-        before, self.names = self.names, self.names | frozenset(names)
+    def inside(self, mapping: Mapping) -> Iterator[None]:
+        """Inside, the axes of this mapping are manual, and it is the one of custom functions."""
+        before, self.names, self.mapping = (self.names, self.mapping), self.names | frozenset(mapping.names), mapping
         try:
             yield
         finally:
-            self.names = before
+            self.names, self.mapping = before
+
+    def end(self) -> Sequence[Application]:
+        """The call is over: the custom functions that were applied in it."""
+        return () if self.customs is None else self.customs.end()
 
     def set(self, x: Any, tag: Tag) -> None:
         """From now on this is known of `x`."""
@@ -98,11 +129,20 @@ class Following(TorchFunctionMode):
         Raises: ShardingTypeError for a tensor from outside that requires grad.
         """
         tag = getattr(x, "_mapped_tag", None)
-        if tag is None or tag.owner is not self:
-            tag = self._of_unknown(x)
+        if tag is None or tag.owner is not self.owner:
+            tag = self._of_loose(x, tag)
         if self._written:
             tag = self._with_written(x, tag)
         return tag
+
+    def _of_loose(self, x: Tensor, tag: Tag | None) -> Tag:
+        kept = tag.kept if tag is not None and tag.kept is not None and tag.kept.owner is self.owner else None
+        customs = None if self.customs is None or isinstance(x, ShardedTensor) else self.customs
+        with unfollowed():
+            node = None if customs is None or engine_hooks.is_transformed(x) else x.grad_fn
+        if customs is not None and node is not None and is_custom(node):
+            x._mapped_tag = kept = customs.result(node, x, kept)  # type: ignore[attr-defined]
+        return self._of_unknown(x) if kept is None else kept
 
     def _of_unknown(self, x: Tensor) -> Tag:
         with unfollowed():
@@ -112,11 +152,28 @@ class Following(TorchFunctionMode):
             if found is not None:
                 self.note(x, found[0])
                 return found[0]
+            if self.in_backward:
+                return self._of_saved(x)
             outside = x.is_leaf or self.unknown.type is REPLICATED
             if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor):
                 raise ShardingTypeError(_from_outside(x))
         self.note(x, self.unknown)
         return self.unknown
+
+    def _of_saved(self, x: Tensor) -> Tag:
+        """What is known of a result that was saved for backward, or comes from anywhere."""
+        found = None if isinstance(x, ShardedTensor) else self._memory.get(_memory(x))
+        self.met_unknown = self.met_unknown or found is None
+        return self.unknown if found is None else found
+
+    def gradient_of(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
+        """The gradient of a result, as another object that its type is noted on; that of one that nobody used is zero."""
+        if g is None or g.layout is not torch.strided:
+            return g
+        with unfollowed():
+            fresh = g.view_as(g)
+        self.note(fresh, self.replicated if out is None else self.gradient(out.type.dual_over(self.names)))
+        return fresh
 
     def joined(self, items: Iterator[Tensor], found: Tag) -> Tag:
         """What is known of a value that is made of these."""
@@ -133,7 +190,7 @@ class Following(TorchFunctionMode):
         if other.type is REPLICATED or other.type is one.type:
             return one
         type_ = one.type.join(other.type)
-        return one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self)
+        return one if type_ is one.type else Tag(type_, {**other.origins, **one.origins}, self.owner)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +205,7 @@ class Following(TorchFunctionMode):
             return result
         tag = self.made(func, args, kwargs)
         if type(result) is Tensor and not transforms_active():
-            result._mapped_tag = tag  # type: ignore[attr-defined]
+            result._mapped_tag = tag if self.customs is None else self._made(result, tag)  # type: ignore[attr-defined]
         else:
             self.note(result, tag)
         if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
@@ -157,12 +214,12 @@ class Following(TorchFunctionMode):
 
     def made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
         """What is known of an operator's results."""
-        tag = self.looked
+        tag, owner = self.looked, self.owner
         for x in args:
             kind = type(x)
             if kind is Tensor:  # this: `joined`, without a call for what is known already
                 known = getattr(x, "_mapped_tag", None)
-                if known is None or known.owner is not self or self._written:
+                if known is None or known.owner is not owner or self._written:
                     known = self.of(x)
                 if known is not tag:
                     tag = self.join(tag, known)
@@ -181,7 +238,7 @@ class Following(TorchFunctionMode):
         """The same, with this operator as the place where it began to vary, if it did by an argument."""
         here = place()
         origins = {a: o if o.place else Origin(name_of(func), here, str(o)) for a, o in tag.origins.items()}
-        return Tag(tag.type, origins, self)
+        return Tag(tag.type, origins, self.owner)
 
     def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         """The same where an operand is pending: over each axis it goes through, if the operator is linear in it.
@@ -190,19 +247,39 @@ class Following(TorchFunctionMode):
         """
         numbers = self.numbers.type.varying | (self.names if self.uneven else frozenset())
         if tag.type.pending & numbers and any(type(x) in (int, float, complex) for x in (*args, *kwargs.values())):
-            raise ShardingTypeError(_by_a_number(func, sorted(tag.type.pending & numbers)))
-        kept = frozenset(a for a in tag.type.pending if stays_pending(self, a, func, args, kwargs))
+            axes = sorted(tag.type.pending & numbers)
+            raise ShardingTypeError(_by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.numbers))
+        passes = share_of_gradient if self.in_backward else stays_pending
+        kept = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
+
+    def pending_since(self, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+        """Where the first operand that is pending over an axis began to be, for a message."""
+        tags = (self.of(x) for x in tensors_in((*args, *kwargs.values())))
+        return next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
 
     def note(self, result: Any, tag: Tag) -> None:
         """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
         if isinstance(result, Tensor):
-            result._mapped_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
+                result._mapped_tag = tag  # type: ignore[attr-defined]
                 self._remember(result, tag)
+            elif self.customs is None or isinstance(result, ShardedTensor):
+                result._mapped_tag = tag  # type: ignore[attr-defined]
+            else:
+                with unfollowed():
+                    result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.note(part, tag)
+
+    def _made(self, x: Tensor, tag: Tag) -> Tag:
+        """The tag for a result of an operator: its node is known by it, or, made without gradients, it may yet get one."""
+        node = x.grad_fn
+        if node is None:
+            return tag if torch.is_grad_enabled() else tag.loose
+        self.customs.nodes[node] = tag  # type: ignore[union-attr]
+        return tag
 
     def _remember(self, x: Tensor, tag: Tag) -> None:
         """What a transform of torch.func unwraps later is a new object: it is known by its memory, or else may be anything that the
@@ -230,9 +307,12 @@ class Following(TorchFunctionMode):
 
     def look(self, func: Any, tag: Tag) -> None:
         """The program turns a value into a number, and may go on as that says."""
+        if tag.type.pending and self.in_backward:  # to compute with it by other means, or to look for what is not finite
+            tag = self.varying(Origin(name_of(func), place()), Type.of(tag.type.varying | tag.type.pending))
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{place()}: {name_of(func)} of a value that {tag.type}: each rank holds a share of it; psum it first"
+                f"{place()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of it; "
+                "psum it first"
             )
         if not tag.type.varying <= self.looked.type.varying:
             why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
@@ -249,11 +329,11 @@ def _memory(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _by_a_number(func: Any, axes: Sequence[str]) -> str:
-    names = ", ".join(map(repr, axes))
+def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> str:
+    names, read = ", ".join(map(repr, axes)), numbers.since(axes)
     return (
-        f"{place()}: {name_of(func)} of a value that is pending over {names} and a number, which may differ between ranks, since they have "
-        f"read varying values or lengths of parts: the shares would not add up; psum over {names} first"
+        f"{place()}: {name_of(func)} of a value that is pending over {names}{since} and a number, which may differ between ranks"
+        f"{read or ', since they have read lengths of parts'}: the shares would not add up; psum over {names} first"
     )
 
 

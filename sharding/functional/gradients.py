@@ -1,4 +1,4 @@
-"""`grad`, `value_and_grad`, `vjp`, `jvp` over trees of tensors: outside of mapped functions on `ShardedTensor`s, inside on parts.
+"""`grad`, `value_and_grad`, `vjp` over trees of tensors: outside of mapped functions on `ShardedTensor`s, inside on parts.
 
 Gradients come in the layout (inside: of the type) of what they are gradients of. What is pending at the end is reduced once,
 everything in one bucket per set of axes and dtype.
@@ -23,17 +23,21 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ...mesh.source import DESCRIBERS
 from .. import backward
+from ..engine_hooks import transforms_active
 from ..random import replay_random
 from ..tensor import ShardedTensor
 from .collectives import psum
 from .following import unfollowed
 from .linear import KeepFirst
 from .mapping import Mapping, current_mapping
-from .types import ShardingTypeError, Type
+from .pullback import Pullback
+from .trees import without_none
+from .types import ShardingTypeError, Tag, Type
 
 
 class _Thread(threading.local):
     nested = False  # whether what `grad` computes is to be differentiated again
+    depth = 0  # how many functions that are being differentiated this thread is in
 
 
 _thread = _Thread()
@@ -44,7 +48,7 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        argnums: the argument or arguments: any trees of tensors.
+        argnums: the argument or arguments: any trees of tensors, in which None stays None.
         has_aux: the value is then the pair.
 
     Returns:
@@ -72,19 +76,49 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
 def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    leaves, tree = pytree.tree_flatten([args[i] for i in nums])
-    _check_floating("value_and_grad", leaves)
-    with _watched(leaves, (args, kwargs)) as fresh:
+    leaves, tree = without_none([args[i] for i in nums])
+    check_floating("value_and_grad", leaves)
+    if transforms_active():
+        return _evaluated_inside(f, nums, isinstance(argnums, int), has_aux, args, kwargs)
+    with watched(leaves, (args, kwargs)) as fresh:
         given = list(args)
-        for i, branch in zip(nums, pytree.tree_unflatten(fresh, tree), strict=True):
+        for i, branch in zip(nums, tree.filled(fresh), strict=True):
             given[i] = branch
         value = f(*given, **kwargs)
         found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
-        done = pytree.tree_map(_finished, value)
-    branches = pytree.tree_unflatten(found, tree)
+        done = pytree.tree_map(finished, value)
+    branches = tree.filled(found)
     return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
+def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same inside a transform."""
+    leaves, tree = without_none([args[i] for i in nums])
+    mapping, records = current_mapping(), []
+
+    def run(fresh: list[Tensor]) -> Any:
+        given = list(args)
+        for i, branch in zip(nums, tree.filled(fresh), strict=True):
+            given[i] = branch
+        value = f(*given, **kwargs)
+        loss = _checked_loss(value[0] if has_aux else value)
+        records.append(None if mapping is None else _record(mapping, [loss], fresh, is_loss=True))
+        return [loss], value
+
+    pulled = Pullback(run, leaves)
+    branches = tree.filled(_pulled(pulled, mapping, records[0], None))
+    return pulled.value, branches[0] if is_one else tuple(branches)
+
+
+def _pulled(pulled: Pullback, mapping: Mapping | None, record: Record | None, given: Sequence[Any] | None) -> list[Tensor]:
+    if mapping is None or record is None:
+        return pulled([None] * len(pulled.outs) if given is None else given)
+    with unfollowed():
+        seeds = _seeds(mapping, record, pulled.outs, given)
+    return _reduced(mapping, record, pulled(seeds))
+
+
+DESCRIBERS[_evaluated_inside.__code__] = lambda frame: "value_and_grad"
 DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 
 
@@ -107,7 +141,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
     """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays.
         primals: its arguments.
 
     Returns:
@@ -118,69 +152,59 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 
     Communication: that of f; `back`: as `value_and_grad`.
     """
-    leaves, tree = pytree.tree_flatten(list(primals))
-    _check_floating("vjp", leaves)
+    leaves, tree = without_none(list(primals))
+    check_floating("vjp", leaves)
     mapping = current_mapping()
-    with _watched(leaves, primals) as fresh:
-        value = f(*pytree.tree_unflatten(fresh, tree))
+    if transforms_active():
+        return _vjp_inside(f, leaves, tree, has_aux)
+    with watched(leaves, primals) as fresh:
+        value = f(*tree.filled(fresh))
         result, *aux = value if has_aux else (value,)
-        outs, out_tree = pytree.tree_flatten(result)
+        outs, out_tree = without_none(result)
         record = None if mapping is None else _record(mapping, outs, fresh)
-        nested, done = _thread.nested, pytree.tree_map(_finished, result)
+        nested, done = _thread.nested, pytree.tree_map(finished, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
-        given, given_tree = pytree.tree_flatten(cotangents)
-        if given_tree != out_tree:
-            raise ValueError(f"vjp: cotangents {given_tree} for results {out_tree}; give a tree like that of the results")
+        given = _like_tree(cotangents, out_tree)
         before, _thread.nested = _thread.nested, nested
+        _thread.depth += 1  # what is computed again is as it was
         try:
             found = _gradients(outs, fresh, given, record)
         finally:
+            _thread.depth -= 1
             _thread.nested = before
-        return tuple(pytree.tree_unflatten(found, tree))
+        return tuple(tree.filled(found))
 
     return (done, back, *aux)
 
 
-def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f in the direction of the tangents).
-
-    By two backward passes, the gradient of the gradient with respect to the cotangent: torch has no forward mode for
-    `ShardedTensor`s. (On the parts inside a mapped function `torch.func.jvp` works too, but not in `simulate`, whose ranks would
-    share its state.)
-
-    Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree.
-
-    Communication: that of f, and of backward twice.
-    """
-    leaves, tree = pytree.tree_flatten(list(primals))
-    directions, directions_tree = pytree.tree_flatten(list(tangents))
-    _check_floating("jvp", leaves)
-    if directions_tree != tree:
-        raise ValueError(f"jvp: tangents {directions_tree} for primals {tree}; give a tree like that of the primals")
-    with _watched(leaves, (primals, tangents)) as fresh:
-        result = f(*pytree.tree_unflatten(fresh, tree))
-        outs, out_tree = pytree.tree_flatten(result)
-        found = [torch.zeros_like(out) for out in outs]
-        linked = [i for i, out in enumerate(outs) if out.requires_grad]
-        for i, derivative in zip(linked, _derivatives([outs[i] for i in linked], fresh, directions), strict=True):
-            found[i] = derivative
-        return pytree.tree_map(_finished, result), pytree.tree_unflatten([_finished(t) for t in found], out_tree)
+def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
+    given, given_tree = without_none(cotangents)
+    if given_tree != tree:
+        raise ValueError(f"vjp: cotangents {given_tree.spec} for results {tree.spec}; give a tree like that of the results")
+    return given
 
 
-def _derivatives(outs: Sequence[Tensor], inputs: Sequence[Tensor], directions: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The derivative of each result in these directions."""
-    cotangents = [torch.zeros_like(out).requires_grad_() for out in outs]
-    mapping = current_mapping()
-    if mapping is not None and mapping.checker is not None:
-        for cotangent, out in zip(cotangents, outs, strict=True):
-            mapping.checker.note(cotangent, mapping.checker.gradient(mapping.checker.of(out).type.dual_over(mapping.checker.names)))
-    ways: Any = {"allow_unused": True, "materialize_grads": True}
-    found = backward.grad(outs, inputs, cotangents, create_graph=True, **ways) if outs else ()
-    used = [(g, d) for g, d in zip(found, directions, strict=True) if g.requires_grad] if outs else []
-    if not used:
-        return [torch.zeros_like(out) for out in outs]
-    return backward.grad([g for g, _ in used], cotangents, [d for _, d in used], create_graph=_thread.nested, **ways)
+def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
+    """The same inside a transform."""
+    mapping, records, at = current_mapping(), [], []
+
+    def run(fresh: list[Tensor]) -> Any:
+        value = f(*tree.filled(fresh))
+        outs, _ = without_none(value[0] if has_aux else value)
+        at[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
+        records.append(None if mapping is None else _record(mapping, [outs[i] for i in at], fresh))
+        return [outs[i] for i in at], value
+
+    pulled = Pullback(run, leaves)
+    result, *aux = pulled.value if has_aux else (pulled.value,)
+    out_tree = without_none(result)[1]
+
+    def back(cotangents: Any) -> tuple[Any, ...]:
+        given = _like_tree(cotangents, out_tree)
+        return tuple(tree.filled(_pulled(pulled, mapping, records[0], [given[i] for i in at])))
+
+    return (result, back, *aux)
 
 
 def stop_gradient(x: Any) -> Any:
@@ -232,7 +256,7 @@ class _Both:
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
-def _check_floating(name: str, leaves: Sequence[Any]) -> None:
+def check_floating(name: str, leaves: Sequence[Any]) -> None:
     for i, x in enumerate(leaves):
         if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
             kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
@@ -240,15 +264,18 @@ def _check_floating(name: str, leaves: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """The leaves as new ones that require grad. Where something in the arguments does already, as inside another `grad`, they stay
-    part of its graph, and what is computed from them does."""
+def watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
+    """The leaves as new ones that require grad. Inside another function that is differentiated, and where something in the arguments
+    requires grad already, they stay part of its graph, and what is computed from them does."""
     before = _thread.nested
-    _thread.nested = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
+    _thread.nested = torch.is_grad_enabled() and (given or _thread.depth > 0)
+    _thread.depth += 1
     try:
         with torch.enable_grad():
             yield [_again(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
     finally:
+        _thread.depth -= 1
         _thread.nested = before
 
 
@@ -272,12 +299,17 @@ def _attached(x: Tensor) -> Tensor:
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
-    return x.detach().requires_grad_()
+    return x.detach().requires_grad_().view_as(x)  # no leaf: `distribute_tensor`, which would leave it out of the graph, refuses it
 
 
-def _finished(x: Any) -> Any:
+def finished(x: Any) -> Any:
     """A result, outside of the graph unless another `grad` goes on with it."""
     return x.detach() if isinstance(x, Tensor) and not _thread.nested else x
+
+
+def is_nested() -> bool:
+    """Whether what is computed is to be differentiated again."""
+    return _thread.nested
 
 
 def _checked_loss(loss: Any) -> Tensor:
@@ -356,9 +388,10 @@ def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], 
     """
     if mapping.checker is None:
         return _remembered(mapping, outs, inputs)
-    types = [mapping.checker.of(out).type for out in outs]
+    tags = [mapping.checker.of(out) for out in outs]
+    types = [tag.type for tag in tags]
     if is_loss:
-        _check_loss_type(types[0])
+        _check_loss_type(tags[0])
     given = [mapping.checker.of(x).type for x in inputs]
     duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
     record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
@@ -383,13 +416,14 @@ def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) ->
     )
 
 
-def _check_loss_type(type_: Type) -> None:
+def _check_loss_type(tag: Tag) -> None:
+    type_ = tag.type
     axes = sorted(type_.varying | type_.pending)
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}, so that every rank has one of its own; which is meant? pmean(loss, {names}) "
-            f"for their mean, psum(loss, {names}) for their sum"
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has one of its own; which is "
+            f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum"
         )
     if type_.pending:
-        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}; psum(loss, {names}) first")
+        raise ShardingTypeError(f"grad inside a mapped function: the loss {type_}{tag.since(type_.pending)}; psum(loss, {names}) first")

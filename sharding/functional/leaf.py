@@ -20,7 +20,7 @@ from ..cache import keep
 from ..spec import P
 from ..tensor import ShardedTensor
 from .following import unfollowed
-from .linear import Finish, apply, is_transformed
+from .linear import Finish, apply
 from .mapping import Axes, current_mapping
 from .signature import flattened, rebuilt
 from .types import Origin, ShardingTypeError, Tag, Type, place
@@ -64,8 +64,9 @@ class Law(NamedTuple):
     def _refusal(self, tag: Tag, axes: Axes) -> str:
         where = f"{place()}: {self.name} over {axes} of a value"
         if self.pends:
-            return f"{where} that {tag.type}; it can leave under unreduced= as it is, and be summed as it is"
-        return f"{where} that {tag.type}, of which each rank holds a share; psum or psum_scatter it"
+            since = tag.since(tag.type.varying & frozenset(axes.names))
+            return f"{where} that {tag.type}{since}; it can leave under unreduced= as it is, and be summed as it is"
+        return f"{where} that {tag.type}{tag.since(tag.type.pending)}, of which each rank holds a share; psum or psum_scatter it"
 
 
 class Prepared(NamedTuple):
@@ -136,7 +137,7 @@ def is_starting() -> bool:
 
 
 def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """start(psum, x, axis) -> Future: a collective under way, whose `wait()` gives the result.
+    """start(psum, x, axis) -> Future: a collective under way, whose `wait()` gives the result. Inside a transform it is waited for at once.
 
         coming = sm.start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -217,7 +218,7 @@ def _bucket(parts: list[Any], call: Call) -> list[Any]:
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
-    split = torch.split if is_transformed() else torch.unsafe_split_with_sizes  # pieces that may be written to
+    split = torch.split if engine_hooks.transforming() else torch.unsafe_split_with_sizes  # pieces that may be written to
     return [piece.view(shape) for piece, shape in zip(split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
 
 
@@ -243,9 +244,9 @@ def _one(x: Any, call: Call) -> Any:
 
 
 def checker_here() -> Any:
-    """Who follows types here; nobody in a backward pass, which computes pieces again."""
+    """Who follows types here; nobody in a backward pass, which computes pieces again, but in the backward of a custom function."""
     mapping = current_mapping()
-    if mapping is None or mapping.checker is None or engine_hooks.current_backward() >= 0:
+    if mapping is None or mapping.checker is None or (engine_hooks.current_backward() >= 0 and not mapping.checker.in_backward):
         return None
     return mapping.checker
 
@@ -296,6 +297,9 @@ def _launched(x: Tensor, call: Call) -> Any:
     op, before, after, _ = _prepared(x, call)
     if before is not None:
         x = before(x)
+    if is_starting() and engine_hooks.transforming():  # a transform cannot see what is under way
+        done = _after(call.apply(x, op, call.backward_dtype, None), after)
+        return Later(lambda: done)
     if is_starting():
         ready = op.start(x.detach())
         return Later(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after))

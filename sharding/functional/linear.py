@@ -16,7 +16,7 @@ All work on dims counted from the front, so that a batch dim of `torch.func.vmap
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,19 +24,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...mesh.simulate import SimulatedWorld
+from ...mesh.transforms import outside_of_transforms
 from ...mesh.work import Work
 from .. import engine_hooks
 from ..cache import keep
 from ..execute import Runner
 from ..layout import Layout, chunk
-from ..redistribute import runner
+from ..moved import runner
 from ..spec import P
+from ..transformed import Linear, under_transforms
 from .mapping import Axes
 
 Finish = Callable[[], Tensor]
 
 
-class LinearMap(ABC):
+class LinearMap(Linear):
     """A linear map over the ranks of some axes.
 
     Attributes:
@@ -46,10 +49,8 @@ class LinearMap(ABC):
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
 
-    @property
-    @abstractmethod
-    def transpose(self) -> LinearMap:
-        """The map that takes gradients back."""
+    def batched(self, count: int) -> LinearMap:
+        return self  # a dim at the end goes along
 
     @abstractmethod
     def start(self, x: Tensor) -> Finish:
@@ -275,8 +276,10 @@ class Swap(LinearMap):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes)
-        self._by_group = None if axes.order is None else torch.tensor([axes.order.index(i) for i in range(axes.size)])
-        self._by_place = None if axes.order is None else torch.tensor(axes.order)
+        self._by_group = self._by_place = None
+        if axes.order is not None:
+            with outside_of_transforms():
+                self._by_group, self._by_place = torch.tensor([axes.order.index(i) for i in range(axes.size)]), torch.tensor(axes.order)
 
     @property
     def transpose(self) -> LinearMap:
@@ -333,30 +336,6 @@ class _Recorded(torch.autograd.Function):
         return apply(grad.to(ctx.travel), ctx.op.transpose).to(grad.dtype), None, None, None
 
 
-class _Transformed(torch.autograd.Function):
-    """The same under `torch.func` (vmap, grad, jvp): in the form that it asks for, which takes torch 15 us longer to call."""
-
-    @staticmethod
-    def forward(x: Tensor, op: LinearMap, travel: torch.dtype | None) -> Tensor:
-        return op(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op, ctx.travel = inputs[1:3]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Recorded.backward(ctx, *grads)[:3]
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return apply(tangents[0], ctx.op)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: LinearMap, travel: torch.dtype | None) -> tuple[Tensor, Any]:
-        return apply(batch_last(x, in_dims[0]), op, travel), None if in_dims[0] is None else -1
-
-
 def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
     """The linear map, differentiable any number of times.
 
@@ -364,27 +343,20 @@ def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Fi
         travel: dtype in which the gradient goes back; by default its own.
         ready: gives the result, where it is under way already.
 
-    Raises: NotImplementedError for what is under way inside a transform of torch.func.
+    Raises: RuntimeError for torch's forward mode on simulated ranks.
     """
-    if is_transformed():
-        check_not_under_way(ready)
-        return _Transformed.apply(x, op, travel)  # type: ignore[return-value]
+    if engine_hooks.transforming():
+        check_forward_mode(op.axes)
+        return under_transforms(x, op, travel)
     if x.requires_grad and torch.is_grad_enabled():
         return _Recorded.apply(x, op, travel, ready)  # type: ignore[return-value]
     return op(x) if ready is None else ready()
 
 
-def is_transformed() -> bool:
-    """Whether a transform of torch.func is at work, or tangents are carried along."""
-    return engine_hooks.transforms_active() or engine_hooks.in_forward_mode()
-
-
-def batch_last(x: Tensor, dim: int | None) -> Tensor:
-    """The tensor with the batch dim of a `vmap` at the end, where it has one."""
-    return x if dim is None else x.movedim(dim, -1)
-
-
-def check_not_under_way(ready: Finish | None) -> None:
-    """Raises: NotImplementedError for what is under way."""
-    if ready is not None:
-        raise NotImplementedError("sm.start inside a transform of torch.func, which cannot see what is under way; call the collective")
+def check_forward_mode(axes: Axes) -> None:
+    """Raises: RuntimeError for torch's forward mode on simulated ranks."""
+    if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
+        raise RuntimeError(
+            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
+            "mode per process, which the first rank to leave would end for all; use sm.jvp, sm.jacfwd, sm.hessian"
+        )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.group import Group, current_world
+from ...mesh.transforms import outside_of_transforms
 from .. import engine_hooks
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Axes:
 
     @cached_property
     def index_tensor(self) -> Tensor:
-        with torch.inference_mode(False):
+        with outside_of_transforms(), torch.inference_mode(False):
             return torch.tensor(self.index, device=self.mesh.device)
 
     def place_in_group(self, place: int) -> int:

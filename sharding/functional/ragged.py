@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..engine_hooks import transforming
 from .following import unfollowed
 from .leaf import Later, Law, checker_here, is_starting, noted
 from .linear import Finish, LinearMap, apply
@@ -66,7 +67,7 @@ def _sent(operand: Tensor, output: Tensor, counts: Sequence[Counts], axes: Axes,
     packed = operand.index_select(0, _rows(routes.sends, operand.device))
     places = _rows(routes.receives, operand.device)
     op = _Rows(axes, _sizes(routes.sends), _sizes(routes.receives))
-    if is_starting():
+    if is_starting() and not transforming():
         ready = op.start(packed.detach())
         return Later(lambda: output.index_copy(0, places, apply(packed, op, travel, ready)))
     return output.index_copy(0, places, apply(packed, op, travel))

@@ -29,10 +29,13 @@ from ...mesh import current
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from .. import dispatch
 from ..cache import keep
+from ..engine_hooks import transforms_active
 from ..lineage import carrying, mixed, seed_of
 from ..spec import P
 from ..tensor import ShardedTensor
-from .entry import Entrance, aliased, as_they_lie, enter, entrance, written
+from .batch import current_batch
+from .custom import Application
+from .entry import Entrance, aliased, as_they_lie, check_transform, enter, entrance, written
 from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .following import Following, unfollowed
 from .mapping import Mapping, current_mapping, swap
@@ -41,6 +44,7 @@ from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
 from .types import Origin, ShardingTypeError, Tag
 
 CHECKS = (True, False, "always", "values")
+_MOST_FOLLOWED = 4  # calls, until the backward of a custom function has run
 
 
 def shard_map(
@@ -108,6 +112,10 @@ class Known:
         exits: how each result comes out; None before the first one did.
         seeds: what `grad` needs to know inside.
         uneven: whether parts of some argument differ in shape.
+        customs: the applications of custom functions in the last call whose types were followed.
+        followed: how many those calls were.
+        trusted: whether calls are not followed any longer.
+        quick: whether that is so, and arguments go in as they are.
     """
 
     mapping: Mapping
@@ -119,6 +127,15 @@ class Known:
     exits: Sequence[Exit] | None = None
     seeds: list[Any] = field(default_factory=list)
     uneven: bool = False
+    customs: Sequence[Application] = ()
+    followed: int = 0
+    trusted: bool = False
+    quick: bool = False
+
+    def may_be_trusted(self) -> bool:
+        """Whether its results are known, and the backward of all custom functions has been followed, or has not run in a few calls."""
+        customs_done = self.uneven or self.followed > _MOST_FOLLOWED or all(custom.is_checked for custom in self.customs)
+        return self.exits is not None and customs_done
 
 
 class Mapped:
@@ -152,9 +169,9 @@ class Mapped:
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
         known = None if kwargs else self._known.get(tuple(key))
-        if known is None or known.exits is None or not known.plain or (outer is not None and outer.checker is not None):
+        if known is None or not known.quick or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
-        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)
+        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)  # type: ignore[arg-type]
 
     def _run(self, known: Known, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
         """The function itself, on parts."""
@@ -177,13 +194,23 @@ class Mapped:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, tree = leaves_of(args)
+        if transforms_active():
+            check_transform(self.name, leaves)
+            batch = current_batch()
+            if batch is not None and batch.mesh is self.mesh:
+                batch.check(self.name, self.in_specs, self.out_specs)
+                if batch.inner is None:  # one example lies on no axis
+                    return self.f(*args, **kwargs)
         known = self._known_for(args, leaves, tree, kwargs)
         outer = current_mapping()
         with nullcontext() if outer is None or outer.checker is None else unfollowed():
             parts = as_they_lie(leaves, known.ways) if known.plain else enter(self.name, leaves, known.ways)
-        if known.exits is None or not self._trusting or (outer is not None and outer.checker is not None):
+        if not known.trusted:
+            known.trusted = self._trusting and known.may_be_trusted()
+            known.quick = known.trusted and known.plain
+        if not known.trusted or (outer is not None and outer.checker is not None):
             return self._carefully(known, leaves, parts, tree, kwargs)
-        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)
+        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)  # type: ignore[arg-type]
 
     def _known_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Known:
         mesh, outer = self._mesh_for(leaves), current_mapping()
@@ -201,7 +228,8 @@ class Mapped:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
                 raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks that run; for shapes and bytes on it, use eval_shape")
-            return self.mesh
+            batch = current_batch() if transforms_active() else None
+            return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return current.given_or_current(None) if first is None else first.mesh
 
@@ -247,7 +275,9 @@ class Mapped:
         out = self._followed(known, parts, tree, kwargs, checker, around)
         with unfollowed():
             result = self._out(known, out, parts, checker, written(checker, tags, parts, known.ways))
-        if around is not None:
+        if around is None:
+            known.customs, known.followed = checker.end(), known.followed + 1
+        else:
             for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
                 checker.note(after, checker.without(known.own.axis_names, before))
         return result
@@ -264,8 +294,12 @@ class Mapped:
         mapping, before = known.mapping, known.seeds
         mapping.checker, mapping.recording, known.seeds = checker, True, []
         try:
-            with checker.also(mapping.names), checker if around is None else nullcontext():
-                return self._run(known, parts, tree, kwargs, uncompiled(self.f))
+            with checker.inside(mapping), checker if around is None else nullcontext():
+                out = self._run(known, parts, tree, kwargs, uncompiled(self.f))
+                for leaf in pytree.tree_leaves(out):
+                    if isinstance(leaf, Tensor):
+                        checker.of(leaf)  # the axes are those in here
+                return out
         except BaseException as error:
             known.seeds = before
             if checker.uneven and around is None and known.exits is None and isinstance(error, (ShardingTypeError, TypeError, ValueError)):

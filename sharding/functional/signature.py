@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..spec import P, Placement
+from ..spec import P, Placement, Sharding
 from ..tensor import ShardedTensor
 from .keys import Key
 
@@ -48,6 +48,8 @@ def _spread(what: str, specs: Any, tree: Any, path: str, found: list[Any]) -> No
             raise _no_match(what, specs, tree, path)
         for i, (one, branch) in enumerate(zip(specs, tree, strict=True)):
             _spread(what, one, branch, f"{path}[{i}]", found)
+    elif isinstance(specs, Sharding):
+        raise TypeError(f"{what}{path}: {specs!r} is a sharding, and a mapped function has one mesh; write its spec, {specs.spec}")
     else:
         raise ValueError(f"{what}{path}: {specs!r} is not a spec; write a P, one placement per axis, None, or a tree of them")
 

@@ -7,6 +7,7 @@ A type says over which axes a value varies and over which it is pending; over al
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -84,13 +85,29 @@ class Tag:
         owner: who knows it.
         settled: whether what any operator makes of it alone is known by the same tag: nothing is pending, and no origin is an
             argument, whose place will be the first operator that takes it.
+        kept: of a tag without owner: the tag itself. What is made without gradients may turn out to be the result of a custom function.
     """
 
-    __slots__ = ("origins", "owner", "settled", "type")
+    __slots__ = ("_loose", "kept", "origins", "owner", "settled", "type")
 
     def __init__(self, type_: Type, origins: dict[str, Origin], owner: object) -> None:
         self.type, self.origins, self.owner = type_, origins, owner
         self.settled = not type_.pending and all(origin.place for origin in origins.values())
+        self.kept: Tag | None = None
+        self._loose: Tag | None = None
+
+    @property
+    def loose(self) -> Tag:
+        """The same without an owner, so that whoever meets it looks again."""
+        if self._loose is None:
+            self._loose = Tag(self.type, self.origins, None)
+            self._loose.kept = self
+        return self._loose
+
+    def since(self, axes: Iterable[str]) -> str:
+        """Where it began not to be replicated over the first of these axes over which it is not, for a message."""
+        found = [axis for axis in sorted(axes) if axis in self.origins]
+        return f" since {self.origins[found[0]]}" if found else ""
 
     def retyped(self, type_: Type) -> Tag:
         """The same of a value of another type, which is not replicated over no more axes."""

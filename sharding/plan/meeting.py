@@ -50,7 +50,7 @@ def _meeting_parts(
         found = [
             ({**index, **{i: k for i, k in zip(positions, place, strict=True) if i not in fixed}}, part)
             for index, interval in found
-            for place, part in _parts(cut, interval, wanted, [layout.mesh.shape[i] for i in positions])
+            for place, part in _parts(cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions])
             if all(k == fixed.get(i, k) for i, k in zip(positions, place, strict=True))
         ]
     common = [(index, (max(lo, wanted[0]), min(hi, wanted[1]))) for index, (lo, hi) in found]

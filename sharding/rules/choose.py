@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, return_types
 
 from ..dispatch import wrap
+from ..engine_hooks import transforming
 from ..layout import Layout
 from ..redistribute import with_gradient_of_redistribute
 from ..spec import Cut, P
@@ -77,7 +78,7 @@ def _together(dim: int, values: ShardedTensor, places: ShardedTensor) -> tuple[S
     Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
     """
     layout = values._layout
-    if layout.mesh.coordinate is None:  # type: ignore[attr-defined]
+    if layout.mesh.coordinate is None or transforming():  # type: ignore[attr-defined]
         return whole(values, dim), whole(places, dim)
     with torch.no_grad():
         packed = torch.cat([_bytes(values._local), _bytes(places._local)], -1)

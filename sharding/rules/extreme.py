@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, return_types
 
+from ..engine_hooks import transforming
 from ..redistribute import redistribute_local
 from .blocks import check_by_torch, from_parts, reduced, settled, splits
 from .notation import Rule
@@ -59,7 +60,7 @@ def _run(
     x = settled(input)
     kind = _KINDS[extreme]
     value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.is_floating_point() and (transforming() or (x.requires_grad and torch.is_grad_enabled())):
         value = _with_gradient(x, settled(value), dims, nan_is_equal)
     return value if keepdim else value.squeeze(dims)
 
@@ -76,6 +77,8 @@ def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool
     if nan_is_equal:
         equal = equal | ((x != x) & (value != value))
     count = settled(equal.sum(dims, keepdim=True))
+    if transforming():  # by zeros with the derivative of the extreme
+        return value + settled((torch.where(equal & value.isfinite(), x - x.detach(), 0) / count).sum(dims, keepdim=True))
     return from_parts(value._layout, partial(_Shared.apply, x._layout, value._layout), x, value, equal, count)
 
 

@@ -143,8 +143,8 @@ def _is_nonzero(x: Any) -> bool:
 def _make_dual(tensor: Any, tangent: Any, level: int) -> Any:
     """Tangents live on local tensors and would be lost in every collective, without a word."""
     raise NotImplementedError(
-        "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) of a ShardedTensor is not supported; "
-        "use torch.autograd.grad, or torch.autograd.functional.jvp, which runs backward twice"
+        "forward-mode differentiation of a ShardedTensor by torch.func.jvp or torch.autograd.forward_ad, which do not see its parts: use "
+        "sm.jvp (or sm.jacfwd, sm.hessian, sm.linearize)"
     )
 
 

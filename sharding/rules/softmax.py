@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..engine_hooks import transforming
 from .blocks import check_by_torch, from_parts, reduced, settled, splits
 from .notation import Rule
 from .reduction import Dims, accumulator_dtype, along, normal_dims, reduction
@@ -129,6 +130,8 @@ def log_sum_exp(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
 
     Communication: a reduction of one number for each row, and the same in backward.
     """
+    if transforming():
+        return settled((x - peak).exp().sum(dims, keepdim=True)).log()
     layout = reduced(x._layout.replace(dtype=peak.dtype), dims)
     return settled(from_parts(layout, partial(_SumOfExp.apply, dims), x, peak)).log()
 
@@ -144,6 +147,6 @@ class _SumOfExp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, peak = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or transforming():
             return None, ((x - peak).exp() * grads[0]).to(x.dtype), None
         return None, (x - peak).exp_().mul_(grads[0]).to(x.dtype), None

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..engine_hooks import transforming
 from ..fetch import Fetch, Interval, Wanted
 from ..layout import Layout
 from ..plain_operands import tensors_in
@@ -168,7 +169,7 @@ def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
     """A part that depends on nothing, with tensors behind it in the graph, as it has them on the other ranks: all of them
     must take part in the same backward. In that of the gradient, too, unless the operator is linear: so the square of nothing is
     added."""
-    given = [x for x in tensors if x.requires_grad]
+    given = [x for x in tensors if x.requires_grad or (transforming() and x.is_floating_point())]
     if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
         return out
     nothing = sum((x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).sum().to(out.dtype) for x in given)

@@ -557,8 +557,8 @@ def test_two_disjoint_meshes():
 # -- device_put of what is no tensor -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.arange(10.0).reshape(5, 2), [[1, 2], [3, 4], [5, 6]], [True, False], np.float32(2.5), 3.0, 7, True])
-def test_device_put_takes_arrays_numbers_and_lists(value):
+@pytest.mark.parametrize("value", [np.arange(10.0).reshape(5, 2), np.array([True, False]), np.float32(2.5), 3.0, 7, True])
+def test_device_put_takes_arrays_and_numbers(value):
     """As a tensor of the same numbers; those of rank 0 count."""
     expected = torch.tensor(value)
 
@@ -582,7 +582,7 @@ def test_device_put_copies_an_array():
     on_mesh((2,), program)
 
 
-@pytest.mark.parametrize("value", ["text", None, {"x": 1}, [torch.ones(2), torch.ones(3)]])
+@pytest.mark.parametrize("value", ["text", {"x": "text"}, [torch.ones(2), object()]])
 def test_device_put_refuses_what_is_no_array(value):
     text = same_error((2,), lambda mesh: sm.device_put(value, mesh, P()), TypeError)
-    assert f"device_put takes a tensor, a NumPy array, a number, or nested lists of numbers, got {type(value).__name__}" in text
+    assert "device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got" in text

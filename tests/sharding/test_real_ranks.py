@@ -72,10 +72,8 @@ PROGRAMS = {
         "test_dtypes_on_the_way",
         "test_equal_gradients_of_every_kind_pass_the_check",
     ],
-    "test_traps": [
-        "test_one_element_of_a_sharded_tensor",
-        "test_the_advice_for_custom_functions_works",
-    ],
+    "test_traps": ["test_one_element_of_a_sharded_tensor"],
+    "test_custom_function": ["test_on_local_tensors", "test_nothing_is_communicated_that_its_lines_do_not"],
     "test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
     "test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
 }

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import shardmesh as sm
-from shardmesh import P, Partial, Shard, ShardedTensor
+from shardmesh import P, Partial, Shard
 from tests.sharding.ranks import every_rank, on_mesh, place, same_error
 
 X = torch.arange(15.0, dtype=torch.float64).view(5, 3) / 7 - 1
@@ -191,90 +191,6 @@ def test_mean_losses_over_uneven_parts(name, spec):
 
 
 # -- gradients that would be lost ------------------------------------------------------------------------------------
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-class Reverse(torch.autograd.Function):
-    """Gradient reversal: forward returns its input."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad
-
-
-class Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-USES = {
-    "in an operator": lambda x: (Double.apply(x) + 1).sum(),
-    "of a computed tensor": lambda x: Double.apply(x * 3).sum(),
-    "beside good tensors": lambda x: (x * 3 + Double.apply(x)).sum(),
-    "of the right operand": lambda x: (x @ Double.apply(x).T).sum(),
-    "in a list": lambda x: torch.cat([x, Double.apply(x)]).sum(),
-    "by keyword": lambda x: F.linear(x, weight=Double.apply(x)).sum(),
-    "in a foreach list": lambda x: torch._foreach_mul([x, Double.apply(x)], 2.0)[1].sum(),
-    "in place": lambda x: (x * 1).add_(Double.apply(x)).sum(),
-    "returning its input": lambda x: Reverse.apply(x).sum(),
-    "as the loss": lambda x: Total.apply(x).backward(),
-    "as the loss of torch.autograd.backward": lambda x: torch.autograd.backward([Total.apply(x)]),
-    "as the loss of torch.autograd.grad": lambda x: torch.autograd.grad(Total.apply(x), x),
-    "then to_local": lambda x: Double.apply(x).to_local(),
-    "then full_tensor": lambda x: Double.apply(x).full_tensor(),
-    "then redistribute": lambda x: Double.apply(x).redistribute(P()),
-    "then copy_": lambda x: (x * 1).copy_(Double.apply(x)),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("spec", [P("a"), P()], ids=str)
-def test_a_custom_function_on_a_sharded_tensor_is_refused(use, spec):
-    """Its backward would never run: the graph is one of local tensors."""
-
-    def program(mesh):
-        x = sm.device_put(X, mesh, spec, src_data_rank=None).requires_grad_()
-        USES[use](x)
-
-    text = same_error((2,), program, RuntimeError)
-    assert "custom autograd.Function" in text
-    assert "ShardedTensor.from_local(MyFunction.apply(x.to_local()), x.mesh, x.placements, shape=x.shape)" in text
-
-
-@every_rank(2)
-def test_the_advice_for_custom_functions_works(mesh):
-    x = place(mesh, X, Shard(0), grad=True)
-    y = ShardedTensor.from_local(Double.apply(x.to_local()), x.mesh, x.placements, shape=x.shape)
-    (y * 3).sum().backward()
-    assert torch.equal(x.grad.full_tensor(), torch.full_like(X, 6))
-
-
-@every_rank(2)
-def test_a_custom_function_without_gradients_is_fine(mesh):
-    x = place(mesh, X, Shard(0))
-    assert torch.equal((Double.apply(x) + 1).full_tensor(), 2 * X + 1)
-    leaf = place(mesh, X, Shard(0), grad=True)
-    assert not (Double.apply(leaf).detach() * 2).requires_grad
-    with torch.no_grad():
-        assert torch.equal((Double.apply(leaf) + 1).full_tensor(), 2 * X + 1)
 
 
 TRANSFORMS = {

@@ -25,7 +25,7 @@ from ...layout import Layout
 from ...redistribute import runner
 from ...spec import Cut, P
 from .cut import cut
-from .grad_places import is_at
+from .grad_places import Filling, is_at
 
 _View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and the element at which it begins
 
@@ -72,10 +72,6 @@ class FlatBucket:
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
         """Each parameter as it is used, as views of the whole buffer."""
         return _views(whole, self._in_whole)
-
-    def whole_in(self, whole: Tensor, i: int) -> Tensor:
-        """One of these."""
-        return _views(whole, self._in_whole[i : i + 1])[0]
 
     @cached_property
     def _in_shard(self) -> list[_View]:
@@ -142,11 +138,16 @@ class FlatBucket:
             end = start + math.prod(shape)
         return [(start, stop) for start, stop in (*found, (end, self.cutting.length)) if start < stop]
 
-    def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, whole: Tensor | None = None) -> Tensor:
-        """Gradients in the places of their parameters, zero where there is none; those that are in their place of `whole` stay there."""
-        whole = self.empty_gradients(dtype) if whole is None else whole
+    def places(self, dtype: torch.dtype) -> Filling:
+        """A buffer for gradients, and their places in it."""
+        whole = self.empty_gradients(dtype)
+        return Filling(whole, self.wholes_in(whole))
+
+    def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: Filling | None = None) -> Tensor:
+        """Gradients in the places of their parameters, zero where there is none; those that are in their place of `filled` stay there."""
+        whole, places = self.places(dtype) if filled is None else filled
         given, absent = [], []
-        for place, grad in zip(self.wholes_in(whole), grads, strict=True):
+        for place, grad in zip(places, grads, strict=True):
             if grad is None:
                 absent.append(place)
             elif not is_at(grad, place):

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...layout import Layout
+
+
+class Filling(NamedTuple):
+    """A buffer, and the places of the parameters in it."""
+
+    buffer: Tensor
+    places: Sequence[Tensor]
 
 
 class Places(Protocol):
@@ -26,29 +32,34 @@ class Places(Protocol):
         """Whether gradients are multiplied as they are put there."""
         ...
 
-    def empty_buffer(self) -> Tensor:
+    def make(self) -> Filling:
         """A buffer whose places may hold anything; what lies between them is zero."""
-        ...
-
-    def place_in(self, buffer: Tensor, i: int) -> Tensor:
-        """The place of a parameter, as a view."""
         ...
 
 
 class InOrder:
-    """Parameters that are not cut, one after the other: an all_reduce takes them as they lie."""
+    """Parameters that are not cut, one after the other: an all_reduce takes them as they lie.
+
+    Attributes:
+        length: how many elements they have.
+    """
 
     scales = True
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layouts: Sequence[Layout], memory: Callable[[InOrder], Tensor] | None = None) -> None:
         self._shapes, self._dtype, self._device = [x.local_shape for x in layouts], layouts[0].dtype, layouts[0].mesh.device  # type: ignore[attr-defined]
-        self._starts = list(accumulate(map(math.prod, self._shapes), initial=0))
+        self._sizes = list(map(math.prod, self._shapes))
+        self.length, self._memory = sum(self._sizes), memory
 
-    def empty_buffer(self) -> Tensor:
-        return torch.empty(self._starts[-1], dtype=self._dtype, device=self._device)
+    def empty(self, length: int) -> Tensor:
+        """So many elements of memory."""
+        return torch.empty(length, dtype=self._dtype, device=self._device)
 
-    def place_in(self, buffer: Tensor, i: int) -> Tensor:
-        return buffer[self._starts[i] : self._starts[i + 1]].view(self._shapes[i])
+    def make(self) -> Filling:
+        """The places are tensors of their own for autograd, that may be written in place one by one."""
+        buffer = self.empty(self.length) if self._memory is None else self._memory(self)
+        parts = torch.unsafe_split_with_sizes(buffer, self._sizes)
+        return Filling(buffer, [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)])
 
 
 class Placing:
@@ -59,15 +70,26 @@ class Placing:
         waits: whether gradients are not to be summed in this backward.
         late: whether to put all gradients when all are there, one by one, each let go as it is put. Backward has let go the unit's
             activations by then: the buffer takes their memory, where one that is made for the first gradient adds to them.
+        half: then, what to call when half of the gradients are there.
 
     Attributes:
         placed: the gradients that have been put, by number, as views of the buffers.
+        leaves: by the number of a parameter, the node that adds its gradient to `.grad`.
     """
 
-    def __init__(self, places: Mapping[int, tuple[Places, int]], waits: Callable[[], bool], *, late: bool = False) -> None:
+    def __init__(
+        self,
+        places: Mapping[int, tuple[Places, int]],
+        waits: Callable[[], bool],
+        *,
+        late: bool = False,
+        half: Callable[[], None] | None = None,
+    ) -> None:
         self._places, self._waits, self._late = places, waits, late
-        self.buffers: dict[Places, Tensor] = {}
+        self._half, self._count_of_half = half, (len(places) + 1) // 2
+        self.buffers: dict[Places, Filling] = {}
         self.placed: dict[int, Tensor] = {}
+        self.leaves: Sequence[Any] = ()
         self._held: dict[int, Tensor] = {}
 
     def put(self, number: int, grad: Tensor, scale: float) -> bool:
@@ -76,16 +98,18 @@ class Placing:
             return False
         if self._late:
             self._held[number] = grad
+            if self._half is not None and len(self._held) == self._count_of_half:
+                self._half()
         else:
             self._put(number, grad, scale)
         return True
 
     def _put(self, number: int, grad: Tensor, scale: float) -> None:
         places, i = self._places[number]
-        buffer = self.buffers.get(places)
-        if buffer is None:
-            buffer = self.buffers[places] = places.empty_buffer()
-        place = self.placed[number] = places.place_in(buffer, i)
+        filling = self.buffers.get(places)
+        if filling is None:
+            filling = self.buffers[places] = places.make()
+        place = self.placed[number] = filling.places[i]
         if places.scales and scale != 1:
             torch.mul(grad, scale, out=place)
         else:
@@ -100,6 +124,7 @@ class Placing:
         """What has been put so far; the next backward through the same graph begins with new buffers."""
         found = Placing(self._places, self._waits)
         found.buffers, self.buffers, found.placed, self.placed = self.buffers, {}, self.placed, {}
+        found.leaves = self.leaves
         while self._held:
             found._put(*self._held.popitem(), scale)
         return found

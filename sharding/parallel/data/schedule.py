@@ -6,18 +6,21 @@ The order of the last forward is that of the next; before the first it is that o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ... import engine_hooks, gradients
+from .joint import Joint
 
 if TYPE_CHECKING:
     from .unit import Unit
 
 _UNIT = "_shardmesh_unit"  # under this name a module has its unit
+_numbers = count()
 _running = threading.local()  # simulated ranks are threads
 
 
@@ -58,6 +61,7 @@ class Schedule:
 
     Attributes:
         units: in the order of the modules, the outermost first.
+        joint: gradients of small units, which are summed together.
     """
 
     _made: ClassVar[int] = 0
@@ -68,6 +72,9 @@ class Schedule:
         self._last: list[Unit] = []  # of the one before
         self._open: list[Unit] = []
         self._backward = self._scanned = -1
+        self._sums: set[int] = set()  # under way
+        self.joint = Joint()
+        self._put_off: Unit | None = None  # to be gathered half way through a unit's backward
         Schedule._made += 1
 
     def begin(self, root: Unit) -> None:
@@ -89,6 +96,7 @@ class Schedule:
     def _recover(self) -> None:
         """Let go what a backward that failed has left."""
         gradients.drop_started(self.units[0].options.mesh.world)
+        self.joint.forget()
         if self._backward != -1:
             self._let_go()
 
@@ -138,11 +146,34 @@ class Schedule:
         return order[place] if place < len(order) else None
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Have the unit gathered that ran before this one. Communication: as `prefetch`."""
+        """Have the unit gathered that ran before this one; while a sum is under way, half way through this one's backward.
+
+        Communication: as `prefetch`.
+        """
         self.backward_runs()
         before = [other for other in self._last[: _last_index(self._last, unit)] if other.saved]
-        if before:
+        if not before:
+            return
+        if self._sums and not unit.options.unused_differ:
+            self._put_off = before[-1]
+        else:
             before[-1].gather()
+
+    def half_way(self) -> None:
+        """Half of the gradients of the unit that backward is in are there: gather what was put off while a sum is under way.
+
+        The gather would have to share the links with that sum, and what the two hold would be in memory together, when the unit's
+        activations still are. Communication: as `prefetch`.
+        """
+        unit, self._put_off = self._put_off, None
+        if unit is not None and unit.saved:
+            unit.gather()
+
+    def sum_begins(self) -> Callable[[], None]:
+        """The sum of a unit's gradients is under way; call what comes back before it is waited for."""
+        mine = self._sums
+        mine.add(number := next(_numbers))
+        return lambda: mine.discard(number)
 
     def backward_runs(self) -> None:
         """Something of a unit happens in backward."""
@@ -157,7 +188,8 @@ class Schedule:
             unit.fill_unused()
 
     def _let_go(self) -> None:
-        self._backward = -1
+        self._backward, self._put_off = -1, None
+        self._sums.clear()
         for unit in self.units:
             unit.let_go()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from ....mesh.device_mesh import DeviceMesh
 from ...layout import Layout
 from ...replaced import mark_replaced
+from ...tensor import ShardedTensor
 from .form import Form
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -69,6 +71,25 @@ class Slot:
         if layout is not self.rest.replace(dtype=layout.dtype):
             raise ValueError(f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}")
         self.rest, self.base = layout, self.base.replace(dtype=layout.dtype)
+
+
+def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], unit: str) -> None:
+    """Have the layouts of a unit's slots follow a conversion of the module to another dtype; `together` says which travel together.
+
+    Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise.
+    """
+    for slot in slots:
+        x = slot.value
+        if type(x) is not ShardedTensor:
+            raise TypeError(
+                f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}"
+            )
+        if x._layout is not slot.rest:
+            slot.converted(x._layout)
+    for numbers in together:
+        if len({slots[i].rest.dtype for i in numbers}) > 1:
+            said = {slots[i].path: slots[i].rest.dtype for i in numbers}
+            raise ValueError(f"parameters of {unit} travel together and have several dtypes: {said}; convert all of them")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ...layout import Layout
 from ...redistribute import redistribute_locals
 from ...tensor import ShardedTensor
 from .flat import FlatBucket
+from .grad_places import Filling
 from .levels import Levels
 from .nodes import Grads
 from .precision import MixedPrecisionPolicy
@@ -48,16 +49,12 @@ class Bucket:
     def flat(self) -> FlatBucket:
         return self.levels.flat
 
-    def empty_buffer(self) -> Tensor:
+    def make(self) -> Filling:
         """See `Places`."""
-        return self.flat.empty_gradients(self.sum_dtype)
-
-    def place_in(self, buffer: Tensor, i: int) -> Tensor:
-        """See `Places`."""
-        return self.flat.whole_in(buffer, i)
+        return self.flat.places(self.sum_dtype)
 
     def start(
-        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, buffer: Tensor | None
+        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, filled: Filling | None
     ) -> Callable[[], Grads]:
         """Launch the sum; call what comes back for the gradients of this rank's parts.
 
@@ -67,7 +64,7 @@ class Bucket:
             scale: with which the sums are multiplied.
             missing: the paths of those that are trained and have no gradient.
             fill: whether these have one of zeros, as on other ranks they may have one.
-            buffer: in which some of the gradients lie in their places already; it is used up.
+            filled: a buffer in which some of the gradients lie in their places already; it is used up.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
@@ -75,7 +72,7 @@ class Bucket:
         if count == 0 and not (fill and missing):
             return lambda: list(grads)
         note = summing(unit, count + len(missing), ()) if fill else summing(unit, count, missing)
-        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype, buffer), scale
+        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype, filled), scale
         if self.sum_dtype is torch.float16:  # whose sums would overflow
             whole, late = whole.mul_(scale), 1.0
         wait, given = self.flat.start_reduce(whole, note), [grad is not None for grad in grads]

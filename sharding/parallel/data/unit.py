@@ -23,13 +23,14 @@ from ...tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .calls import Interception
 from .flat import FlatBucket
-from .grad_places import InOrder, Places, Placing
+from .grad_places import Filling, InOrder, Places, Placing
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
+from .joint import Part
 from .levels import Levels
 from .nodes import Grads, Passage
 from .saved import Buffer, saving_places
 from .schedule import Schedule, own_modules, running_schedule, set_unit
-from .slot import Options, Slot
+from .slot import Options, Slot, check_parameters
 from .sums import Bucket, add_later, differentiable, put_together, summing
 
 _GATHERING = seed_of("gather a unit")
@@ -204,24 +205,6 @@ class Unit:
                     bucket.levels.after_forward(self.keep)
         self.schedule.leave(self)
 
-    def _check_parameters(self) -> None:
-        """Have the layouts follow a conversion of the module to another dtype.
-
-        Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise.
-        """
-        for slot in self.slots:
-            x = slot.value
-            if type(x) is not ShardedTensor:
-                raise TypeError(
-                    f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}"
-                )
-            if x._layout is not slot.rest:
-                slot.converted(x._layout)
-        for bucket in self._buckets:
-            if len({self.slots[i].rest.dtype for i in bucket.numbers}) > 1:
-                said = {self.slots[i].path: self.slots[i].rest.dtype for i in bucket.numbers}
-                raise ValueError(f"parameters of {self._said_name} travel together and have several dtypes: {said}; convert all of them")
-
     # -- what it computes with -----------------------------------------------------------------------------------------
 
     def _parameters(self) -> list[ShardedTensor]:
@@ -234,7 +217,7 @@ class Unit:
         Communication: one all_gather per dtype, or none where the parameters are whole.
         """
         if not self._rest:
-            self._check_parameters()
+            check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self._said_name)
         parameters = self._parameters()
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:
@@ -265,14 +248,17 @@ class Unit:
         return passage, passage.gathered(passage.enter(parts))
 
     def _passage(self) -> Passage:
-        placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter))
-        return Passage(self._values, self._sum, self._sum_differentiably, placing)
+        half = None if self.options.unused_differ else self.schedule.half_way
+        placing = Placing(self._places(), self._gradients_wait, late=bool(self.options.form.parameter), half=half)
+        return Passage(self._values, self._sum, self._sum_differentiably, placing, waits=bool(self._buckets))
 
     def _values(self) -> list[Tensor]:
         """The parameters as views of the gathered buffers; those that are not cut, as they are."""
-        used_as = self.options.policy.used_as
+        as_is, used_as = self.options.policy.param_dtype is None, self.options.policy.used_as
         values = {i: x for b in self._buckets for i, x in zip(b.numbers, b.flat.wholes_in(b.levels.whole()), strict=True)}
         parts = [x._local for x in self._parameters()]
+        if as_is:
+            return [values[i] if i in values else x.view_as(x) for i, x in enumerate(parts)]
         return [values[i] if i in values else x.view_as(x).to(used_as(x.dtype)) for i, x in enumerate(parts)]
 
     def _as_used(self, mesh: DeviceMesh | None, base: Layout, kept: ShardedTensor, value: Tensor) -> Tensor:
@@ -342,9 +328,13 @@ class Unit:
                 if layout is not None:
                     alike.setdefault((layout.replicated_axes, layout.dtype), []).append(i)
             for numbers in alike.values():
-                places = InOrder([now[i] for i in numbers])  # type: ignore[misc]
+                places = InOrder([now[i] for i in numbers], self._memory)  # type: ignore[misc]
                 self._in_order[1].update({i: (places, k) for k, i in enumerate(numbers)})
         return self._in_order[1]
+
+    def _memory(self, places: InOrder) -> Tensor:
+        """Where gradients that are not cut are put."""
+        return self.schedule.joint.buffer(places)
 
     def _sum(self, grads: Grads, scale: float, placing: Placing) -> Callable[[], Grads]:
         """Launch the sums over the ranks; call what comes back for the gradients of the parts.
@@ -358,13 +348,23 @@ class Unit:
         with carrying(self.options.mesh.world, mixed(_SUMMING, self._parameters())):
             waits = [(bucket, self._start(bucket, grads, scale, placing.buffers.pop(bucket, None))) for bucket in self._buckets]
         uncut = self._uncut(grads, scale, placing)  # now: what waits would hold on to all gradients
-        return lambda: self._deliver(put_together(uncut, waits), placing)
+        if not waits:
+            found = self._deliver(uncut, placing)
+            return lambda: found
+        self.schedule.half_way()  # if it has not been called
+        ended = self.schedule.sum_begins()
 
-    def _start(self, bucket: Bucket, grads: Grads, scale: float, buffer: Tensor | None) -> Callable[[], Grads]:
+        def wait() -> Grads:
+            ended()
+            return self._deliver(put_together(uncut, waits), placing)
+
+        return wait
+
+    def _start(self, bucket: Bucket, grads: Grads, scale: float, filled: Filling | None) -> Callable[[], Grads]:
         parameters = self._parameters()
         trained = {i: self.slots[i].path for i in bucket.numbers if parameters[i].requires_grad}
         missing = [path for i, path in trained.items() if grads[i] is None]
-        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ, buffer)
+        return bucket.start(self._said_name, [grads[i] for i in bucket.numbers], scale, missing, self.options.unused_differ, filled)
 
     def _uncut(self, grads: Grads, scale: float, placing: Placing | None = None) -> Grads:
         """The gradients of the parameters that are not cut."""
@@ -382,14 +382,22 @@ class Unit:
         """What autograd is to add to `.grad`: parts that are to be summed over more axes, on which parameters are replicated, go there by
         themselves, while other units go on with their backward.
 
-        Communication: where parameters are replicated, one all_reduce per dtype.
+        Communication: where parameters are replicated, one all_reduce per dtype; for units of which nothing is cut over ranks, see `Joint`.
         """
         parameters, numbers = self._parameters(), [i for i in self._travelling() if parts[i] is not None]
-        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i])]  # type: ignore[union-attr]
+        nodes = placing.leaves
+        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
         if not mine:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
         own = bool(self.options.form.optimizer) or all(parts[i] is placing.placed.get(i) for i in mine)
+        if not self._buckets:
+            homes = list(placing.buffers) if own else []
+            places: Any = homes[0] if len(homes) == 1 else None
+            leaves, grads = [parameters[i] for i in mine], [parts[i] for i in mine]
+            alone = self.schedule.units[0] is self
+            self.schedule.joint.add(Part(self._said_name, leaves, grads, missing, own, places, alone))  # type: ignore[arg-type]
+            return [None if i in mine else part for i, part in enumerate(parts)]
         note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
         with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
@@ -425,10 +433,11 @@ class Unit:
         with torch.no_grad(), carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
             for bucket in self._buckets:
                 kept: Grads = [None] * len(self.slots)
-                buffer = bucket.waiting
+                waiting = bucket.waiting
+                filled = None if waiting is None else Filling(waiting, bucket.flat.wholes_in(waiting))
                 for i, grad in zip(bucket.numbers, bucket.kept(), strict=True):
                     kept[i] = grad
-                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale, buffer)())
+                add_later([parameters[i] for i in bucket.numbers], self._start(bucket, kept, scale, filled)())
 
     def _forget_kept(self) -> None:
         for bucket in self._buckets:

@@ -35,6 +35,7 @@ def test_programs_that_swallow_the_error_are_ended(forked: Forked) -> None:
 
 def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
     ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="1")
+    assert statuses(ended) == [0, 0, 1, 0]
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
 
 

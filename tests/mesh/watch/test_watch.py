@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,28 @@ def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
         watched(two[0])
     timer.join()
     assert caught.value.ranks == (1,)
+
+
+def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
+    watch, now, looked, judged = two[0].watch, [0], [], []
+
+    class Work:
+        def wait(self, slice_: timedelta) -> None:
+            now[0] += int(slice_.total_seconds() * 1e9)
+            if now[0] < 200_000_000:
+                raise RuntimeError("timeout")
+
+        def is_completed(self) -> bool:
+            return False
+
+    monkeypatch.setattr(watch_module, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(watch, "check", lambda: looked.append(now[0]))
+    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]))
+    seat = watch.sit(two[0].world.group(two[0].everyone))
+    watch.wait(seat, 0, Work())
+    assert [at // 1_000_000 for at in looked] == [20]
+    assert [at // 1_000_000 for at in judged] == [30, 55, 80, 105, 130, 155, 180]
 
 
 def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:

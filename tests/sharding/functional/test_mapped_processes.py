@@ -63,6 +63,24 @@ PROGRAMS = {
         "test_checkpoint_of_a_mapped_function",
         "test_functional_call_of_a_module",
     ],
+    "test_vmap": [
+        "test_the_batch_of_the_result_lies_as_that_of_the_arguments",
+        "test_spmd_axis_name",
+        "test_plain_and_sharded_together",
+        "test_a_mapped_function_whose_mesh_has_the_axis_of_the_batch",
+        "test_one_collective_for_all_examples",
+        "test_an_error_inside_leaves_nothing_behind",
+        "test_transforms_of_torch_around_are_refused",
+    ],
+    "test_forward": [
+        "test_a_tangent_travels_as_its_value",
+        "test_what_is_pending",
+        "test_an_operator_without_a_forward_derivative",
+        "test_linearize_inside",
+        "test_jacobians_of_trees",
+        "test_a_function_of_plain_tensors_over_a_mapped_one",
+    ],
+    "test_control": ["test_branches_under_vmap", "test_a_branch_inside_a_mapped_function", "test_scan_inside_and_under_transforms"],
 }
 X, W = values(6, 4), values(4, 5, seed=1)
 

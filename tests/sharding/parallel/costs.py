@@ -132,7 +132,18 @@ class Paper:
         return times * [(n - 1) * cutting.piece * self.sum_bytes for cutting in self.cuttings()]
 
     def reduced(self) -> Iterator[tuple[int, int]]:
-        """The all_reduces of gradients at rest, by units: for each number of copies along other axes one, and its bytes."""
+        """The all_reduces of gradients at rest, by units: for each number of copies along other axes one, and its bytes.
+
+        With DDP the blocks, which are small, are summed together, where one number of copies is all that they have.
+        """
+        outermost, *blocks = self._held()
+        if self.case.form == "ddp" and len(kinds := {copies for block in blocks for copies in block}) == 1:
+            blocks = [{copies: sum(block[copies] for block in blocks) for copies in kinds}]
+        for found in (outermost, *blocks):
+            yield from ((copies, 2 * (copies - 1) * held // copies) for copies, held in found.items())
+
+    def _held(self) -> Iterator[dict[int, int]]:
+        """For each unit, by the number of copies, if there are several, the bytes of the gradients at rest."""
         others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
         for unit, cutting in zip(self.units, self.cuttings(), strict=True):
             found = dict[int, int]()
@@ -140,7 +151,7 @@ class Paper:
                 copies = others * (self.tp if p.copied else 1)
                 first, last = cutting.rows_of(i, self.part, p.mine[0])
                 found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
-            yield from ((copies, 2 * (copies - 1) * held // copies) for copies, held in found.items() if copies > 1)
+            yield {copies: held for copies, held in found.items() if copies > 1}
 
     # -- tensor parallelism, of sharded inputs -------------------------------------------------------------------------
 

@@ -10,6 +10,10 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.sharding.parallel.data import joint
+from shardmesh.sharding.parallel.data.grad_places import Placing
+from shardmesh.sharding.parallel.data.schedule import unit_of
+from shardmesh.sharding.parallel.data.unit import Unit
 from tests.sharding.parallel.data.training import on_ranks
 
 D, F, BLOCKS, ITEM = 8, 16, 3, 8
@@ -79,7 +83,7 @@ def _summed(n, elements=ALL):
 N = 4
 TABLE = {
     # form: all_gathers, reduce_scatters, all_reduces as (calls, elements)
-    "ddp": ({}, (0, 0), (0, 0), (UNITS, ALL)),
+    "ddp": ({}, (0, 0), (0, 0), (2, ALL)),  # what is around the blocks, which are small and are summed together
     "zero1": ({"optimizer": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
     "zero2": ({"optimizer": "dp", "gradient": "dp"}, (UNITS, ALL), (UNITS, ALL), (0, 0)),
     "fsdp": ({"optimizer": "dp", "gradient": "dp", "parameter": "dp"}, (UNITS + BLOCKS, ALL + BLOCKS * BLOCK), (UNITS, ALL), (0, 0)),
@@ -241,8 +245,10 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("form", ["ddp", "hsdp"])
-def test_replicated_parameters_are_summed_while_backward_goes_on(form):
+def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypatch):
     """A unit's all_reduce is launched before backward comes to the units before it, and is done when backward is."""
+    monkeypatch.setattr(joint, "FIRST", 1)
+    monkeypatch.setattr(joint, "LATER", 1)
 
     def program(mesh):
         made = sm.data_parallel(_model(), mesh, units=_Block) if form == "ddp" else sm.fully_shard(_model(), mesh, units=_Block)
@@ -258,6 +264,103 @@ def test_replicated_parameters_are_summed_while_backward_goes_on(form):
     for (before,), after in on_ranks(shape, program):
         assert before >= 1
         assert after == UNITS
+
+
+def test_small_units_are_summed_together_without_packing(monkeypatch):
+    """The first unit alone once it has enough bytes, the others together; from the second backward on they lie in one buffer."""
+    monkeypatch.setattr(joint, "FIRST", 1)
+
+    def made():
+        torch.manual_seed(0)
+        return _model()
+
+    def program(mesh):
+        module, buffers, calls = sm.data_parallel(made(), mesh, units=_Block), [], []
+        for _ in range(3):
+            module.zero_grad()
+            with sm.comm_budget() as used:
+                module(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+            calls.append(used.by_op["all_reduce"][0])
+            of_blocks = [p.grad.to_local() for block in list(module)[1:] for p in block.parameters()]
+            buffers.append(len({x.untyped_storage().data_ptr() for x in of_blocks}))
+        return calls, buffers, [p.grad.full_tensor() for p in module.parameters()]
+
+    plain = made()
+    plain(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+    for calls, buffers, grads in on_ranks((N,), program):
+        assert calls == [3] * 3  # the last block, the others, what is around them
+        assert buffers == [2] * 3  # first packed, then put there
+        for found, expected in zip(grads, plain.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.grad)
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monkeypatch):
+    """While the sum of a unit is under way, half way through the next unit's gradients, so that at most three buffers of units are alive.
+
+    With `find_unused_parameters` ranks may have other gradients, and gather at the beginning."""
+    gather, put, logs = Unit.gather, Placing.put, {}
+
+    def gathers(unit):
+        if torch._C._current_graph_task_id() != -1 and not any(bucket.levels.is_there for bucket in unit._buckets):
+            logs[id(unit.schedule)].append(f"gather {unit.name}")
+        gather(unit)
+
+    def puts(placing, number, *given):
+        unit = placing._waits.__self__
+        logs[id(unit.schedule)].append(f"gradient of {unit.name}")
+        return put(placing, number, *given)
+
+    def program(mesh):
+        made = sm.fully_shard(_model(), mesh, units=_Block, find_unused_parameters=find)
+        schedule = unit_of(made).schedule
+        log = logs[id(schedule)] = []
+        for _ in range(2):
+            log.clear()
+            made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
+        return log
+
+    monkeypatch.setattr(Unit, "gather", gathers)
+    monkeypatch.setattr(Placing, "put", puts)
+    for log in on_ranks((N,), program):
+        log = [event for at, event in enumerate(log) if event not in log[:at]]
+        first = ["gather 3", "gather 2", "gradient of 3"]
+        later = ["gather 1", "gradient of 2"] if find else ["gradient of 2", "gather 1"]
+        assert log == [*first, *later, "gradient of 1", "gradient of "]
+
+
+def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
+    """What was expected to lie side by side does not: it is packed."""
+    monkeypatch.setattr(joint, "FIRST", 1)
+
+    class Shuffled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList([_Block() for _ in range(BLOCKS)]).double()
+
+        def forward(self, x, order):
+            for i in order:
+                x = self.blocks[i](x)
+            return x.sum()
+
+    orders, x = [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)], torch.ones(2, D, dtype=torch.float64)
+
+    def program(mesh):
+        module, found = sm.data_parallel(Shuffled(), mesh, units=_Block), []
+        for order in orders:
+            module.zero_grad()
+            module(x, order).backward()
+            found.append([None if p.grad is None else p.grad.full_tensor() for p in module.parameters()])
+        return found
+
+    plain, expected = Shuffled(), []
+    for order in orders:
+        plain.zero_grad()
+        plain(x, order).backward()
+        expected.append([None if p.grad is None else p.grad.clone() for p in plain.parameters()])
+    for found in on_ranks((2,), program):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_penalty_on_the_parameters_beside_the_loss():

@@ -1,0 +1,36 @@
+"""Trees of tensors in which None is no leaf, as in JAX: torch's pytrees count it as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch.utils import _pytree as pytree
+
+
+class Shape(NamedTuple):
+    """What a tree is without its leaves.
+
+    Attributes:
+        spec: torch's own, in which None is a leaf.
+        places: the numbers of the leaves that are not None.
+    """
+
+    spec: Any
+    places: tuple[int, ...]
+
+    def filled(self, leaves: Sequence[Any]) -> Any:
+        """The tree with these leaves, and None where it has None."""
+        if len(leaves) == self.spec.num_leaves:
+            return pytree.tree_unflatten(leaves, self.spec)
+        every: list[Any] = [None] * self.spec.num_leaves
+        for place, leaf in zip(self.places, leaves, strict=True):
+            every[place] = leaf
+        return pytree.tree_unflatten(every, self.spec)
+
+
+def without_none(tree: Any) -> tuple[list[Any], Shape]:
+    """The leaves of a tree that are not None, and its shape."""
+    leaves, spec = pytree.tree_flatten(tree)
+    places = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
+    return [leaves[i] for i in places], Shape(spec, places)
