@@ -16,6 +16,7 @@ from shardmesh.mesh import errors
 from shardmesh.mesh.null import NullWorld
 from shardmesh.mesh.watch import ending
 from shardmesh.mesh.watch import settings as settings_module
+from shardmesh.mesh.watch import watch as watch_module
 from shardmesh.mesh.watch.ending import tell_of
 from shardmesh.mesh.watch.page import GROUPS, H, State
 from shardmesh.mesh.watch.seat import route_of
@@ -172,8 +173,8 @@ def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[H
             return False
 
     monkeypatch.setattr(watch_module, "monotonic_ns", lambda: now[0])
-    monkeypatch.setattr(watch, "check", lambda: looked.append(now[0]))
-    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]))
+    monkeypatch.setattr(watch, "checked", lambda: looked.append(now[0]) or watch)
+    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]) or True)
     seat = watch.sit(two[0].world.group(two[0].everyone))
     watch.wait(seat, 0, Work())
     assert [at // 1_000_000 for at in looked] == [20]
