@@ -64,7 +64,13 @@ def install() -> None:
     sys.excepthook = _on_uncaught
     atexit.register(_on_exit)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=watches.clear)  # a forked child is not the rank: it says nothing in its name
+        os.register_at_fork(after_in_child=_be_no_rank)
+
+
+def _be_no_rank() -> None:
+    """A forked child says nothing in its rank's name. It has none of the threads that torch's groups would wait for when it ends."""
+    watches.clear()
+    keep_groups()
 
 
 def tell_of(error: BaseException) -> None:

@@ -23,12 +23,13 @@ def two(tmp_path) -> list[Hand]:
     return played(tmp_path, 2)
 
 
-def test_programs_that_swallow_the_error_are_ended(forked: Forked) -> None:
-    ended = forked(programs.swallows, 4, SHARDMESH_EXIT_S="1")
+@pytest.mark.parametrize("how", ["communicates", "computes"])
+def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
+    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="1")
     assert statuses(ended) == [1] * 4
     for rank in (0, 1, 3):
         output = ended[rank].output
-        assert output.count("caught") > 1
+        assert output.count("caught") > (1 if how == "communicates" else 0)
         assert f"shardmesh: rank {rank} is ended 1 s after its job failed (SHARDMESH_EXIT_S), here:" in output
         assert output.rstrip().endswith("ValueError: no more data")  # the verdict is the last word
 
@@ -44,6 +45,12 @@ def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [1] * 4
     assert all("StallError" in rank.output for rank in ended)
+
+
+def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
+    ended = forked(programs.hangs_at_exit, 4, SHARDMESH_EXIT_S="2")
+    assert statuses(ended) == [1] * 4
+    assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
 
 
 @pytest.mark.parametrize("how", ["stopped", "computes"])
@@ -62,11 +69,21 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
         assert f"rank {rank} raised" not in ended[rank].output
 
 
-def test_a_rank_that_raises_before_its_mesh(forked: Forked) -> None:
-    ended = forked(programs.raises_before_its_mesh, 4)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
+    ended = forked(programs.raises_before_its_mesh, 4, odd)
     assert statuses(ended) == [1] * 4
-    for rank in (0, 1, 3):
+    for rank in {0, 1, 2, 3} - {odd}:
         assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
+        assert "of the child" not in ended[rank].output
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
+    ended = forked(programs.never_comes, 4, how)
+    assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
+    assert "waiting for rank 2 of 4" in ended[0].output
+    assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
 
 
 def test_a_store_that_was_used_before(forked: Forked) -> None:
@@ -139,6 +156,19 @@ def test_nothing_is_ended_while_the_ranks_pause(failed: Any) -> None:
 def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings(), "exit_s", 0.0)
     assert not ending.may_end(failed)
+
+
+@pytest.mark.parametrize(
+    ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
+)
+def test_who_is_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+    """A process that a debugger has stopped is no process that is stuck."""
+    page = two[1].page
+    page.words[H.EXIT_S], page.words[H.AWARE] = 10, state == "R"
+    monkeypatch.setattr(ending, "process_state", lambda pid: (state, page.words[H.BORN]))
+    assert ending._is_stuck(page) == stuck
+    with two[1].watch.paused():
+        assert not ending._is_stuck(page)
 
 
 @pytest.mark.parametrize(
