@@ -248,11 +248,13 @@ def hangs_at_exit() -> None:
 
 
 def cannot_end(how: str) -> None:
-    """Rank 2 is stopped, or computes without letting go of the interpreter's lock."""
+    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended, too, if they have threads."""
     sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
-    if rank() == 2 and how == "stopped":
+    if how == "stopped, and threads":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if rank() == 2 and how.startswith("stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank() == 2 and how == "computes":
         sum(range(10**11))
