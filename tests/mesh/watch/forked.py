@@ -47,12 +47,10 @@ class Ended:
     Attributes:
         status: its exit status, or minus a signal; None where it had to be killed after the job's time.
         output: all it printed.
-        seconds: from the start of the job to its end.
     """
 
     status: int | None
     output: str
-    seconds: float
 
 
 class Forked:
@@ -62,9 +60,14 @@ class Forked:
         way = unshared()
         self.can_mount = bool(way)
         self.process = subprocess.Popen(
-            [*way, sys.executable, "-m", "tests.mesh.watch.forked"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
+            [*way, sys.executable, "-m", "tests.mesh.watch.forked"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self.folder = tempfile.TemporaryDirectory(prefix="shardmesh-forked-")
         self._jobs = 0
 
@@ -95,14 +98,14 @@ class Forked:
         (folder / "watch").mkdir(parents=True)
         common = ({"SHARDMESH_WATCH_DIR": str(folder / "watch")} if own else {}) | {"LOCAL_WORLD_SIZE": str(size)} | env
         job = {
-            "module": program.__module__, "name": program.__name__, "args": args, "env": by_hand(size, **common),
+            "module": program.__module__, "name": program.__name__, "args": args, "env": by_hand(size, 0, **common),
             "folder": str(folder), "limit_s": limit_s, "mounts": {str(folder / where): how for where, how in (mounts or {}).items()},
         }  # fmt: skip
         self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         assert is_readable(self.process.stdout, START_S + limit_s), "the job hangs"
         ended = json.loads(self.process.stdout.readline())
-        return [Ended(*ended[str(r)][:1], (folder / f"{r}.output").read_text(), ended[str(r)][1]) for r in range(size)]
+        return [Ended(ended[str(r)], (folder / f"{r}.output").read_text()) for r in range(size)]
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -127,7 +130,7 @@ def serve() -> None:
         job = json.loads(line)
         ranks: dict[int, int] = {}
         with mounted(job["mounts"]):
-            for rank, env in enumerate(job["env"]):
+            for rank in range(len(job["env"])):
                 pid = os.fork()
                 if pid == 0:
                     break
@@ -135,7 +138,7 @@ def serve() -> None:
             else:
                 print(json.dumps(_follow(ranks, job["limit_s"])), file=answers, flush=True)
                 continue
-        return _run(job, rank, env)
+        return _run(job, rank)
 
 
 @contextlib.contextmanager
@@ -148,33 +151,34 @@ def mounted(mounts: dict[str, str]) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def _run(job: dict[str, Any], rank: int, env: dict[str, str]) -> None:
+def _run(job: dict[str, Any], rank: int) -> None:
     """The life of a rank; it returns from the main module."""
     output = os.open(Path(job["folder"], f"{rank}.output"), os.O_CREAT | os.O_WRONLY)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(old, new)
-    os.environ.update(env)
+    os.environ.update(job["env"][rank])
     given = settings.from_environment(os.environ)
     here = settings.settings()  # as it was when the modules were imported
     here.mode, here.warn, here.timeout, here.exit_s = given.mode, given.warn, given.timeout, given.exit_s
     getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
 
 
-def _follow(ranks: dict[int, int], limit_s: float) -> dict[int, tuple[int | None, float]]:
+def _follow(ranks: dict[int, int], limit_s: float) -> dict[int, int | None]:
+    """The exit status of each rank."""
     began = time.monotonic()
-    found: dict[int, tuple[int | None, float]] = {}
+    found: dict[int, int | None] = {}
     while len(found) < len(ranks) and time.monotonic() - began < limit_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            found[ranks[pid]] = os.waitstatus_to_exitcode(status), time.monotonic() - began
+            found[ranks[pid]] = os.waitstatus_to_exitcode(status)
         else:
             time.sleep(0.01)
     for pid, rank in ranks.items():
         if rank not in found:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            found[rank] = None, limit_s
+            found[rank] = None
     return found
 
 

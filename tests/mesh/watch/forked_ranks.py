@@ -154,8 +154,9 @@ def forks(how: str) -> None:
     if child == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "loader":
-        rows = torch.utils.data.DataLoader(list(range(8)), batch_size=2, num_workers=1, multiprocessing_context="fork")
-        print("rows", sum(int(batch.sum()) for batch in rows), flush=True)
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        rows = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+        print("rows", sum(int(batch.sum()) for (batch,) in rows), flush=True)
     else:
         os.waitpid(child, 0)
     trained(mesh)
@@ -248,7 +249,7 @@ def hangs_at_exit() -> None:
 
 
 def cannot_end(how: str) -> None:
-    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended, too, if they have threads."""
+    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
     sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
@@ -305,10 +306,11 @@ def calls_the_default_group_alone() -> None:
     os._exit(0)
 
 
-def restarted() -> None:
+def restarted(port: int, env: dict[str, str]) -> None:
     """An attempt of a job whose store the launcher keeps; the program starts the default group itself."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), is_master=False)
+    os.environ.update(env)
+    attempt = env["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     own = dist.PrefixStore(attempt, store)  # gloo alone would often connect to addresses of the first attempt
     dist.init_process_group("gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
     distributed_c10d._get_default_store = lambda: store

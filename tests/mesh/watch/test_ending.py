@@ -19,7 +19,7 @@ from shardmesh.mesh.watch.settings import settings
 from shardmesh.mesh.watch.verdict import Verdict
 from tests.mesh.watch import forked_ranks as programs
 from tests.mesh.watch.attempts import LAST
-from tests.mesh.watch.forked import Forked, statuses
+from tests.mesh.watch.forked import Ended, Forked, statuses
 from tests.mesh.watch.hands import Hand, played
 from tests.mesh.watch.starter import ROOT
 
@@ -95,10 +95,14 @@ def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
 def test_a_store_that_was_used_before(forked: Forked) -> None:
     """torchrun keeps one store for all attempts; a program may start the default group itself."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"STORE": str(store.port), "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
-    first = forked(programs.restarted, 4, TORCHELASTIC_RESTART_COUNT="0", **env)
+
+    def attempt(number: str) -> list[Ended]:
+        env = {"TORCHELASTIC_RESTART_COUNT": number, "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
+        return forked(programs.restarted, 4, store.port, env)
+
+    first = attempt("0")
     assert all("ValueError: no more data" in rank.output for rank in first)
-    again = forked(programs.restarted, 4, TORCHELASTIC_RESTART_COUNT="1", **env)
+    again = attempt("1")
     assert statuses(again) == [0] * 4
     assert [rank.output for rank in again] == ["result 40.0 watch on\n"] * 4
 
@@ -108,8 +112,9 @@ def test_every_attempt_of_torchrun_ends_and_the_next_one_begins_afresh(tmp_path:
     """Each but the last goes wrong, and leaves ranks that would not end by themselves."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
     env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SHARDMESH_WATCH_DIR": str(tmp_path), "SHARDMESH_EXIT_S": "4"}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}", "-m", "tests.mesh.watch.attempts"]
-    found = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}"]
+    command = [sys.executable, *command, "-m", "tests.mesh.watch.attempts"]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("result 10.0 watch on") == 4
     said = found.stderr

@@ -108,7 +108,7 @@ def make_old(parent: Path, count: int, pages: int = 4) -> None:
         folder.mkdir()
         for rank in range(pages):
             (folder / f"rank{rank}.page").touch()
-        os.utime(folder, (time.time() - 600 - n,) * 2)
+        os.utime(folder, (long_ago := time.time() - 600 - n, long_ago))
 
 
 def test_many_may_sweep_at_once(old_folders: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
     gone.mkdir()
     sweep(tmp_path)
     assert gone.exists()  # somebody deletes it
-    os.utime(gone, (time.time() - 600,) * 2)
+    os.utime(gone, (long_ago := time.time() - 600, long_ago))
     sweep(tmp_path)
     assert not gone.exists()
 
