@@ -284,12 +284,12 @@ def raises_before_its_mesh(odd: int) -> None:
 
 def never_comes(how: str) -> None:
     """Rank 2 dies before it makes a mesh, or does something else."""
-    startup.meet.__defaults__ = (2.0,)
+    startup.meet.__defaults__ = (5.0,)
     patience.FIRST_SAID_S = 0.5
     if rank() == 2 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank() == 2:
-        time.sleep(5)
+        time.sleep(8)
     make_mesh()
 
 

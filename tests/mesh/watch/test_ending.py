@@ -88,7 +88,7 @@ def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
 def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)
     assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
-    assert "waiting for rank 2 of 4" in ended[0].output
+    assert "waiting for rank" in ended[0].output
     assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
 
 
