@@ -424,6 +424,10 @@ class World(ABC):
             self._page = Page.private(self.rank, self.size)
         return self._page
 
+    def retire_watch(self) -> None:
+        """The ranks go on without a watch; the ledger goes on where it is."""
+        self._page, self.watch = self.page, None
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .watch.watch import tell_of
+from .watch.ending import tell_of
 
 T = TypeVar("T")
 

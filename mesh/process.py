@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import secrets
 import threading
 import time
 import weakref
@@ -12,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed import distributed_c10d
 
 from . import errors, wire
 from .group import Group, Observer, World
+from .watch.agreement import Agreement
+from .watch.job_name import find_name
 from .watch.relay import start_relay
 from .watch.seat import Seat
 from .watch.settings import settings
@@ -68,22 +70,17 @@ class _TorchWork(Work):
         return all(work.is_completed() for work in self._works)
 
 
-def watch_at(seat: Seat) -> Watch:
-    """The watch that a seat in a group of processes has."""
-    return cast(Watch, seat.watch)
-
-
 class _WatchedWork(_TorchWork):
     """A collective on the CPU, waited for with an eye on the other ranks."""
 
-    __slots__ = ("_seat", "_sequence")
+    __slots__ = ("_seat", "_sequence", "_watch")
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat) -> None:
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, watch: Watch) -> None:
         super().__init__(works, buffers)
-        self._seat, self._sequence = seat, seat.called - 1
+        self._seat, self._sequence, self._watch = seat, seat.called - 1, watch
 
     def _wait(self, work: Any) -> None:
-        watch_at(self._seat).wait(self._seat, self._sequence, work)
+        self._watch.wait(self._seat, self._sequence, work)
 
 
 class _WatchedMessages(_WatchedWork):
@@ -91,17 +88,19 @@ class _WatchedMessages(_WatchedWork):
 
     __slots__ = ("_places",)
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, places: Sequence[int | None]) -> None:
-        super().__init__(works, buffers, seat)
+    def __init__(
+        self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, watch: Watch, places: Sequence[int | None]
+    ) -> None:
+        super().__init__(works, buffers, seat, watch)
         self._places = places
 
     def wait(self) -> None:
         if self._works:
-            watch_at(self._seat).meet(self._seat, self._sequence, self._places)
+            self._watch.meet(self._seat, self._sequence, self._places)
         super().wait()
 
     def _wait(self, work: Any) -> None:
-        watch_at(self._seat).wait_to_the_end(self._seat, self._sequence, work)
+        self._watch.wait_to_the_end(self._seat, self._sequence, work)
 
 
 class ProcessGroup(Group):
@@ -110,21 +109,48 @@ class ProcessGroup(Group):
     Making a group waits for its members, so merely asking for one (to print its ranks, on one rank) must not do it.
     """
 
-    __slots__ = ("_connected", "_reference")
+    __slots__ = ("_channel", "_connected", "_given")
 
-    def __init__(self, world: World, ranks: tuple[int, ...], handle: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None) -> None:
         super().__init__(world, ranks)
         self._connected = False
         # Weak, as torch owns its groups: one that outlives destroy_process_group aborts the process at exit.
-        self._reference = None if handle is None else weakref.ref(handle)
+        self._given = None if given is None else weakref.ref(given)
+        self._channel = None if _is_default(given) else self._given
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """torch's process group. Communication: the first time, its members wait for each other.
+        """torch's process group, for a program's own calls of torch.distributed: over all ranks its default group.
+
+        Communication: the first time that of other ranks is asked for, its members wait for each other.
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
-        made = self._make_handle() if self._reference is None else self._reference()
+        if self._given is None and dist.is_initialized() and self.size == dist.get_world_size():
+            self._given = weakref.ref(_default_group())
+        return self._alive(self._given) if self._given is not None else self.channel
+
+    @property
+    def channel(self) -> dist.ProcessGroup:
+        """The process group that the library's collectives go through.
+
+        It is never torch's default group: a collective that a program calls there on one rank alone, or in another order, would meet
+        those of the library, and all data after it would arrive one collective too late.
+
+        Communication: the first time, its members wait for each other.
+
+        Raises: LaunchEnvironmentError after destroy_process_group.
+        """
+        if self._channel is None:
+            if self._given is not None:
+                self._alive(self._given)
+            made = self._new_handle()
+            self._channel = weakref.ref(made)
+            return made
+        return self._alive(self._channel)
+
+    def _alive(self, reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+        made = reference()
         if made is None:
             raise errors.LaunchEnvironmentError(
                 f"the process group of ranks {self.ranks} was destroyed (torch.distributed.destroy_process_group); "
@@ -132,21 +158,16 @@ class ProcessGroup(Group):
             )
         return made
 
-    def _make_handle(self) -> dist.ProcessGroup:
-        handle = self._new_handle()
-        self._reference = weakref.ref(handle)
-        return handle
-
     def _new_handle(self) -> dist.ProcessGroup:
         if not dist.is_initialized():
             raise errors.LaunchEnvironmentError(
                 "torch.distributed has no default process group, so there is no process group to hand out. "
                 "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
             )
-        if len(self.ranks) == dist.get_world_size():
+        if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # which makes no groups of its own
             return _default_group()
         try:
-            with _naming_groups_by_their_ranks():
+            with _naming_groups_by_their_ranks(self._scope()):
                 made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
         except RuntimeError as error:
             if self.seat is not None and self.seat.watch is not None:
@@ -154,23 +175,27 @@ class ProcessGroup(Group):
             raise
         return made
 
+    def _scope(self) -> str:
+        return self.world.job if isinstance(self.world, ProcessWorld) else ""
+
     def _started(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
         """Runs a collective of torch's on the first buffers it takes. On the CPU it is always started, and then waited for.
 
         On an accelerator to wait is for the stream to wait, and a call that is not `async_op` may use the current one.
         """
-        seat, handle = self._watched_seat(buffers[0]), self.handle
-        if seat is None:
+        handle, seat = self.channel, self.seat
+        watch = self._watch_of(buffers[0])
+        if seat is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
             return None if work is None else _TorchWork([work], buffers)
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
-            watch_at(seat).explain(seat, seat.called - 1, error)
+            watch.explain(seat, seat.called - 1, error)
             raise
         if work is None:
             return DONE if async_op else None
-        watched = _WatchedWork([work], buffers, seat)
+        watched = _WatchedWork([work], buffers, seat, watch)
         return watched if async_op else watched.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
@@ -179,7 +204,7 @@ class ProcessGroup(Group):
         return self._started(_all_gather_flat, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        if op == "sum" and x.device.type == "cpu" and _is_gloo(self.handle, x.device):
+        if op == "sum" and x.device.type == "cpu" and _is_gloo(self.channel, x.device):
             return self._summed_here(out, x, async_op)
         return self._started(_reduce_scatter_flat, (out, x), async_op, _flat(out), _flat(x), _REDUCE_OP[op])
 
@@ -208,7 +233,7 @@ class ProcessGroup(Group):
         return self._started(dist.broadcast, (x,), async_op, x, self.ranks[src])
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        handle = self.handle
+        handle = self.channel
         self._connect(handle, x)
         if x.dtype not in wire.NATIVE or x.is_neg():
             out, x = wire.as_bytes(out), wire.as_bytes(x)
@@ -232,13 +257,12 @@ class ProcessGroup(Group):
         if src is not None and out.numel():
             ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
         works = dist.batch_isend_irecv(ops) if ops else []
-        seat = self._watched_seat(x)
-        return _TorchWork(works, (out, x)) if seat is None else _WatchedMessages(works, (out, x), seat, (dst, src))
+        seat, watch = self.seat, self._watch_of(x)
+        return _TorchWork(works, (out, x)) if seat is None or watch is None else _WatchedMessages(works, (out, x), seat, watch, (dst, src))
 
-    def _watched_seat(self, x: Tensor) -> Seat | None:
-        """The seat, where a collective on this tensor is to be waited for with an eye on the others."""
-        watched = self.seat is not None and self.seat.watch is not None and x.device.type == "cpu" and settings().mode != "off"
-        return self.seat if watched else None
+    def _watch_of(self, x: Tensor) -> Watch | None:
+        """The watch, where a collective on this tensor is to be waited for with an eye on the others."""
+        return self.seat.watch if self.seat is not None and x.device.type == "cpu" and settings().mode != "off" else None
 
     def _barrier(self) -> None:
         self._started(dist.barrier, (_NOTHING,), False)
@@ -257,7 +281,7 @@ class ProcessGroup(Group):
 
     def _host_device(self) -> torch.device:
         """Where the group takes data that comes from the host: the CPU, if it has a backend for it."""
-        types = {device.type for device in self.handle._device_types}
+        types = {device.type for device in self.channel._device_types}
         if "cpu" in types:
             return torch.device("cpu")
         kind = sorted(types)[0]
@@ -288,12 +312,12 @@ def _copy_where_any(out: Tensor, arrived: Tensor, src: int | None) -> None:
         out.copy_(arrived)
 
 
-_times_made: Counter[tuple[int, ...]] = Counter()
+_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that an error in one is none in the next
 _naming = threading.Lock()
 
 
 @contextmanager
-def _naming_groups_by_their_ranks() -> Iterator[None]:
+def _naming_groups_by_their_ranks(job: str) -> Iterator[None]:
     """Lets the members of a new group agree on its name.
 
     Torch names a group made with `use_local_synchronization` by its ranks and the number of groups that this rank has
@@ -306,18 +330,22 @@ def _naming_groups_by_their_ranks() -> Iterator[None]:
         return
     with _naming:
         torchs_own = distributed_c10d._hash_ranks_to_str
-        distributed_c10d._hash_ranks_to_str = _group_name
+        distributed_c10d._hash_ranks_to_str = partial(_group_name, job)
         try:
             yield
         finally:
             distributed_c10d._hash_ranks_to_str = torchs_own
 
 
-def _group_name(ranks: Sequence[int]) -> str:
-    key = tuple(ranks)
+def _group_name(job: str, ranks: Sequence[int]) -> str:
+    key = job, tuple(ranks)
     _times_made[key] += 1
     digest = hashlib.sha1(repr(key).encode(), usedforsecurity=False).hexdigest()
     return f"shardmesh_{digest}_{_times_made[key]}"
+
+
+def _is_default(handle: dist.ProcessGroup | None) -> bool:
+    return handle is not None and handle is dist.group.WORLD and dist.get_world_size() > 1
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -326,18 +354,30 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class ProcessWorld(World):
-    """The processes of the default process group; without one, this process alone."""
+    """The processes of the default process group; without one, this process alone.
+
+    Attributes:
+        job: a name for the life of the default group, the same on all ranks; "" where its store keeps nothing.
+    """
 
     def __init__(self, default: dist.ProcessGroup | None, observers: list[Observer]) -> None:
         rank, size = (dist.get_rank(), dist.get_world_size()) if default is not None else (0, 1)
         super().__init__(rank, size, observers)
         self._default = None if default is None else weakref.ref(default)
         self.from_torch: weakref.WeakKeyDictionary[Any, DeviceMesh] = weakref.WeakKeyDictionary()  # torch's meshes, converted
+        self.job = ""
         if default is not None and size > 1:
-            job = _job()
-            self.watch = None if job is None else start_watch(self, job)
-            if self.watch is not None:
-                self.watch.relay = start_relay(self.watch, distributed_c10d._get_default_store())
+            self._start_watch()
+
+    def _start_watch(self) -> None:
+        store: Any = _default_store()
+        name = None if store is None else find_name(store, self.rank)
+        if name is None:
+            return
+        self.job, stale = name
+        self.watch = start_watch(self, self.job, Agreement(store, self.job, stale, self.rank, self.size))
+        if self.watch is not None:
+            self.watch.relay = start_relay(self.watch, store)
 
     def is_over(self, default: dist.ProcessGroup | None) -> bool:
         """Whether the default group is another one now."""
@@ -377,23 +417,17 @@ def process_world() -> ProcessWorld:
             atexit.unregister(_let_threads_finish)
             atexit.register(_let_threads_finish)
         if _world is not None and _world.watch is not None:
-            _world.watch.close()
+            _world.watch.depart()
         _world = ProcessWorld(default, _observers)
     return _world
 
 
-_times_joined: Counter[str] = Counter()
-
-
-def _job() -> str | None:
-    """A name for the life of the default group, chosen by whichever rank comes first; None with a store that keeps nothing, as the
-    "fake" backend has. Communication: one question to the store."""
+def _default_store() -> Any:
+    """None where there is none: under MPI."""
     try:
-        job = distributed_c10d._get_default_store().compare_set("shardmesh/job", "", secrets.token_hex(8)).decode()
-    except (RuntimeError, AttributeError):  # no store at all under MPI
+        return distributed_c10d._get_default_store()
+    except (RuntimeError, AttributeError):
         return None
-    _times_joined[job] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
-    return job if _times_joined[job] == 1 else f"{job}-{_times_joined[job]}"
 
 
 def _let_threads_finish() -> None:

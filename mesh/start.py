@@ -173,3 +173,6 @@ def _check_backend(device_type: str, backend: str | None) -> None:
             f"backend={backend!r} but the default process group runs already, with {running}. Leave backend out, or "
             "destroy that group first."
         )
+
+
+startup.tell_of_early_errors()

@@ -8,14 +8,12 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .board import born, pid_space, process_state
+from .board import boot_id, born, pid_space, process_state
 from .judge import minority, parties_by
 from .verdict import ranks_text
 
@@ -107,13 +105,9 @@ def job_of(env: Mapping[str, str]) -> str:
     return "" if name == "none" else name
 
 
-@cache
 def machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
-    return f"{boot}/{pid_space()}"
+    """Return a text that is the same for processes that can look each other up by their process numbers."""
+    return f"{boot_id()}/{pid_space()}"
 
 
 def file_store_fault(store: Any, rank: int) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .board import folder_prefix, parent_folder
+from .files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders
 from .ledger import Ledger
 
 EXAMPLE = """\
@@ -52,5 +52,6 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 def newest_job() -> Path | None:
     """The folder of the user's job that began, or ended, last."""
-    found = [path for path in parent_folder().glob(f"{folder_prefix()}*") if any(path.glob("rank*.page"))]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    folders = [one for parent in parent_folders() for one in job_folders(parent)]
+    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.page"))]
+    return max(found)[1] if found else None

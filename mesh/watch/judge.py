@@ -163,9 +163,22 @@ def _gone(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], miss
 
 def lost(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
     """All ranks of the job that have died or cannot be reached, if any has."""
-    everyone = [Member(rank, watch.board.of(rank), False) for rank in range(watch.board.size)]
-    gone = [m for m in everyone if _is_lost(m)]
+    gone = lost_ranks(watch.board)
     return report.lost(seat, sequence, members(watch, seat, sequence), gone) if gone else None
+
+
+def lost_ranks(board: Board) -> list[Member]:
+    """Those that have died or cannot be reached."""
+    return [m for m in _everyone(board) if _is_lost(m)]
+
+
+def ended_ranks(board: Board) -> list[Member]:
+    """Those whose program is over."""
+    return [m for m in _everyone(board) if m.page is not None and m.page.words[H.STATE] in (State.ENDED, State.CLOSED)]
+
+
+def _everyone(board: Board) -> list[Member]:
+    return [Member(rank, board.of(rank), False) for rank in range(board.size)]
 
 
 def wrong_route(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from .board import _made, _mapped, open_page
+from .board import open_page
+from .files import make_file, map_file
 from .page import (
     GROUP_TABLE,
     GROUPS,
@@ -135,7 +136,7 @@ def make_copy(path: Path) -> Copy:
     """
     if not path.exists():
         temporary = path.with_suffix(f".{time.monotonic_ns()}")
-        Page(_mapped(_made(temporary, PAGE_BYTES), PAGE_BYTES)).begin(0, 0)
+        Page(map_file(make_file(temporary, PAGE_BYTES), PAGE_BYTES)).begin(0, 0)
         temporary.replace(path)
     page = open_page(path)
     return Copy(Page(bytearray(PAGE_BYTES)) if page is None or page.words[H.PID_SPACE] else page)

@@ -53,6 +53,8 @@ class H:
     PAUSED, STEP = 17, 18
     PID_SPACE = 19  # process numbers mean something only within it; 0 in the copy of a page of another host
     HOST = 20  # a text
+    EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
+    AWARE = 22  # whether the watchdog thread has seen the verdict, and so ends the process by itself
     SEED, DRAWN = 24, 25  # of random numbers by global position, see `sharding/random.py`
     THREAD_ERROR = 26  # a text: which thread has raised what
 

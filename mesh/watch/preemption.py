@@ -218,7 +218,7 @@ def _agreement(world: World) -> _Here | _Across:
         return _Here()
     watch = watch_of(world)
     # A connection of its own: the main thread may wait in the other one for ranks that wait for this one to agree.
-    store: Any = PrefixStore(f"shardmesh/preemption{world.epoch}", distributed_c10d._get_default_store())
+    store: Any = PrefixStore(f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store())
     made = _Across(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
     weakref.finalize(world, made.stop)
     return made

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, TCPStore
 
 from . import judge
-from .board import Board, folder_prefix
+from .board import Board, boot_id
+from .files import folder_prefix
 from .mirror import Copy, Source, make_copy
 from .page import H, Page, State
 from .seat import SLOT_WORDS, SLOTS, Seat, unlike
@@ -242,7 +243,11 @@ class Relay:
     def _copy(self, host: Host, rank: int) -> Copy:
         found = host.copies.get(rank)
         if found is None:
-            found = host.copies[rank] = make_copy(self._board.path(rank))
+            try:
+                found = host.copies[rank] = make_copy(self._board.path(rank))
+            except OSError as error:
+                self._watch.give_up(f"no copies of the files of other hosts can be made: {error}")
+                raise
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
@@ -345,10 +350,4 @@ def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
 
 def _host_key(board: Board) -> str:
     """The same for two ranks exactly if they see the same folder."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            machine = file.read().strip()
-    except OSError:
-        machine = socket.gethostname()
-    seen = os.stat(board.folder)
-    return f"{machine}/{seen.st_dev}/{seen.st_ino}"
+    return f"{boot_id()}/{board.place}"

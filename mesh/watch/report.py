@@ -107,11 +107,30 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
     return "dtype" if dtypes[0] != dtypes[1] else "shape"
 
 
-def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+def died(gone: Sequence[Member]) -> Verdict:
+    """Ranks that are gone, where a collective that is not the library's has shown it."""
     ranks = tuple(m.rank for m in gone)
+    return _absent("lost", ranks, [f"{ranks_text(ranks)} {_how_they_went(gone)}:"], [], gone)
+
+
+def ended(gone: Sequence[Member], size: int) -> Verdict:
+    """Ranks that ended the program, where a collective that is not the library's has shown it. The fewer are to blame."""
+    from .judge import minority
+
+    ranks = [m.rank for m in gone]
+    others = [rank for rank in range(size) if rank not in ranks]
+    lines = [f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them:"]
+    return _absent("left", minority([ranks, others]), lines, [], gone)
+
+
+def _how_they_went(gone: Sequence[Member]) -> str:
     pages = [m.page for m in gone if m.page is not None and m.page.words[H.STATE] == State.LOST]
     reasons = {page.read_text(page.words[H.DOING]) for page in pages}
-    said = f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
+    return f"cannot be reached ({'; '.join(sorted(reasons))})" if reasons else "died"
+
+
+def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+    ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
     lines = [f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}:"]
     return _absent("lost", ranks, lines, found, gone)

@@ -101,11 +101,8 @@ def _store_of(world: World) -> Any:
     store = accessor()
     if isinstance(_whole(store), FileStore) and (fault := file_store_fault(store, world.rank)):
         raise errors.LaunchEnvironmentError(fault)
-    try:
-        times = store.add(f"shardmesh/worlds/{world.rank}", 1)  # as for all ranks: they share each default group
-    except RuntimeError:
-        return None
-    return PrefixStore(f"shardmesh/meshes/{world.size}/{times}", store)
+    job = getattr(world, "job", "")
+    return PrefixStore(f"shardmesh/meshes/{job}", store) if job else None
 
 
 def _whole(store: Any) -> Any:

@@ -117,7 +117,7 @@ class Seat:
         """
         watch, carried, words = self.watch, self._carried, self.words
         if watch is not None and watch.alarm[0]:
-            watch.check()
+            watch = watch.checked()
         note = carried.note
         call = self._calls.get((op, how, dtype, size, note))
         if call is None:

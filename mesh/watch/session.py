@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from .. import errors
 from ..group import Group, World, current_world
 from ..process import ProcessGroup
 from ..source import user_line
+from .ending import keep_groups, torch_groups
 from .preemption import ending_in_order, forget
 from .settings import settings, watchdog
 from .watch import watch_of
@@ -111,8 +111,7 @@ class Session:
             watch.told = True
         self._close(world, waiting=False)
         if watch is not None and not dist.is_initialized():
-            watch.watchdog.stop()
-            watch.abandoned = False  # whatever was under way, nobody waits for it any more
+            watch.depart()  # whatever was under way, nobody waits for it any more
 
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
@@ -176,7 +175,7 @@ class _There:
     def __init__(self, world: World) -> None:
         self._world = world
         self._groups, self._meshes = list(world._groups.values()), list(world.meshes.values())
-        self._torch = [weakref.ref(handle) for handle in _torch_groups()]
+        self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
         """Subgroups in the order of their ranks, those of all ranks last."""
@@ -195,7 +194,7 @@ class _There:
     def destroy_since(self, groups: Sequence[Group]) -> None:
         """Destroys torch's groups that these have made, but for the default group."""
         for group in groups:
-            handle = group._reference and group._reference() if isinstance(group, ProcessGroup) else None
+            handle = group._channel and group._channel() if isinstance(group, ProcessGroup) else None
             if handle is not None and handle is not dist.group.WORLD and self._is_since(handle):
                 dist.destroy_process_group(handle)
 
@@ -208,22 +207,13 @@ def _is_in(one: object, many: Sequence[object]) -> bool:
     return any(one is other for other in many)
 
 
-def _torch_groups() -> list[dist.ProcessGroup]:
-    """All process groups that torch has in this process."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    known = getattr(distributed_c10d, "_world", None)
-    return [] if known is None else list(known.pg_map)
-
-
 def _abandon_job() -> None:
     """Ends the default group and all others without waiting for what is under way.
 
     A group of gloo's waits for its threads when it is taken apart, and those wait for ranks that may never come. So its groups
     are kept for ever: a few threads that sleep. Other backends can break off what is under way.
     """
-    for handle in _torch_groups():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))
+    keep_groups()
     if "nccl" in dist.get_backend_config():
         distributed_c10d._abort_process_group()
     else:

@@ -22,11 +22,13 @@ class Settings:
     Attributes:
         mode: "on", "strict", "full" or "off".
         warn, timeout: seconds that a rank may keep others waiting.
+        exit_s: seconds that a process has to end after a verdict; 0 for as long as it likes.
     """
 
     mode: str = "on"
     warn: float = 30.0
     timeout: float = 300.0
+    exit_s: float = 10.0
 
 
 def from_environment(env: Mapping[str, str]) -> Settings:
@@ -34,7 +36,12 @@ def from_environment(env: Mapping[str, str]) -> Settings:
     mode = env.get("SHARDMESH_GUARD", "on")
     if mode not in MODES:
         raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD={mode!r}: write one of {', '.join(MODES)}.")
-    return Settings(mode, _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0), _seconds(env, "SHARDMESH_STALL_TIMEOUT_S", 300.0))
+    return Settings(
+        mode,
+        _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0),
+        _seconds(env, "SHARDMESH_STALL_TIMEOUT_S", 300.0),
+        0.0 if env.get("SHARDMESH_EXIT_S") == "0" else _seconds(env, "SHARDMESH_EXIT_S", 10.0),
+    )
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

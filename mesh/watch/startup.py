@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +34,8 @@ from .verdict import ranks_text
 
 TIMEOUT_S = 600.0  # for the last rank to come
 _TO_TELL_S = 2.0  # a rank that cannot start tells the others, if the store can be reached so soon
+_TO_TELL_LATE_S = 8.0  # as one that raises long before the others look for it
+_RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
 _TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that the odd one can be told by votes
 _TO_READ_S = 1.0  # how long the rank that serves the store lets the others read what is wrong, before it ends
 _GO, _AGAIN = "go", "again"
@@ -71,13 +75,31 @@ def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOU
             return PrefixStore(f"shardmesh/epoch{number}", store)
 
 
-def told(error: errors.LaunchEnvironmentError) -> errors.LaunchEnvironmentError:
-    """What all ranks raise because this one cannot start, as far as they can be reached at once."""
+def tell_of_early_errors() -> None:
+    """Have the other ranks told where this one raises before its first mesh and no launcher ends them: they would wait for it."""
+    env = os.environ
+    numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
+        return
+    if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # what a rank starts inherits its RANK, and is none
+        return
+    before, rank_process = sys.excepthook, os.getpid()
+
+    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        before(kind, error, where)
+        if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
+            told(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
+
+    sys.excepthook = tell
+
+
+def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
+    """What all ranks raise because this one cannot start, as far as they can be reached in time."""
     env = os.environ
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error
     rank = int(env["RANK"])
-    patience, address = Patience(rank, _TO_TELL_S), job_store.address_of(env)
+    patience, address = Patience(rank, seconds), job_store.address_of(env)
     card = own_card(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
         store, serves = job_store.opened(address, rank, 0, patience)

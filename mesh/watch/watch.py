@@ -6,28 +6,32 @@ collective of every rank raises it.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import math
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
+
 from ..errors import WatchError
-from . import judge, report, thread_errors
-from .board import Board, is_near
-from .page import H, State
+from . import ending, judge, report
+from .agreement import Agreement, say
+from .board import ALARM_BYTES, Alarm, Board, is_near, ranks_here
+from .page import PAGE_BYTES, H, Page, State
 from .relay import is_needed
 from .seat import SLOT_WORDS, SLOTS, Seat
 from .settings import monotonic_ns, settings
+from .sweep import sweep
 from .verdict import Verdict
 from .watchdog import Watchdog
 
@@ -41,8 +45,10 @@ _SPINS = 20  # looks at a peer's row, before sleeping in between
 _NAP_S, _LONGEST_NAP_S = 1e-4, 1e-2
 _TO_EXPLAIN_S = 1.0  # how long a broken connection may lack an explanation
 _SETTLE_S = 0.3
+_LONGEST_EXIT_S = 1e6
 _TO_SHOW_S = 0.3
-_ALARM = 11  # of the real-time signals, which nothing else is likely to use
+_CPU, _WATCHED = torch.device("cpu"), timedelta(days=1)  # groups with so long a timeout relied on the watch
+_DOUBT_NS = 50_000_000  # of waiting, after which a rank asks whether those who have not come can be seen at all
 _STACK_S, _FAR_STACK_S = 0.3, 1.0  # until a rank of this host, or another one, has said where it is
 
 
@@ -55,17 +61,22 @@ class Watch:
         seats: of the groups in which this rank has called something.
         abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
         told: whether this rank's program has met the verdict.
+        failed_at: when this rank learned of the verdict; 0 before.
     """
 
-    def __init__(self, world: World, board: Board) -> None:
+    def __init__(self, world: World, board: Board, agreement: Agreement | None = None) -> None:
         self.world = weakref.proxy(world)
         self.board, self.page, self.alarm = board, board.page, board.alarm
         self.seats: list[Seat] = []
         self.abandoned = self.told = False
+        self.failed_at = 0
+        self._agreement = agreement
+        self._is_on = True
         self.pid = os.getpid()
         self.relay: Relay | None = None
         self._verdict: Verdict | None = None
         self.watchdog = Watchdog(self)
+        self.page.words[H.EXIT_S] = 0 if ending.is_hosted() else math.ceil(min(settings().exit_s, _LONGEST_EXIT_S))
 
     @property
     def sees_all(self) -> bool:
@@ -87,6 +98,8 @@ class Watch:
         """The verdict on the job, if there is one."""
         if self._verdict is None and self.alarm[0]:
             self._verdict = self.board.verdict()
+            if self._verdict is not None:
+                self.failed_at = self.failed_at or monotonic_ns()
         return self._verdict
 
     def check(self) -> None:
@@ -97,11 +110,60 @@ class Watch:
 
     def _error(self, verdict: Verdict) -> WatchError:
         self.told = self.abandoned = True
+        ending.keep_groups()
         return verdict.error()
+
+    def depart(self) -> None:
+        """The program goes on without this job, or in another one: it is not ended any more."""
+        self.close()
+        self.abandoned = False
+        self.watchdog.stop()
+        ending.set_deadline(self, False)
+
+    def is_of_this_job(self) -> bool:
+        """Whether the default group is still the one that the watch is for."""
+        default = dist.group.WORLD if dist.is_initialized() else None
+        return default is not None and not self.world.is_over(default)
+
+    # -- a job that cannot be watched ----------------------------------------------------------------------------------
+
+    def checked(self) -> Watch | None:
+        """This watch, or None where the ranks go on without one. Raises: WatchError when there is a verdict on the job."""
+        if self.alarm[0] == Alarm.UNWATCHED:
+            self._retire()
+            return None
+        self.check()
+        return self
+
+    def give_up(self, reason: str) -> None:
+        """All ranks go on without a watch, unless there is a verdict already: those of this host at once, others by the store."""
+        if self.board.give_up():
+            say(reason) if self._agreement is None else self._agreement.decline(reason)
+
+    def _retire(self) -> None:
+        """From now on collectives of this rank are only noted down, and torch's timeouts hold."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        with contextlib.suppress(ReferenceError):
+            self.world.retire_watch()
+        for seat in self.seats:
+            seat.watch, seat.others = None, []
+        for handle in ending.torch_groups():
+            with contextlib.suppress(RuntimeError, ValueError, AttributeError):
+                if handle._get_backend(_CPU).options._timeout >= _WATCHED:
+                    distributed_c10d._set_pg_timeout(default_pg_timeout, handle)
+        self.page.words[H.BLOCKED] = 0
+
+    def near_pages(self) -> list[Page]:
+        """The pages of the ranks of this host that are known."""
+        pages = (self.board.of(rank) for rank in range(self.board.size))
+        return [page for page in pages if page is not None and is_near(page)]
 
     def fail(self, verdict: Verdict) -> Verdict:
         """Makes it the verdict on the job, unless there is one; the one that stands, which all ranks raise."""
         self._verdict = self.board.post(verdict)
+        self.failed_at = self.failed_at or monotonic_ns()
         return self._verdict
 
     def failed(self, verdict: Verdict) -> WatchError:
@@ -113,24 +175,48 @@ class Watch:
         self.told = True
         if os.getpid() != self.pid or isinstance(error, WatchError) or self.page.words[H.STATE] != State.RUNNING:
             return
-        text = "".join(traceback.format_exception(error))
-        self.fail(report.raised(self.world.rank, type(error).__name__, str(error), text, self.page))
+        self.abandoned = True
+        ending.keep_groups()
+        if not (ending.is_broken_connection(error) and self._find_lost()):
+            text = "".join(traceback.format_exception(error))
+            self.fail(report.raised(self.world.rank, type(error).__name__, str(error), text, self.page))
         self.page.words[H.STATE] = State.RAISED
+
+    def _find_lost(self) -> bool:
+        """Whether there is a verdict, or one on a rank that has gone, within the time that a broken connection has to be explained."""
+        deadline = time.monotonic() + _TO_EXPLAIN_S
+        while self.standing() is None and time.monotonic() < deadline:
+            gone = judge.lost_ranks(self.board)
+            if gone:
+                self.fail(report.died(gone))
+            time.sleep(_LONGEST_NAP_S)
+        ended = judge.ended_ranks(self.board)
+        if self.standing() is None and ended:
+            self.fail(report.ended(ended, self.board.size))
+        return self.standing() is not None
 
     # -- looking around ------------------------------------------------------------------------------------------------
 
     def look(self, seat: Seat) -> None:
         """A neighbour differs: waits for the others to tell who is odd. Raises: WatchError, if they do differ."""
         since, sequence = monotonic_ns(), seat.called - 1
-        while not judge.agree(judge.members(self, seat, sequence)):
-            self._judge(seat, sequence, since)
+        while not judge.agree(judge.members(self, seat, sequence)) and self._judge(seat, sequence, since):
             time.sleep(_NAP_S)
 
-    def _judge(self, seat: Seat, sequence: int, since: int) -> None:
-        self.check()
+    def _judge(self, seat: Seat, sequence: int, since: int) -> bool:
+        """Raises: WatchError for what is wrong. False where nobody judges any more."""
+        if self.checked() is None:
+            return False
         found = judge.judge(self, seat, sequence, since)
         if found is not None:
             raise self.failed(found)
+        self.doubt(seat, since)
+        return self.alarm[0] != Alarm.UNWATCHED
+
+    def doubt(self, seat: Seat, since: int) -> None:
+        """After some time: can those who have not been seen be seen at all?"""
+        if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
+            self._agreement.doubt(self, seat.group.ranks)
 
     def assemble(self, seat: Seat, sequence: int) -> None:
         """Waits until all ranks call the same: before the first collective of a group, for which torch connects them, or if strict."""
@@ -140,7 +226,7 @@ class Watch:
             return not late and judge.agree(found)
 
         self._meet(seat, sequence, done)
-        if sequence == 0:
+        if sequence == 0 and self._is_on:
             seat.meet_neighbours(self.board)
 
     def _meet(self, seat: Seat, sequence: int, done: Callable[[list[judge.Member]], bool]) -> None:
@@ -150,8 +236,7 @@ class Watch:
                 return
         nap = _NAP_S
         with self._blocked(seat, sequence, since):
-            while not done(judge.members(self, seat, sequence)):
-                self._judge(seat, sequence, since)
+            while not done(judge.members(self, seat, sequence)) and self._judge(seat, sequence, since):
                 time.sleep(nap)
                 nap = min(1.5 * nap, _LONGEST_NAP_S)  # those who wait must leave the processors to those they wait for
 
@@ -167,7 +252,7 @@ class Watch:
             return all(m.came is not False or (m.page is not None and not is_near(m.page)) for m in peers)
 
         self._meet(seat, sequence, done)
-        wrong = judge.wrong_route(self, seat, sequence)
+        wrong = judge.wrong_route(self, seat, sequence) if self._is_on else None
         if wrong is not None:
             raise self.failed(wrong)
 
@@ -204,11 +289,11 @@ class Watch:
         since, slice_ = monotonic_ns(), _SLICE
         with self._blocked(seat, sequence, since):
             while not self._is_done_soon(seat, sequence, work, slice_):
-                if monotonic_ns() - since < _LONG_NS:
-                    self.check()
-                else:
-                    self._judge(seat, sequence, since)
-                    slice_ = _LONG_SLICE
+                is_long = monotonic_ns() - since >= _LONG_NS
+                if not (self._judge(seat, sequence, since) if is_long else self.checked() is not None):
+                    work.wait(default_pg_timeout)
+                    return
+                slice_ = _LONG_SLICE if is_long else slice_
 
     def wait_to_the_end(self, seat: Seat, sequence: int, work: Any) -> None:
         """Waits for torch's work without looking up."""
@@ -223,7 +308,8 @@ class Watch:
         patience = _TO_EXPLAIN_S + (self.relay.lost_after_s if self.relay is not None and self.relay.has_others else 0)
         while monotonic_ns() - since < patience * 1e9:
             try:
-                self._judge(seat, sequence, since)
+                if not self._judge(seat, sequence, since):
+                    break
                 gone = judge.lost(self, seat, sequence)  # also one that had come to this collective
                 if gone is not None:
                     raise self.failed(gone)
@@ -281,7 +367,7 @@ class Watch:
     def settle(self) -> None:
         """At the end of the program: a rank that received what it wanted may be the first to go, before the others see that they differ."""
         deadline = time.monotonic() + _SETTLE_S
-        while not self.told and self.page.words[H.STATE] == State.RUNNING and os.getpid() == self.pid:
+        while self._is_on and not self.told and self.page.words[H.STATE] == State.RUNNING and os.getpid() == self.pid:
             verdict = self.standing()
             if verdict is not None:
                 print(f"shardmesh: rank {self.board.rank}: {verdict.text}", file=sys.stderr, flush=True)
@@ -306,28 +392,31 @@ class Watch:
         if os.getpid() != self.pid:
             return
         if self.page.words[H.STATE] == State.RUNNING:
-            self.watchdog.stop()
+            if not self.abandoned:
+                self.watchdog.stop()
             self.board.leave(state)
+        if self._agreement is not None:
+            self._agreement.stop()
         if self.relay is not None:
             self.relay.close()
             self.relay = None
 
 
-alarm_signal: int | None = None
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_hooks: list[Any] = []
-
-
-def start_watch(world: World, job: str) -> Watch | None:
-    """A watch for the ranks of this world; None where no memory can be shared, after a warning."""
+def start_watch(world: World, job: str, agreement: Agreement | None = None) -> Watch | None:
+    """A watch for the ranks of this world; None where this rank's files cannot be made, which all ranks learn."""
     try:
-        board = Board(job, world.rank, world.size)
+        parent = None if agreement is None else agreement.folder(ranks_here(world.size) * PAGE_BYTES + ALARM_BYTES)
+        board = Board(job, world.rank, world.size, parent)
+        if agreement is not None:
+            agreement.join(board)
     except OSError as error:
-        print(f"shardmesh: no watch over this job, since its files cannot be made: {error}", file=sys.stderr)
+        reason = f"its files cannot be made: {error}"
+        say(reason) if agreement is None else agreement.decline(reason)
         return None
-    _install_hooks()
-    watch = Watch(world, board)
-    _watches.add(watch)
+    sweep(board.folder.parent)
+    ending.install()
+    watch = Watch(world, board, agreement)
+    ending.watches.add(watch)
     watch.watchdog.start()
     return watch
 
@@ -335,72 +424,3 @@ def start_watch(world: World, job: str) -> Watch | None:
 def watch_of(world: World) -> Watch | None:
     """The watch over the ranks of a world; None in simulated and null worlds, and for a process alone."""
     return world.watch
-
-
-def tell_of(error: BaseException) -> None:
-    """This process's program ends with an error: the other ranks of its jobs learn of it."""
-    for watch in list(_watches):
-        with contextlib.suppress(Exception):  # nothing must hide the error itself
-            watch.raised(error)
-
-
-def _install_hooks() -> None:
-    if _hooks:
-        return
-    _hooks.append(sys.excepthook)
-    _take_signal()
-    sys.excepthook = _on_uncaught
-    thread_errors.install(lambda: [watch.page for watch in list(_watches) if watch.pid == os.getpid()])
-    atexit.register(_on_exit)
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget)
-
-
-def _take_signal() -> None:
-    """A signal by which the watchdog's thread calls the main thread away from whatever it does, when the job has failed."""
-    global alarm_signal
-    wanted = getattr(signal, "SIGRTMIN", None)
-    if wanted is None or threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(wanted + _ALARM) is signal.SIG_DFL:
-        signal.signal(wanted + _ALARM, _on_alarm)
-        alarm_signal = wanted + _ALARM
-
-
-def _on_alarm(*_: Any) -> None:
-    for watch in list(_watches):
-        if watch.pid == os.getpid() and not watch.told:
-            watch.check()
-
-
-def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    tell_of(error)
-    _hooks[0](kind, error, where)
-
-
-def _on_exit() -> None:
-    global _last_word
-    for watch in list(_watches):
-        watch.settle()
-    if any(w.abandoned and w.pid == os.getpid() for w in _watches):
-        _last_word = _LastWord()
-    for watch in list(_watches):
-        watch.close(State.ENDED)
-
-
-class _LastWord:
-    """Ends the process when the interpreter takes its modules apart: all exit functions have run by then, and output is flushed.
-
-    Next would be torch's groups, which wait for what is under way in gloo's threads, and others will never answer.
-    """
-
-    def __del__(self, end: Callable[[int], Any] = os._exit) -> None:
-        end(1)
-
-
-_last_word: _LastWord | None = None
-
-
-def _forget() -> None:
-    """A forked child is not the rank: it says nothing in its name."""
-    _watches.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -10,7 +9,8 @@ import traceback
 from typing import TYPE_CHECKING
 
 from ..source import frame_of_thread, is_inner
-from . import judge, report
+from . import ending, judge, report
+from .board import Alarm
 from .page import H
 from .settings import monotonic_ns, settings
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .watch import Watch
 
 TICK_S = 0.05
-_POLITE_S, _DEAF_S = 0.5, 5.0  # how long after a verdict a program has to come to a collective, and to hear a signal
+_POLITE_S, _DEAF_S = 0.5, 5.0  # how long after a verdict a program has to come to a collective, and to react to a signal
+_TO_LEAVE_S = 1.5  # how long a program without its groups has to live on, to be no program that ends
 
 
 class Watchdog:
@@ -27,8 +28,8 @@ class Watchdog:
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._alarmed = 0
         self._over = threading.Event()
+        self._left_at = 0
         self._before: dict[Seat, int] = {}  # what seats had called at the last tick
         self._warned: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
@@ -57,8 +58,10 @@ class Watchdog:
             watch.page.write_stack(self.stack())
         if watch.relay is not None:
             watch.relay.look()
+        if watch.alarm[0] == Alarm.UNWATCHED:
+            return
         if watch.alarm[0]:
-            self._end_if_deaf()
+            self._see_to_the_end()
         elif settings().mode != "off":
             for seat in watch.seats:
                 called = seat.called
@@ -66,19 +69,33 @@ class Watchdog:
                     self._look(seat, called)
                 self._before[seat] = called
 
-    def _end_if_deaf(self) -> None:
-        """The job has failed: a program that is busy elsewhere is called, and one that does not hear ends here."""
-        from .watch import alarm_signal
-
-        self._alarmed = self._alarmed or monotonic_ns()
-        waited, verdict = (monotonic_ns() - self._alarmed) / 1e9, self._watch.standing()
-        if verdict is None or self._watch.told or waited < _POLITE_S:
+    def _see_to_the_end(self) -> None:
+        """The job has failed: a program that is busy elsewhere is called, and one that does not end is ended."""
+        watch = self._watch
+        verdict = watch.standing()
+        waited = (monotonic_ns() - watch.failed_at) / 1e9
+        if verdict is None:
             return
-        if alarm_signal is not None:
-            signal.pthread_kill(threading.main_thread().ident or 0, alarm_signal)
-        if waited > _DEAF_S:
-            print(f"shardmesh: rank {self._watch.board.rank} is ended: {verdict.text}\n{self.stack()}", file=sys.stderr, flush=True)
-            os._exit(1)
+        watch.page.words[H.AWARE] = 1
+        if self._has_left():
+            watch.depart()
+            return
+        ending.set_deadline(watch, ending.may_end(watch))
+        if waited < _POLITE_S:
+            return
+        if not watch.told and ending.alarm_signal is not None and threading.main_thread().is_alive():
+            signal.pthread_kill(threading.main_thread().ident or 0, ending.alarm_signal)
+        if waited > (settings().exit_s if watch.told else min(_DEAF_S, settings().exit_s)) and ending.may_end(watch):
+            why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
+            ending.end(watch, f"rank {watch.board.rank} is ended {why}{verdict.text}")
+
+    def _has_left(self) -> bool:
+        """Whether the program has destroyed the job's groups, and goes on: one that is about to end does so, too."""
+        if self._watch.is_of_this_job() or not threading.main_thread().is_alive():
+            self._left_at = 0
+        elif not self._left_at:
+            self._left_at = monotonic_ns()
+        return bool(self._left_at) and monotonic_ns() - self._left_at > _TO_LEAVE_S * 1e9
 
     def _look(self, seat: Seat, called: int) -> None:
         """Looks at a collective for which not all ranks have come yet; main threads that wait for a GPU cannot."""
@@ -93,6 +110,7 @@ class Watchdog:
         if waited > settings().warn * 1e9 and (seat.key, sequence) not in self._warned and not watch.is_anyone_paused():
             self._warned.add((seat.key, sequence))
             self._warn(report.stall(watch, seat, sequence, found, waited).text)
+        watch.doubt(seat, record.start)
         verdict = judge.judge(watch, seat, sequence, record.start)
         if verdict is not None:
             watch.fail(verdict)

@@ -101,6 +101,7 @@ def _follow(job: Job, ranks: dict[int, int]) -> dict[str, Any]:
             stopped.add(pid)
         elif pid:
             statuses[pid] = os.waitstatus_to_exitcode(status)
+            stopped.discard(pid)
         else:
             time.sleep(_POLL_S)
         if stopped and len(statuses) + len(stopped) == len(ranks):

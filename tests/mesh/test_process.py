@@ -71,7 +71,7 @@ def test_gloo_gives_what_the_simulated_world_gives(world4: Pool, numel: int) -> 
 
 
 def counted_groups() -> tuple[int, int, list[float]]:
-    """(groups made for the three axes, groups made in all, results)."""
+    """(groups made for the three axes and for all ranks, groups made in all, results)."""
     process._world = None  # as in a process that has not made a group yet
     made, new_group = [], dist.new_group
     dist.new_group = lambda *args, **kwargs: made.append(args) or new_group(*args, **kwargs)
@@ -96,7 +96,7 @@ def reduced(mesh: DeviceMesh, axes: Any, x: torch.Tensor) -> float:
 
 def test_each_rank_makes_only_the_groups_it_belongs_to(world8: Pool) -> None:
     for rank, (per_axis, in_all, seen) in enumerate(world8(counted_groups)):
-        assert (per_axis, in_all) == (3, 4)
+        assert (per_axis, in_all) == (4, 5)
         a, b, c = rank // 4, rank // 2 % 2, rank % 2
         along = [[r for r in range(8) if (r // 2 % 2, r % 2) == (b, c)]]
         along += [[r for r in range(8) if (r // 4, r % 2) == (a, c)], [r for r in range(8) if r // 2 == rank // 2]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..board import folder_prefix, is_local, is_over, open_page, parent_folder, process_state
+from ..board import is_local, open_page, process_state
+from ..files import job_folders, parent_folders
+from ..sweep import is_over
 from .network import within
 
 _DISK_S = 3.0  # a folder on a file server that is gone is waited for without end
@@ -94,7 +97,7 @@ def system() -> System:
         open_files=_limit("RLIMIT_NOFILE"),
         processes=_limit("RLIMIT_NPROC")[0],
         shared=within(_DISK_S, _shared_memory, Space(_SHARED, 0, 0)),
-        leftovers=within(_DISK_S, lambda: tuple(leftovers(parent_folder(), Path(_SHARED))), ()),
+        leftovers=within(_DISK_S, lambda: tuple(leftovers(parent_folders(), Path(_SHARED))), ()),
     )
 
 
@@ -174,11 +177,12 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------- dead jobs
 
 
-def leftovers(watched: Path, shared: Path) -> Iterator[Leftover]:
+def leftovers(watched: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """What jobs left behind of whose processes none lives: pages of the watch, and torch's shared tensors."""
-    for folder in sorted(watched.glob(f"{folder_prefix()}*")):
-        if is_over(folder) and any(is_local(page) for path in folder.glob("rank*.page") if (page := open_page(path))):
-            yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
+    for folder in sorted(folder for parent in watched for _, folder in job_folders(parent)):
+        with contextlib.suppress(OSError):  # a job deletes it
+            if is_over(folder) and any(is_local(page) for path in folder.glob("rank*.page") if (page := open_page(path))):
+                yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
         found = _OF_TORCH.match(file.name)
         if found and process_state(int(found[1])) is None:

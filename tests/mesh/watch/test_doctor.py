@@ -17,11 +17,12 @@ import pytest
 
 import shardmesh.mesh.watch.doctor.command as command
 from shardmesh.__main__ import main
-from shardmesh.mesh.watch.board import born, folder_prefix, pid_space
+from shardmesh.mesh.watch.board import born, pid_space
 from shardmesh.mesh.watch.doctor.devices import Devices, probed
 from shardmesh.mesh.watch.doctor.facts import Place
 from shardmesh.mesh.watch.doctor.network import can_connect, interfaces, is_in_use, listener, listening, within
 from shardmesh.mesh.watch.doctor.system import Leftover, Limits, leftovers, limits, meminfo
+from shardmesh.mesh.watch.files import folder_prefix
 from shardmesh.mesh.watch.page import MAGIC, PAGE_BYTES, H, Page
 from tests.mesh.watch.healthy_host import BY_HAND, GIB, GPU, JOB, SLURM, facts
 
@@ -142,7 +143,7 @@ def test_what_dead_jobs_leave_is_found_and_what_lives_is_not(tmp_path):
     (tmp_path / f"{folder_prefix()}empty").mkdir()
     (tmp_path / "torch_notes").touch()
     expected = [Leftover(f"{tmp_path}/{folder_prefix()}dead", PAGE_BYTES), Leftover(f"{tmp_path}/torch_{done.pid}_1_0", 4)]
-    assert list(leftovers(tmp_path, tmp_path)) == expected
+    assert list(leftovers([tmp_path], tmp_path)) == expected
 
 
 def write_page(folder: Path, pid: int) -> None:

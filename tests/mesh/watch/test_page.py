@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardmesh.mesh.watch import board as boards
-from shardmesh.mesh.watch.board import Board, folder_prefix, is_dead, is_over, is_stopped, open_page, sweep
+from shardmesh.mesh.watch.board import Board, is_dead, is_stopped, open_page
+from shardmesh.mesh.watch.files import folder_prefix
 from shardmesh.mesh.watch.page import (
     GROUPS,
     MAGIC,
@@ -23,6 +24,7 @@ from shardmesh.mesh.watch.page import (
     State,
     stable_hash,
 )
+from shardmesh.mesh.watch.sweep import is_over, sweep
 from shardmesh.mesh.watch.verdict import Seen, Verdict
 
 

@@ -110,7 +110,7 @@ def closing_order() -> list[Any]:
 
 def test_groups_are_closed_in_one_order(world4: Pool) -> None:
     ab, cd = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
-    assert world4(closing_order) == [[*sorted([ab[r // 2], cd[r % 2]]), None] for r in range(4)]
+    assert world4(closing_order) == [[*sorted([ab[r // 2], cd[r % 2]]), (0, 1, 2, 3), None] for r in range(4)]
 
 
 def one_raises(in_collective: bool) -> tuple[str, float, float]:

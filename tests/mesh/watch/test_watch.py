@@ -14,13 +14,15 @@ import torch
 
 from shardmesh.mesh import errors
 from shardmesh.mesh.null import NullWorld
+from shardmesh.mesh.watch import ending
 from shardmesh.mesh.watch import settings as settings_module
 from shardmesh.mesh.watch import watch as watch_module
+from shardmesh.mesh.watch.ending import tell_of
 from shardmesh.mesh.watch.page import GROUPS, H, State
 from shardmesh.mesh.watch.seat import route_of
 from shardmesh.mesh.watch.settings import from_environment, guard, settings, watchdog
 from shardmesh.mesh.watch.verdict import ERRORS, Verdict, ranks_text
-from shardmesh.mesh.watch.watch import start_watch, tell_of
+from shardmesh.mesh.watch.watch import start_watch
 from tests.mesh.watch.hands import Hand, played
 
 SOON_S = 10.0  # tells an answer from a hang
@@ -171,8 +173,8 @@ def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[H
             return False
 
     monkeypatch.setattr(watch_module, "monotonic_ns", lambda: now[0])
-    monkeypatch.setattr(watch, "check", lambda: looked.append(now[0]))
-    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]))
+    monkeypatch.setattr(watch, "checked", lambda: looked.append(now[0]) or watch)
+    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]) or True)
     seat = watch.sit(two[0].world.group(two[0].everyone))
     watch.wait(seat, 0, Work())
     assert [at // 1_000_000 for at in looked] == [20]
@@ -233,7 +235,7 @@ def test_a_verdict_is_not_told_as_an_error_of_the_ranks_own(two: list[Hand]) -> 
 
 
 def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_module, "_watches", {two[0].watch})
+    monkeypatch.setattr(ending, "watches", {two[0].watch})
     tell_of(RuntimeError("out of memory"))
     found = two[1].watch.standing()
     assert found is not None
@@ -407,7 +409,7 @@ def test_settings_that_make_no_sense(name: str, value: str) -> None:
     assert "write" in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", ["on", "strict", "off"])
+@pytest.mark.parametrize("mode", ["on", "strict", "full", "off"])
 def test_guard_sets_the_mode(mode: str) -> None:
     guard(mode)
     assert settings().mode == mode
@@ -415,7 +417,7 @@ def test_guard_sets_the_mode(mode: str) -> None:
 
 def test_guard_and_watchdog_refuse_what_makes_no_sense() -> None:
     before = settings().mode, settings().warn, settings().timeout
-    with pytest.raises(ValueError, match=r"guard\('yes'\): write one of 'on', 'strict', 'off'"):
+    with pytest.raises(ValueError, match=r"guard\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
         guard("yes")
     for value in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"watchdog\(timeout=.*write a positive number of seconds"):
