@@ -88,7 +88,7 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
         return "ranks call different collectives"
     if len(connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))) > 1:
-        return "ranks call the same collective for values that were made differently (one was skipped, repeated or swapped before)"
+        return "ranks call the same collective for values that were made differently"
     if first.op == "all_to_all":
         return _wrong_split(ranks, calls)
     return _wrong_pair(ranks, calls) if first.op == "permute" else None

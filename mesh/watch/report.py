@@ -9,7 +9,7 @@ from .board import Board, is_local, is_stopped
 from .page import H, Page, Record, State
 from .settings import monotonic_ns
 from .thread_errors import raised_in_thread
-from .verdict import Seen, Verdict, ranks_text
+from .verdict import Seen, Verdict, composed, ranks_text
 
 if TYPE_CHECKING:
     from .judge import Member
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
 _FROZEN_NS = 2_000_000_000  # a process whose watchdog thread has not moved for so long
 _HISTORY = 1000  # so many collectives are looked through for where ranks parted
-_RULE = "Every rank of a group must call the same collectives in the same order."
+RULE = "Call the same collectives in the same order on every rank of the group."
+OTHER_VALUES = "Look for a call before that was skipped, repeated or swapped: these look alike, but their values were made differently."
+_ONE_ORDER = "Call the collectives of different groups in one order on every rank."
+_MESSAGES = "Let each rank send what its receiver expects, in the same size."
+_LOST = "Look at the end of its own output and at its exit code; a SIGKILL is mostly the system's, short of memory."
+_LEFT = "Let every rank run as many steps as the others; sm.check_lengths and sm.join help where batches run out."
 
 
 def fields_of(call: str) -> list[str]:
@@ -57,25 +62,26 @@ def mismatch(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int,
         else f"{ranks_text(rest)} called different collectives, none of them more often than the others"
     )
     late = [m.rank for m in found if m.came is False]
-    lines = [f"{said}, as number {sequence} of the group {group_text(seat)}: the {_NAMED[field]} differs", *_table(seen, odd)]
+    said = f"{said} as number {sequence} of the group {group_text(seat)}: the {_NAMED[field]} differs."
+    lines = _table(seen, odd)
     if late:
         lines.append(f"  {ranks_text(late)}: not there yet")
+    advice = RULE
     if field == "lineage":
-        lines.append("The calls look alike, but their values were made differently: one was skipped, repeated or swapped before.")
-        lines += numbers_drawn({m.rank: m.page for m in here})
-    return Verdict("mismatch", odd, field, tuple(seen), "\n".join([*lines, _RULE]))
+        advice = numbers_drawn({m.rank: m.page for m in here}) or OTHER_VALUES
+    return Verdict("mismatch", odd, field, tuple(seen), composed(said, advice, lines))
 
 
-def numbers_drawn(pages: Mapping[int, Page | None]) -> list[str]:
-    """A line on the random numbers of ranks whose values differ, if these differ too."""
+def numbers_drawn(pages: Mapping[int, Page | None]) -> str:
+    """What to do about values that differ where the ranks' random numbers differ too; "" where they do not."""
     ranks: dict[tuple[int, int], list[int]] = {}
     for rank, page in pages.items():
         if page is not None:
             ranks.setdefault((page.words[H.SEED], page.words[H.DRAWN]), []).append(rank)
     if len(ranks) < 2:
-        return []
+        return ""
     told = [f"{ranks_text(members)}: seed {seed}, {count} tensors drawn" for (seed, count), members in ranks.items()]
-    return [f"Their random numbers differ ({'; '.join(told)}): seed every rank alike, and draw the same tensors on every rank."]
+    return f"Seed every rank alike and draw the same tensors on every rank: their random numbers differ ({'; '.join(told)})."
 
 
 _NAMED = {"operation": "operation", "reduction": "reduction", "source": "source", "dtype": "dtype", "shape": "shape",
@@ -110,7 +116,7 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
 def died(gone: Sequence[Member]) -> Verdict:
     """Ranks that are gone, where a collective that is not the library's has shown it."""
     ranks = tuple(m.rank for m in gone)
-    return _absent("lost", ranks, [f"{ranks_text(ranks)} {_how_they_went(gone)}:"], [], gone)
+    return _absent("lost", ranks, f"{ranks_text(ranks)} {_how_they_went(gone)}.", _LOST, [], gone)
 
 
 def ended(gone: Sequence[Member], size: int) -> Verdict:
@@ -119,8 +125,8 @@ def ended(gone: Sequence[Member], size: int) -> Verdict:
 
     ranks = [m.rank for m in gone]
     others = [rank for rank in range(size) if rank not in ranks]
-    lines = [f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them:"]
-    return _absent("left", minority([ranks, others]), lines, [], gone)
+    said = f"{ranks_text(ranks)} ended the program while {ranks_text(others)} communicated with them."
+    return _absent("left", minority([ranks, others]), said, _LEFT, [], gone)
 
 
 def _how_they_went(gone: Sequence[Member]) -> str:
@@ -132,8 +138,8 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
     ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
-    lines = [f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}:"]
-    return _absent("lost", ranks, lines, found, gone)
+    said = f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}."
+    return _absent("lost", ranks, said, _LOST, found, gone)
 
 
 def left(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member], blamed: tuple[int, ...]) -> Verdict:
@@ -141,7 +147,7 @@ def left(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Memb
     said = f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}"
     if blamed == tuple(waiting):
         said = f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the program has ended there"
-    return _absent("left", blamed, [f"{said}:"], found, gone)
+    return _absent("left", blamed, f"{said}.", _LEFT, found, gone)
 
 
 def _wait(ranks: Sequence[int]) -> str:
@@ -152,10 +158,10 @@ def _waiting(found: Iterable[Member]) -> list[int]:
     return [m.rank for m in found if m.came]
 
 
-def _absent(kind: str, blamed: tuple[int, ...], lines: list[str], found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
+def _absent(kind: str, blamed: tuple[int, ...], said: str, advice: str, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
     seen = [_seen(m.rank, m.record) for m in found if m.came] + [_last_seen(m.rank, m.page) for m in gone if m.page is not None]
     seen = _blamed_first(seen, blamed)
-    return Verdict(kind, blamed, "", tuple(seen), "\n".join([*lines, *_table(seen, blamed)]))
+    return Verdict(kind, blamed, "", tuple(seen), composed(said, advice, _table(seen, blamed)))
 
 
 def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
@@ -170,9 +176,9 @@ def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
         for rank, record in stuck
     ]
     seen = _blamed_first(seen, blamed)
-    lines = ["ranks wait for each other in different groups, for ever:", *_table(seen, blamed)]
-    lines.append("Ranks must call the collectives of different axes in one order.")
-    return Verdict("deadlock", blamed, "order", tuple(seen), "\n".join(lines))
+    who = f"; {ranks_text(blamed)} left the order of the others" if blamed else ""
+    said = f"ranks are blocked on each other in different groups{who}."
+    return Verdict("deadlock", blamed, "order", tuple(seen), composed(said, _ONE_ORDER, _table(seen, blamed)))
 
 
 def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple[int, ...]:
@@ -216,9 +222,8 @@ def _unfit(field: str, seat: Seat, sequence: int, odd: tuple[int, ...], texts: M
     seen = [_seen(m.rank, m.record) for m in texts]
     seen = _blamed_first([Seen(s.rank, f"{s.call} {text}", s.place) for s, text in zip(seen, texts.values(), strict=True)], odd)
     who = f": {ranks_text(odd)} differs from the others" if odd else ""
-    lines = [f"messages between the ranks of the group {group_text(seat)}, number {sequence}, do not fit{who}", *_table(seen, odd)]
-    lines.append("What a rank sends, its receiver must expect, in the same size.")
-    return Verdict("mismatch", odd, field, tuple(seen), "\n".join(lines))
+    said = f"messages between the ranks of the group {group_text(seat)}, number {sequence}, do not fit{who}."
+    return Verdict("mismatch", odd, field, tuple(seen), composed(said, _MESSAGES, _table(seen, odd)))
 
 
 def _route_text(seat: Seat, m: Member) -> str:
@@ -235,13 +240,14 @@ def stall(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], wait
     blamed = _roots(watch.board, missing)
     here = _waiting(found)
     have = "has" if len(here) == 1 else "have"
-    text = f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in number {sequence} of {group_text(seat)}:"
+    said = f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in number {sequence} of {group_text(seat)}."
+    advice = f"See below where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}; sm.watchdog(timeout=) sets how long ranks wait."
     seen = [_seen(m.rank, m.record) for m in found if m.came] + [_last_seen(r, watch.board.of(r)) for r in sorted({*missing, *blamed})]
     seen = _blamed_first(seen, blamed)
-    lines = [text, *_table(seen, blamed)]
+    lines = _table(seen, blamed)
     for rank in blamed:
         lines += [f"rank {rank} is {how_it_is(watch.board.of(rank))}", *watch.stack_of(rank)]
-    return Verdict("stall", blamed, "", tuple(seen), "\n".join(lines))
+    return Verdict("stall", blamed, "", tuple(seen), composed(said, advice, lines))
 
 
 def _roots(board: Board, missing: Iterable[int]) -> tuple[int, ...]:
@@ -276,8 +282,10 @@ def how_it_is(page: Page | None) -> str:
 
 def raised(rank: int, kind: str, message: str, traceback: str, page: Page) -> Verdict:
     seen = _last_seen(rank, page)
-    lines = [f"rank {rank} raised {kind}: {message}", *(f"  | {line}" for line in traceback.rstrip().splitlines())]
-    return Verdict("raised", (rank,), kind, (seen,), "\n".join(lines))
+    said = f"rank {rank} raised {kind}: {message.partition(chr(10))[0]}"
+    advice = f"Mend that; the other ranks end because they would wait for rank {rank}."
+    lines = [f"  | {line}" for line in traceback.rstrip().splitlines()]
+    return Verdict("raised", (rank,), kind, (seen,), composed(said, advice, lines))
 
 
 def _page(board: Board, rank: int) -> Page:

@@ -23,7 +23,7 @@ from ..source import user_line
 from .card import file_store_fault
 from .judge import minority, parties_by
 from .settings import settings
-from .verdict import Seen, Verdict, ranks_text
+from .verdict import Seen, Verdict, composed, ranks_text
 from .watch import watch_of
 
 if TYPE_CHECKING:
@@ -141,10 +141,10 @@ def _judged(made: list[Made], number: int) -> Verdict:
     rest = [one.rank for one in made if one.rank not in odd]
     who = f"{ranks_text(odd)} made another mesh than {ranks_text(rest)}" if odd else "the ranks made different meshes"
     seen = sorted(made, key=lambda one: one.rank not in odd)
-    lines = [f"{who}, as mesh {number} of the program; they differ in {field}:"]
-    lines += [f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}" for party in parties]
-    lines.append(
-        "Every rank calls init_device_mesh for the same meshes in the same order. A mesh over some of the ranks is "
+    said = f"{who} as mesh {number} of the program: they differ in {field}."
+    lines = [f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}" for party in parties]
+    advice = (
+        "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
         "DeviceMesh(device_type, array_of_ranks), which only those need."
     )
-    return Verdict("mesh", odd, field, tuple(Seen(one.rank, one.text, one.place) for one in seen), "\n".join(lines))
+    return Verdict("mesh", odd, field, tuple(Seen(one.rank, one.text, one.place) for one in seen), composed(said, advice, lines))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from .judge import connected, minority, worst_correspondent
 from .page import H
-from .report import left_the_order, numbers_drawn
+from .report import OTHER_VALUES, RULE, left_the_order, numbers_drawn
 from .seat import unlike
-from .verdict import Seen, Verdict, ranks_text
+from .verdict import Seen, Verdict, composed, ranks_text
 
 if TYPE_CHECKING:
     from ..meeting import Call
@@ -35,15 +35,17 @@ def different_collectives(
     who: dict[str, list[int]] = {}
     for rank, call, place in zip(ranks, calls, places, strict=True):
         who.setdefault(f"{call}{at(place)}", []).append(rank)
-    lines = [f"{problem} in the group of ranks {short(ranks)}:", *(f"  ranks {members} call {text}" for text, members in who.items())]
+    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
     seen = tuple(Seen(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
-    numbers = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) if _field(calls) == "lineage" else []
-    text = "\n".join(lines + numbers + _blame(blamed))
+    advice = RULE
+    if _field(calls) == "lineage":
+        advice = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
+    text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
     return CollectiveMismatchError(text, Verdict("mismatch", blamed, _field(calls), seen, text))
 
 
-def _blame(blamed: Sequence[int]) -> list[str]:
-    return [f"The odd one: {ranks_text(blamed)}."] if blamed else []
+def _blame(blamed: Sequence[int]) -> str:
+    return f"; the odd one: {ranks_text(blamed)}" if blamed else ""
 
 
 def _fields(call: Call) -> list[object]:
@@ -107,14 +109,11 @@ def _alike(one: Call, other: Call) -> bool:
 def no_rank_can_go_on(waits: Sequence[Wait], finished: Sequence[int]) -> DeadlockError:
     """Every rank waits, or has finished."""
     blamed = _who_keeps_waiting(waits, set(finished))
-    lines = ["no simulated rank can go on:"]
-    for rank, call, ranks, missing, place in waits:
-        lines.append(f"  rank {rank} waits in {call} over ranks {short(ranks)} for ranks {missing}{at(place)}")
+    lines = [f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}" for w in waits]
     if finished:
         lines.append(f"  ranks {list(finished)} have finished")
-    lines += ["Every rank of a group must call the same collectives in the same order.", *_blame(blamed)]
     seen = tuple(Seen(w.rank, str(w.call), w.place or "") for w in waits) + tuple(Seen(r, "has finished", "") for r in finished)
-    text = "\n".join(lines)
+    text = composed(f"no simulated rank can go on{_blame(blamed)}.", RULE, lines)
     return DeadlockError(text, Verdict("deadlock", blamed, "order", seen, text))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from ..errors import (
@@ -15,6 +16,8 @@ from ..errors import (
     StallError,
     WatchError,
 )
+
+_COLUMNS = 120
 
 # kind -> the error that ranks raise
 ERRORS: dict[str, type[WatchError]] = {
@@ -56,7 +59,7 @@ class Verdict:
             "lineage", "source", "route", "splits"; of
             meshes "shape", "axis names", "rank order" or "device type"; "" where nothing does.
         seen: what each rank did, the blamed ones first.
-        text: all of it, for people; what the error says.
+        text: all of it, for people; what the error says: see `composed`.
     """
 
     kind: str
@@ -77,6 +80,22 @@ class Verdict:
         found = json.loads(text)
         seen = tuple(Seen(**one) for one in found["seen"])
         return Verdict(found["kind"], tuple(found["ranks"]), found["field"], seen, found["text"])
+
+
+def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
+    """The text of a verdict, in 120 columns: who did what, what to do about it, then what each rank did."""
+    return "\n".join(part for line in (said, advice, *lines) for part in _wrapped(line))
+
+
+def _wrapped(line: str) -> list[str]:
+    """The line in pieces that fit; a piece of a stack or a traceback stays as it is."""
+    if len(line) <= _COLUMNS or line.lstrip().startswith("|"):
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    call, at, place = line.rpartition(" at ")
+    whole = f"{call} at\0{place}" if at else line  # a place is found by its "at"
+    pieces = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [piece.replace("\0", " ") for piece in pieces]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

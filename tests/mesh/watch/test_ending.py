@@ -70,8 +70,8 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
     ended = forked(programs.dies_in_a_raw_collective, 4)
     assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
     for rank in (0, 1, 3):
-        last = ended[rank].output.rpartition("rank 2 died:")[2]
-        assert last.count("\n") == 2, ended[rank].output
+        last = ended[rank].output.rpartition("rank 2 died.")[2]
+        assert last.count("\n") == 3, ended[rank].output
         assert f"rank {rank} raised" not in ended[rank].output
 
 
