@@ -62,7 +62,7 @@ def mismatch(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int,
         else f"{ranks_text(rest)} called different collectives, none of them more often than the others"
     )
     late = [m.rank for m in found if m.came is False]
-    said = f"{said} as number {sequence} of the group {group_text(seat)}: the {_NAMED[field]} differs."
+    said = f"{said} as number {sequence} of {group_text(seat)}: the {_NAMED[field]} differs."
     lines = _table(seen, odd)
     if late:
         lines.append(f"  {ranks_text(late)}: not there yet")
@@ -138,13 +138,13 @@ def _how_they_went(gone: Sequence[Member]) -> str:
 def lost(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member]) -> Verdict:
     ranks, said = tuple(m.rank for m in gone), _how_they_went(gone)
     waiting = [rank for rank in _waiting(found) if rank not in ranks] or _waiting(found)
-    said = f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}."
+    said = f"{ranks_text(ranks)} {said}, while {_wait(waiting)} in number {sequence} of {group_text(seat)}."
     return _absent("lost", ranks, said, _LOST, found, gone)
 
 
 def left(seat: Seat, sequence: int, found: Sequence[Member], gone: Sequence[Member], blamed: tuple[int, ...]) -> Verdict:
     ranks, waiting = [m.rank for m in gone], _waiting(found)
-    said = f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of the group {group_text(seat)}"
+    said = f"{ranks_text(ranks)} ended the program while {_wait(waiting)} in number {sequence} of {group_text(seat)}"
     if blamed == tuple(waiting):
         said = f"{ranks_text(waiting)} called a collective that {ranks_text(ranks)} never called: the program has ended there"
     return _absent("left", blamed, f"{said}.", _LEFT, found, gone)
@@ -222,7 +222,7 @@ def _unfit(field: str, seat: Seat, sequence: int, odd: tuple[int, ...], texts: M
     seen = [_seen(m.rank, m.record) for m in texts]
     seen = _blamed_first([Seen(s.rank, f"{s.call} {text}", s.place) for s, text in zip(seen, texts.values(), strict=True)], odd)
     who = f": {ranks_text(odd)} differs from the others" if odd else ""
-    said = f"messages between the ranks of the group {group_text(seat)}, number {sequence}, do not fit{who}."
+    said = f"messages between the ranks of {group_text(seat)}, number {sequence}, do not fit{who}."
     return Verdict("mismatch", odd, field, tuple(seen), composed(said, _MESSAGES, _table(seen, odd)))
 
 
