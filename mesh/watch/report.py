@@ -195,6 +195,14 @@ def wrong_splits(
     return _unfit("splits", seat, sequence, odd, texts)
 
 
+def too_large(seat: Seat, sequence: int, found: Sequence[Member]) -> Verdict:
+    """A message for which its receiver has too little room."""
+    seen = [_seen(m.rank, m.record) for m in found]
+    size = [f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected" for m in found if m.record is not None]
+    lines = [f"number {sequence} of the {group_text(seat)} does not fit: {', '.join(size)}", *_table(seen)]
+    return Verdict("mismatch", (), "shape", tuple(seen), "\n".join([*lines, "A receiver must have room for what is sent."]))
+
+
 def _unfit(field: str, seat: Seat, sequence: int, odd: tuple[int, ...], texts: Mapping[Member, str]) -> Verdict:
     seen = [_seen(m.rank, m.record) for m in texts]
     seen = _blamed_first([Seen(s.rank, f"{s.call} {text}", s.place) for s, text in zip(seen, texts.values(), strict=True)], odd)

@@ -1,0 +1,278 @@
+"""The program's own calls of torch.distributed, written down and compared like the library's.
+
+    dist.all_reduce(x)   FSDP2   object collectives   batch_isend_irecv      Python calls a method of ProcessGroup      wrapped here
+    DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see torch_inner.py
+    work.wait()                                                              Python calls the method of Work            wrapped here
+
+All that torch.distributed does in Python comes through some twenty methods of one class: `dist.all_reduce(x, group=g)` is
+`g.allreduce([x], options)`. They are wrapped while a mesh over all ranks is watched. That is at the same place in the program of all ranks, so
+that calls have the same numbers. The library's own groups are let through, as is a group of one rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from . import torch_inner
+from .page import H
+from .settings import settings
+from .torch_describe import DESCRIBE, Describe
+from .torch_message import MessageSeat
+from .torch_seat import TorchSeat
+
+if TYPE_CHECKING:
+    from .watch import Watch
+
+OWN_PREFIX = "shardmesh_"  # of the names of the library's groups
+_MOST_PENDING = 4096
+_settings = settings()
+_ref = weakref.ref
+_IN_TIME = timedelta(milliseconds=200)  # for torch to say who is missing, after the time is over
+
+_installed: _Installed | None = None
+# A work's id -> (the work, by a reference; seat; sequence number; number of the record), until somebody waits for it
+_pending: dict[int, tuple[Callable[[], Any], TorchSeat, int, int]] = {}
+_ours = threading.local()
+
+
+def watch_calls(watch: Watch | None) -> None:
+    """From now on what the program calls on torch's groups is watched, until the watch ends; nothing if the setting says so."""
+    if watch is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
+        return
+    if _installed is None or _installed.watch is not watch:
+        stop()
+        _install(watch)
+
+
+def stop(watch: Watch | None = None) -> None:
+    """Leaves torch as it was; of this watch, or whichever there is."""
+    global _installed
+    if _installed is not None and (watch is None or _installed.watch is watch):
+        _installed.undo()
+        _installed = None
+        _pending.clear()
+
+
+@contextmanager
+def our_own() -> Iterator[None]:
+    """What is called inside, on a group that the program shares with the library, is the library's, which has noted it down."""
+    before = getattr(_ours, "on", False)
+    _ours.on = True
+    try:
+        yield
+    finally:
+        _ours.on = before
+
+
+class _Installed:
+    """What is wrapped, and the seats.
+
+    Attributes:
+        seats: id of one of torch's groups -> (the group, by a weak reference; its seat, None where it is not watched).
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.seats: dict[int, tuple[Callable[[], Any], TorchSeat | None]] = {}
+        self._channels: dict[tuple[int, int, int, int], MessageSeat] = {}
+        self._undo: list[tuple[Any, str, Any, Any]] = []
+        self._lock = threading.Lock()
+
+    def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Puts `make(what is there)` into its place; nothing where torch has no such thing."""
+        before = getattr(owner, name, None)
+        if before is not None:
+            made = make(before)
+            self._undo.append((owner, name, before, made))
+            setattr(owner, name, made)
+
+    def undo(self) -> None:
+        for owner, name, before, made in reversed(self._undo):
+            if getattr(owner, name, None) is made:  # else somebody else has wrapped it since
+                setattr(owner, name, before)
+        torch_inner.forget()
+
+    def new_seat(self, handle: Any) -> TorchSeat | None:
+        with self._lock:
+            ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, ()))
+            name = distributed_c10d._world.pg_names.get(handle, OWN_PREFIX)
+            is_known = len(ranks) > 1 and self.watch.board.rank in ranks and not name.startswith(OWN_PREFIX)
+            seat = TorchSeat(handle, ranks, self.watch) if is_known else None
+            if seat is not None:
+                self.watch.seats.append(seat)
+            self.seats[id(handle)] = _ref(handle), seat
+            return seat
+
+    def channel(self, handle: Any, seat: TorchSeat, is_sending: bool, peer: int, tag: int) -> MessageSeat:
+        mine, other = seat.world.rank, seat.group.ranks[peer]
+        src, dst = (mine, other) if is_sending else (other, mine)
+        key = id(seat), src, dst, tag
+        found = self._channels.get(key)
+        if found is None:
+            with self._lock:
+                found = self._channels[key] = MessageSeat(handle, seat.label, src, dst, tag, self.watch)
+                self.watch.seats.append(found)
+        return found
+
+
+def _install(watch: Watch) -> None:
+    global _installed
+    made = _installed = _Installed(watch)
+    for name, describe in DESCRIBE.items():
+        made.put(dist.ProcessGroup, name, lambda original, describe=describe: _collective(original, describe))
+    made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
+    made.put(dist.ProcessGroup, "send", lambda original: _message(original, "send"))
+    made.put(dist.ProcessGroup, "recv", lambda original: _message(original, "recv"))
+    made.put(dist.ProcessGroup, "recv_anysource", _from_anywhere)
+    made.put(dist.Work, "wait", _wait)
+    made.put(dist.Work, "get_future", _get_future)
+    torch_inner.install(made.put, _seat_of)
+
+
+def _seat_of(handle: Any) -> TorchSeat | None:
+    """The seat in a group; None where its calls are not watched."""
+    here = _installed
+    if here is None or _settings.mode == "off":
+        return None
+    known = here.seats.get(id(handle))
+    seat = known[1] if known is not None and known[0]() is handle else here.new_seat(handle)
+    return None if seat is None or getattr(_ours, "on", False) else seat
+
+
+def _collective(original: Callable[..., Any], describe: Describe) -> Callable[..., Any]:
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        seat = _seat_of(group)
+        if seat is None:
+            return original(group, *args, **kwargs)
+        called = describe(seat.group.size, *args, **kwargs)
+        sequence = seat.called
+        number = seat.enter(*called[:6])
+        if called[6] is not None:
+            seat.show_splits(number, *called[6])
+        return _started(seat, sequence, number, original, group, args, kwargs)
+
+    return call
+
+
+def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+    """Starts what torch has to do, and notes down that it is under way."""
+    try:
+        work = original(group, *args, **kwargs)
+    except (ValueError, TypeError, NotImplementedError):
+        seat.take_back(sequence, number)
+        raise
+    except RuntimeError as error:
+        _explain(seat, sequence, error)
+        raise
+    if work is None:
+        seat.end(sequence, number)
+        return work
+    reference = _ref(work)
+    seat.begin(sequence, reference)
+    _pending[id(work)] = reference, seat, sequence, number
+    if len(_pending) > _MOST_PENDING:
+        _forget_dropped()
+    return work
+
+
+def _explain(seat: TorchSeat, sequence: int, error: RuntimeError) -> None:
+    """Raises: WatchError where another rank is the reason."""
+    if seat.watch is not None and seat.on_cpu:
+        seat.mark(error, sequence)
+        seat.watch.explain(seat, sequence, error)
+
+
+def _forget_dropped() -> None:
+    for key, (reference, *_) in list(_pending.items()):
+        if reference() is None:
+            _pending.pop(key, None)
+
+
+def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = _pending.pop(id(work), None)
+        if entry is None:
+            return original(work, *args, **kwargs)
+        reference, seat, sequence, number = entry
+        if reference() is not work:
+            return original(work, *args, **kwargs)
+        timeout = args[0] if args else kwargs.get("timeout")
+        seat.begin(sequence)
+        try:
+            return seat.wait(sequence, work, timeout or None, original)
+        except RuntimeError as error:
+            seat.mark(error, sequence)
+            raise
+        finally:
+            seat.end(sequence, number)
+
+    return wait
+
+
+def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Who takes the future may drop the work, and it is under way all the same."""
+
+    def get_future(work: Any) -> Any:
+        entry = _pending.pop(id(work), None)
+        if entry is not None and entry[0]() is work:
+            _, seat, sequence, number = entry
+            seat.begin(sequence, lambda: work)
+            _pending[id(work)] = (lambda: work), seat, sequence, number
+        return original(work)
+
+    return get_future
+
+
+def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    """It blocks without looking up: so first all ranks must have come, or its time must be over."""
+
+    def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        seat = _seat_of(group)
+        if seat is None:
+            return original(group, timeout, wait_all_ranks)
+        sequence = seat.called
+        number = seat.enter("monitored_barrier", "", "", -1, 0, 0)
+        seat.begin(sequence)
+        try:
+            limit = timeout if timeout else timedelta(microseconds=seat.timeout_ns / 1000)
+            return original(group, timeout if seat.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
+        except RuntimeError as error:
+            seat.mark(error, sequence)
+            raise
+        finally:
+            seat.end(sequence, number)
+
+    return monitored_barrier
+
+
+def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
+    def call(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
+        seat, here = _seat_of(group), _installed
+        if seat is None or here is None or not 0 <= peer < seat.group.size:
+            return original(group, tensors, peer, tag)
+        channel = here.channel(group, seat, op == "send", peer, tag)
+        x = tensors[0]
+        sent, received = (x.nbytes, 0) if op == "send" else (0, x.nbytes)
+        sequence = channel.called
+        number = channel.enter(op, f"{'to' if op == 'send' else 'from'} rank {channel.peer}", x.dtype, x.numel(), sent, received)
+        return _started(channel, sequence, number, original, group, (tensors, peer, tag), {})
+
+    return call
+
+
+def _from_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recv_anysource(group: Any, *args: Any, **kwargs: Any) -> Any:
+        here = _installed
+        if here is not None:
+            here.watch.page.words[H.UNMATCHED] = 1
+        return original(group, *args, **kwargs)
+
+    return recv_anysource

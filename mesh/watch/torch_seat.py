@@ -1,0 +1,160 @@
+"""A seat in one of torch's process groups, for the collectives that the program calls there itself.
+
+Nothing waits here before torch has started what was called, not even the first call of a group: programs may start something asynchronous
+in one group while another group's calls are still to come, and rank 0 may have scattered long before the others ask for their parts.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from . import judge
+from .page import stable_hash
+from .seat import NO_GROUP, SLOT_WORDS, SLOTS, Seat, row_of
+
+if TYPE_CHECKING:
+    from .board import Board
+    from .watch import Watch
+
+WORLD_LABEL = "torch's default group"
+_CPU = torch.device("cpu")
+_SOON = timedelta(seconds=1)  # for torch to say by itself what its time has run out for
+_LAST = SLOTS - 1
+_NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the seat, and the number of the call
+
+
+class TorchSeat(Seat):
+    """One rank's seat in one of torch's groups.
+
+    Attributes:
+        label: what the group is called in messages.
+        on_cpu: whether its calls can be waited for in slices: gloo's, which the host waits for.
+        timeout_ns: torch's own, of the group.
+    """
+
+    __slots__ = ("_under_way", "label", "on_cpu", "timeout_ns")
+    assembles = False
+
+    def __init__(self, handle: Any, ranks: tuple[int, ...], watch: Watch) -> None:
+        super().__init__(_stand_in(ranks, watch), watch.page, watch)
+        name = distributed_c10d._world.pg_names.get(handle, "")
+        self.key = stable_hash(f"torch {name} {ranks}")
+        self.label = WORLD_LABEL if handle is dist.group.WORLD else f"torch's group {name}"
+        self.on_cpu = all(handle._get_backend(device).name() == "gloo" for device in handle._device_types)
+        self.timeout_ns = _timeout_ns(handle)
+        # (sequence number, torch's work, by a weak reference) of the last calls; None for one that is being waited for
+        self._under_way: list[tuple[int, Callable[[], Any] | None]] = [(-1, None)] * SLOTS
+
+    # -- a call --------------------------------------------------------------------------------------------------------
+
+    def begin(self, sequence: int, work: Callable[[], Any] | None = None) -> None:
+        """The call is under way: until this work is completed, or, without one, until `end`."""
+        self._under_way[sequence & _LAST] = sequence, work
+
+    def end(self, sequence: int, number: int) -> None:
+        self._under_way[sequence & _LAST] = -1, None
+        self.leave(number)
+
+    def take_back(self, sequence: int, number: int) -> None:
+        """Torch has refused the call, on this rank alone or on all: it does not count."""
+        self.end(sequence, number)
+        self.called = sequence
+        if self.row is not None:
+            self.words[self._slot(sequence)] = 0
+
+    def is_open(self, sequence: int) -> bool:
+        """Whether this rank's part in the call is not over: one that has broadcast need not wait for those who receive."""
+        latest, work = self._under_way[sequence & _LAST]
+        if latest != sequence:
+            return False
+        if work is None:
+            return True
+        found = work()
+        if found is not None and not found.is_completed():
+            return True
+        if self.row is not None:
+            self.end(sequence, self.words[self._slot(sequence) + 2])
+        return False
+
+    def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
+        """Waits for torch's work, looking up now and then.
+
+        Args:
+            plainly: torch's own way to wait.
+
+        Raises: WatchError for what it sees; torch's error where nothing explains it.
+        """
+        watch = self.watch
+        if watch is None or not self.on_cpu:
+            return plainly(work) if timeout is None else plainly(work, timeout)
+        if timeout is not None:
+            watch.wait_until(self, sequence, work.is_completed, timeout.total_seconds() * 1e9)
+            return plainly(work, _SOON)
+        watch.wait(self, sequence, work)
+        return True
+
+    def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
+        """Waits for all ranks to come to the call; whether they have, in this time. Raises: WatchError."""
+        watch = self.watch
+        return watch is None or watch.wait_until(
+            self, sequence, lambda: judge.have_all_come(judge.members(watch, self, sequence)), timeout.total_seconds() * 1e9
+        )
+
+    def mark(self, error: BaseException, sequence: int) -> None:
+        """Notes on an error of torch's whether others had not come, as where torch's own time has run out."""
+        if self.watch is not None and any(m.came is False for m in judge.members(self.watch, self, sequence)):
+            error.__dict__[_NOT_COME] = self, sequence
+
+    # -- the row -------------------------------------------------------------------------------------------------------
+
+    def meet_neighbours(self, board: Board) -> None:
+        """Also compares: of those who came before, nothing was known yet when this call was."""
+        super().meet_neighbours(board)
+        watch = self.watch
+        if watch is not None and not judge.agree(judge.members(watch, self, self.called - 1)):
+            watch.look(self)
+
+    def _sit_down(self) -> None:
+        number = self._find_row()
+        if number is None:
+            self._tag = NO_GROUP << 48
+        else:
+            self.number, self._tag, self.row = number, number << 48, row_of(number)
+
+    def _find_row(self) -> int | None:
+        return self.page.add_group(self.key, f"{self.label}\t{','.join(map(str, self.group.ranks))}")
+
+    def _slot(self, sequence: int) -> int:
+        assert self.row is not None
+        return self.row + (sequence & _LAST) * SLOT_WORDS
+
+
+def not_come(error: BaseException | None) -> tuple[TorchSeat, int] | None:
+    """The call of torch's that has run out of time, from which this error or one of its causes comes; None where none has."""
+    while error is not None:
+        if _NOT_COME in error.__dict__:
+            return error.__dict__[_NOT_COME]
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _stand_in(ranks: Sequence[int], watch: Watch) -> Any:
+    """What a seat wants to know of a group and its world."""
+    world = SimpleNamespace(rank=watch.board.rank, epoch=0, carried=SimpleNamespace(note=None, lineage=0))
+    return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
+
+
+def _timeout_ns(handle: Any) -> int:
+    try:
+        return int(handle._get_backend(_CPU).options._timeout.total_seconds() * 1e9)
+    except (RuntimeError, AttributeError):
+        return int(dist.distributed_c10d.default_pg_timeout.total_seconds() * 1e9)
