@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .board import Board, is_local, is_stopped
+from .history import MESSAGES, left_the_order
 from .page import H, Page, Record, State
 from .settings import monotonic_ns
 from .verdict import Seen, Verdict, ranks_text
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 # The fields of a record's call, in their order; "where" is the source of a broadcast or the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
 _FROZEN_NS = 2_000_000_000  # a process whose watchdog thread has not moved for so long
-_HISTORY = 1000  # so many collectives are looked through for where ranks parted
+_EACH_MESSAGE = "What a rank sends another must receive, and all must call the collectives of different groups in one order."
 _RULE = "Every rank of a group must call the same collectives in the same order."
 
 
@@ -153,33 +154,11 @@ def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
         for rank, record in stuck
     ]
     seen = _blamed_first(seen, blamed)
-    lines = ["ranks wait for each other in different groups, for ever:", *_table(seen, blamed)]
-    lines.append("Ranks must call the collectives of different axes in one order.")
+    who = f"; {ranks_text(blamed)} left the order of the others" if blamed else ""
+    lines = [f"ranks wait for each other in different groups, for ever{who}:", *_table(seen, blamed)]
+    is_message = any(fields_of(record.call)[0] in MESSAGES for _, record in stuck)
+    lines.append(_EACH_MESSAGE if is_message else "Ranks must call the collectives of different axes in one order.")
     return Verdict("deadlock", blamed, "order", tuple(seen), "\n".join(lines))
-
-
-def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple[int, ...]:
-    """Who is odd at the first collective at which the ranks' histories differ in operation or axes.
-
-    Args:
-        stuck: the number of the record in which a rank waits. A difference that lies further back is none of this deadlock's:
-            ranks that do not run the same program have always differed.
-    """
-    from .judge import minority, parties_by
-
-    count = min(page.words[H.RECORDS] for page in pages.values())
-    first = max(0, max(page.words[H.RECORDS] for page in pages.values()) - _HISTORY)
-    for number in range(first, count):
-        called = {rank: _step_of(page, number) for rank, page in pages.items()}
-        if len(set(called.values())) > 1:
-            blamed = minority(parties_by(called, lambda rank: called[rank]))  # noqa: B023
-            return blamed if all(number >= stuck.get(rank, number) - 1 for rank in blamed) else ()
-    return ()
-
-
-def _step_of(page: Page, number: int) -> tuple[str, str]:
-    record = page.record(number)
-    return ("", "") if record is None else (fields_of(record.call)[0], page.group_text(record.group).partition("\t")[0])
 
 
 def wrong_route(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int, ...]) -> Verdict:

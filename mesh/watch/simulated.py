@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
 from .judge import connected, minority
 from .page import H
-from .report import left_the_order
+from .history import left_the_order
 from .seat import unlike
 from .verdict import Seen, Verdict, ranks_text
 

@@ -19,7 +19,6 @@ from .torch_seat import _SOON, TorchSeat
 if TYPE_CHECKING:
     from .watch import Watch
 
-MESSAGES = ("send", "recv")
 _MOST_CHANNELS = 128  # so many have a place in the page, where the library's groups need some, too
 _ALIKE = 3  # the fingerprint of all messages: a receiver may give a larger buffer, of another dtype
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from . import judge
+from .history import TORCHS_DEFAULT
 from .page import stable_hash
 from .seat import NO_GROUP, SLOT_WORDS, SLOTS, Seat, row_of
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .board import Board
     from .watch import Watch
 
-WORLD_LABEL = "torch's default group"
 _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to say by itself what its time has run out for
 _LAST = SLOTS - 1
@@ -48,7 +48,7 @@ class TorchSeat(Seat):
         super().__init__(_stand_in(ranks, watch), watch.page, watch)
         name = distributed_c10d._world.pg_names.get(handle, "")
         self.key = stable_hash(f"torch {name} {ranks}")
-        self.label = WORLD_LABEL if handle is dist.group.WORLD else f"torch's group {name}"
+        self.label = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
         self.on_cpu = all(handle._get_backend(device).name() == "gloo" for device in handle._device_types)
         self.timeout_ns = _timeout_ns(handle)
         # (sequence number, torch's work, by a weak reference) of the last calls; None for one that is being waited for
