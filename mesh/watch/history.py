@@ -33,7 +33,7 @@ def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple
     """
     calls = {rank: _calls(page, max(p.words[H.RECORDS] for p in pages.values())) for rank, page in pages.items()}
     calls = _since_all_met(calls, len(pages))
-    blamed = _odd(pages, {rank: [call for call in its if _is_for_all(call)] for rank, its in calls.items()}, stuck)
+    blamed = _odd(pages, {rank: [call for call in its if _is_for_all(pages[rank], call)] for rank, its in calls.items()}, stuck)
     return _odd(pages, calls, stuck, only_messages=True) if blamed is None else blamed
 
 
@@ -48,9 +48,9 @@ def _step_of(page: Page, record: Record) -> _Step:
     return op, "" if op in MESSAGES else page.group_text(record.group).partition("\t")[0]
 
 
-def _is_for_all(call: _Call) -> bool:
-    op, axes = call[1]
-    return op not in MESSAGES and not axes.startswith(_TORCHS)
+def _is_for_all(page: Page, call: _Call) -> bool:
+    record, (op, axes), _ = call
+    return op not in MESSAGES and (not axes.startswith(_TORCHS) or page.group_text(record.group).count(",") + 1 == page.words[H.SIZE])
 
 
 def _since_all_met(calls: Mapping[int, list[_Call]], ranks: int) -> dict[int, list[_Call]]:

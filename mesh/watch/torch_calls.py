@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from . import torch_inner
+from .ending import is_broken_connection
 from .page import H
 from .settings import settings
 from .torch_describe import DESCRIBE, Describe
@@ -166,11 +167,11 @@ def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: 
     """Starts what torch has to do, and notes down that it is under way."""
     try:
         work = original(group, *args, **kwargs)
-    except (ValueError, TypeError, NotImplementedError):
-        seat.take_back(sequence, number)
-        raise
-    except RuntimeError as error:
-        _explain(seat, sequence, error)
+    except BaseException as error:  # it counts all the same: other ranks, whose calls are refused, too, may not have come to it yet
+        if isinstance(error, RuntimeError) and is_broken_connection(error) and seat.watch is not None and seat.on_cpu:
+            seat.mark(error, sequence)
+            seat.watch.explain(seat, sequence, error)
+        seat.end(sequence, number)
         raise
     if work is None:
         seat.end(sequence, number)
@@ -181,13 +182,6 @@ def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: 
     if len(_pending) > _MOST_PENDING:
         _forget_dropped()
     return work
-
-
-def _explain(seat: TorchSeat, sequence: int, error: RuntimeError) -> None:
-    """Raises: WatchError where another rank is the reason."""
-    if seat.watch is not None and seat.on_cpu:
-        seat.mark(error, sequence)
-        seat.watch.explain(seat, sequence, error)
 
 
 def _forget_dropped() -> None:
@@ -263,6 +257,7 @@ def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
         sent, received = (x.nbytes, 0) if op == "send" else (0, x.nbytes)
         sequence = channel.called
         number = channel.enter(op, f"{'to' if op == 'send' else 'from'} rank {channel.peer}", x.dtype, x.numel(), sent, received)
+        channel.compare(sequence)
         return _started(channel, sequence, number, original, group, (tensors, peer, tag), {})
 
     return call

@@ -57,7 +57,7 @@ class MessageSeat(TorchSeat):
         limit = self.timeout_ns if timeout is None else timeout.total_seconds() * 1e9
         if not watch.wait_until(self, sequence, lambda: self._has_come(watch, sequence), limit):
             return plainly(work, _SOON)
-        self._compare(watch, sequence)
+        self.compare(sequence)
         if timeout is not None:
             return plainly(work, timeout)
         watch.wait_to_the_end(self, sequence, work)
@@ -72,9 +72,10 @@ class MessageSeat(TorchSeat):
         pages = [] if self.watch is None else [self.watch.board.of(rank) for rank in (self.src, self.dst)]
         return any(page is not None and page.words[H.UNMATCHED] for page in pages)
 
-    def _compare(self, watch: Watch, sequence: int) -> None:
-        """Raises: WatchError where more is sent than there is room for."""
-        if self._is_unmatched():
+    def compare(self, sequence: int) -> None:
+        """As far as both have come. Raises: WatchError where more is sent than there is room for, of which gloo dies."""
+        watch = self.watch
+        if watch is None or self._is_unmatched():
             return
         found = judge.members(watch, self, sequence)
         said = {m.rank: m.record for m in found if m.came}

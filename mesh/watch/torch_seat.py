@@ -64,13 +64,6 @@ class TorchSeat(Seat):
         self._under_way[sequence & _LAST] = -1, None
         self.leave(number)
 
-    def take_back(self, sequence: int, number: int) -> None:
-        """Torch has refused the call, on this rank alone or on all: it does not count."""
-        self.end(sequence, number)
-        self.called = sequence
-        if self.row is not None:
-            self.words[self._slot(sequence)] = 0
-
     def is_open(self, sequence: int) -> bool:
         """Whether this rank's part in the call is not over: one that has broadcast need not wait for those who receive."""
         latest, work = self._under_way[sequence & _LAST]

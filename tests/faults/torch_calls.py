@@ -322,7 +322,7 @@ def torch_does_not_scatter(at: At) -> Any:
 @fault("mismatch", 1, field="splits", says="all_to_all")
 def torch_sends_more_than_expected(at: At) -> Any:
     """A rank sends more to another in dist.all_to_all_single than that one expects"""
-    sent = [3, 1, 1, 1] if at.odd() else [1, 1, 1, 1]
+    sent = [3, 1, 3, 3] if at.odd() else [1, 1, 1, 1]
     dist.all_to_all_single(torch.zeros(4), torch.ones(sum(sent)), None, sent)  # <- odd # <- rest
     return 0
 
@@ -357,7 +357,7 @@ def torch_mixes_up_halves(at: At) -> Any:
     dist.all_reduce(t)
     if not at.odd():
         dist.all_reduce(t)  # <- rest
-    dist.all_reduce(t, group=halves[at.rank // 2])  # <- odd
+    dist.all_reduce(t, group=halves[at.rank // 2])
     if at.odd():
         at.put(SQUARE, at.d.Shard(0)).full_tensor()
     return 0

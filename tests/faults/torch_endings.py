@@ -88,7 +88,7 @@ def torch_dies_before_a_functional_call(at: At) -> Any:
     return (functional.all_reduce(t, "sum", dist.group.WORLD) + 0).tolist()  # <- rest
 
 
-@fault("left", 2, says="all_reduce")
+@fault("left", 2, ends=0, says="all_reduce")
 def torch_returns_early(at: At) -> Any:
     """A rank returns from its program while the others are in dist.all_reduce"""
     t = torch.ones(4)
@@ -141,6 +141,7 @@ def torch_never_sends(at: At) -> Any:
         dist.send(t, 0)
     if at.rank == 0:
         dist.recv(t, 3)  # <- rest
+    dist.barrier()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -32,7 +33,7 @@ def torch_passes_what_it_may(at: At) -> Any:
     dist.reduce(t, dst=2)
     sent, expected = [at.rank + 1] * 4, [1, 2, 3, 4]
     dist.all_to_all_single(torch.zeros(10), torch.ones(sum(sent)), expected, sent)
-    dist.all_to_all([torch.zeros(n) for n in expected], [torch.ones(at.rank + 1) for _ in range(4)])
+    dist.all_to_all([torch.zeros(2) for _ in range(4)], [torch.ones(2) for _ in range(4)])
     return len(found[3])
 
 
@@ -122,14 +123,12 @@ def torch_finishes_early(at: At) -> Any:
 
 @healthy()
 def torch_refuses_a_call(at: At) -> Any:
-    """Torch refuses a call on one rank, which goes on"""
-    t = torch.ones(4)
-    if at.rank == 1:
-        for wrong in (lambda: dist.all_reduce(torch.ones(4, 4).t()[1:]), lambda: dist.broadcast(t, src=9)):
-            try:
-                wrong()
-            except (ValueError, RuntimeError) as error:
-                print(error)
+    """Torch refuses calls, and the program goes on"""
+    for _ in range(20):
+        with contextlib.suppress(ValueError, RuntimeError):
+            dist.all_reduce(torch.ones(4, 4).t())
+        with contextlib.suppress(ValueError, RuntimeError):
+            dist.broadcast(torch.ones(4), src=9)
     dist.barrier()
     return 0
 
@@ -151,7 +150,7 @@ def ddp_and_fsdp(at: At) -> Any:
     x = at.put(SQUARE, at.d.Shard(0))
     for model, optimizer in (ddp(), ddp(find_unused_parameters=True), fsdp()):
         for n, batch in enumerate(BATCHES):
-            step(model, optimizer, batch * at.rank, skip=n == 1 and not isinstance(model, torch.distributed.fsdp.FSDPModule) and False)
+            step(model, optimizer, batch * (at.rank + n))
             x.full_tensor()
     return x.sum().full_tensor().item()
 
