@@ -169,9 +169,14 @@ class Board:
             return
         with contextlib.suppress(OSError):  # the folder is gone already
             pages = [page for path in self.folder.glob("rank*.page") if (page := open_page(path)) is not None and is_near(page)]
-            have_all_come = len(pages) >= int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-            if have_all_come and all(page.words[H.STATE] != State.RUNNING for page in pages):
+            if len(pages) >= ranks_here(self.size) and all(page.words[H.STATE] != State.RUNNING for page in pages):
                 shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def ranks_here(size: int) -> int:
+    """Return how many ranks of a job of this size are on this host, as the launcher says; all where none says it."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else size
 
 
 def open_page(path: Path) -> Page | None:

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import WatchError
 from ..source import frame_of_thread
-from .board import is_dead, is_local, is_stopped
+from .board import Alarm, is_dead, is_local, process_state
 from .page import H, Page, State
 from .settings import monotonic_ns, settings
 
@@ -194,7 +194,8 @@ def _on_exit() -> None:
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
         for watch in here:
-            _end_others(watch)
+            if watch.alarm[0] == Alarm.VERDICT:
+                _end_others(watch)
     for watch in here:
         watch.close(State.ENDED)
 
@@ -219,9 +220,12 @@ def _end_others(watch: Watch) -> None:
 
 def _is_stuck(page: Page) -> bool:
     words = page.words
-    if not words[H.EXIT_S] or words[H.STATE] not in (State.RUNNING, State.RAISED) or not is_local(page) or is_dead(page):
+    if not words[H.EXIT_S] or words[H.PAUSED] or words[H.STATE] not in (State.RUNNING, State.RAISED) or not is_local(page):
         return False
-    return is_stopped(page) or not words[H.AWARE]
+    found = process_state(words[H.PID])
+    if found is None or found[0] in "ZXt" or found[1] != words[H.BORN]:  # it has ended, or a debugger has it
+        return False
+    return found[0] == "T" or not words[H.AWARE]
 
 
 class _LastWord:

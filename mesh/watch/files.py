@@ -81,15 +81,17 @@ def make_file(path: Path, size: int) -> Path:
 
     Raises: OSError where there is no room, or the folder cannot be written to.
     """
-    with path.open("ab") as file:  # never shorter than it was: another rank may have it mapped
-        missing = size - file.tell()
-        if missing <= 0:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # never shorter than it was: another rank may have it mapped
+    try:
+        there = os.fstat(file).st_size
+        if there >= size:
             return path
-        allocate = getattr(os, "posix_fallocate", None)
-        if allocate is not None:
-            allocate(file.fileno(), 0, size)
-        else:  # not on Linux
-            file.write(bytes(missing))
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+        else:  # on macOS
+            os.pwrite(file, bytes(size - there), there)
+    finally:
+        os.close(file)
     return path
 
 

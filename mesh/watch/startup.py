@@ -83,11 +83,11 @@ def tell_of_early_errors() -> None:
         return
     if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # what a rank starts inherits its RANK, and is none
         return
-    before = sys.excepthook
+    before, rank_process = sys.excepthook, os.getpid()
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         before(kind, error, where)
-        if not next(_starts) and not dist.is_initialized():
+        if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
             told(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
 
     sys.excepthook = tell

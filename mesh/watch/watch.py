@@ -27,7 +27,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..errors import WatchError
 from . import ending, judge, report, torch_calls
 from .agreement import Agreement, say
-from .board import ALARM_BYTES, Alarm, Board, is_near
+from .board import ALARM_BYTES, Alarm, Board, is_near, ranks_here
 from .page import PAGE_BYTES, H, Page, State
 from .relay import is_needed
 from .seat import SLOT_WORDS, SLOTS, Seat
@@ -147,7 +147,6 @@ class Watch:
         if not self._is_on:
             return
         self._is_on = False
-        _retired.append(self)
         torch_calls.stop(self)
         with contextlib.suppress(ReferenceError):
             self.world.retire_watch()
@@ -233,7 +232,7 @@ class Watch:
         return self.alarm[0] != Alarm.UNWATCHED
 
     def doubt(self, seat: Seat, since: int) -> None:
-        """After some time: can those who have not come be seen at all?"""
+        """After some time: can those who have not been seen be seen at all?"""
         if self._agreement is not None and monotonic_ns() - since > _DOUBT_NS:
             self._agreement.doubt(self, seat.group.ranks)
 
@@ -432,14 +431,10 @@ class Watch:
             self.relay = None
 
 
-_retired: list[Watch] = []  # of jobs that went on without one
-
-
 def start_watch(world: World, job: str, agreement: Agreement | None = None) -> Watch | None:
     """A watch for the ranks of this world; None where this rank's files cannot be made, which all ranks learn."""
-    near = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     try:
-        parent = None if agreement is None else agreement.folder(near * PAGE_BYTES + ALARM_BYTES)
+        parent = None if agreement is None else agreement.folder(ranks_here(world.size) * PAGE_BYTES + ALARM_BYTES)
         board = Board(job, world.rank, world.size, parent)
         if agreement is not None:
             agreement.join(board)
