@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +26,13 @@ from .page import H
 from .settings import settings
 from .torch_describe import DESCRIBE, Describe
 from .torch_message import MessageSeat
-from .torch_seat import TorchSeat
+from .torch_seat import _LAST, TorchSeat
 
 if TYPE_CHECKING:
     from .watch import Watch
 
 OWN_PREFIX = "shardmesh_"  # of the names of the library's groups
-_MOST_PENDING = 4096
+_OFTEN = 1023  # calls, less 1, after which works that were dropped are forgotten
 _settings = settings()
 _ref = weakref.ref
 _IN_TIME = timedelta(milliseconds=200)  # for torch to say who is missing, after the time is over
@@ -42,6 +41,7 @@ _installed: _Installed | None = None
 # A work's id -> (the work, by a reference; seat; sequence number; number of the record), until somebody waits for it
 _pending: dict[int, tuple[Callable[[], Any], TorchSeat, int, int]] = {}
 _ours = threading.local()
+_has_shared = False  # whether `as_ours` was ever called
 
 
 def watch_calls(watch: Watch | None) -> None:
@@ -62,15 +62,14 @@ def stop(watch: Watch | None = None) -> None:
         _pending.clear()
 
 
-@contextmanager
-def our_own() -> Iterator[None]:
-    """What is called inside, on a group that the program shares with the library, is the library's, which has noted it down."""
-    before = getattr(_ours, "on", False)
-    _ours.on = True
+def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function of torch's for the library, which has noted it down, on a group that it shares with the program."""
+    global _has_shared
+    _has_shared = _ours.on = True
     try:
-        yield
+        return call(*args, **kwargs)
     finally:
-        _ours.on = before
+        _ours.on = False
 
 
 class _Installed:
@@ -89,15 +88,14 @@ class _Installed:
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Puts `make(what is there)` into its place; nothing where torch has no such thing."""
-        before = getattr(owner, name, None)
-        if before is not None:
-            made = make(before)
-            self._undo.append((owner, name, before, made))
+        if name in vars(owner):
+            made = make(getattr(owner, name))
+            self._undo.append((owner, name, vars(owner)[name], made))  # what is there itself: a method of C++ is no function that binds
             setattr(owner, name, made)
 
     def undo(self) -> None:
         for owner, name, before, made in reversed(self._undo):
-            if getattr(owner, name, None) is made:  # else somebody else has wrapped it since
+            if vars(owner).get(name) is made:  # else somebody else has wrapped it since
                 setattr(owner, name, before)
         torch_inner.forget()
 
@@ -128,7 +126,7 @@ def _install(watch: Watch) -> None:
     global _installed
     made = _installed = _Installed(watch)
     for name, describe in DESCRIBE.items():
-        made.put(dist.ProcessGroup, name, lambda original, describe=describe: _collective(original, describe))
+        made.put(dist.ProcessGroup, name, lambda original, describe=describe: _collective(original, describe, made))
     made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
     made.put(dist.ProcessGroup, "send", lambda original: _message(original, "send"))
     made.put(dist.ProcessGroup, "recv", lambda original: _message(original, "recv"))
@@ -145,20 +143,36 @@ def _seat_of(handle: Any) -> TorchSeat | None:
         return None
     known = here.seats.get(id(handle))
     seat = known[1] if known is not None and known[0]() is handle else here.new_seat(handle)
-    return None if seat is None or getattr(_ours, "on", False) else seat
+    return seat if seat is None or not (_has_shared and getattr(_ours, "on", False)) else None
 
 
-def _collective(original: Callable[..., Any], describe: Describe) -> Callable[..., Any]:
+def _collective(original: Callable[..., Any], describe: Describe, here: _Installed) -> Callable[..., Any]:
+    seats, here_settings = here.seats, _settings
+
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        seat = _seat_of(group)
-        if seat is None:
+        known = seats.get(id(group))
+        seat = known[1] if known is not None and known[0]() is group else here.new_seat(group)
+        if seat is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
             return original(group, *args, **kwargs)
-        called = describe(seat.group.size, *args, **kwargs)
+        op, how, dtype, size, sent, received, splits = describe(seat.size, *args, **kwargs)
         sequence = seat.called
-        number = seat.enter(*called[:6])
-        if called[6] is not None:
-            seat.show_splits(number, *called[6])
-        return _started(seat, sequence, number, original, group, args, kwargs)
+        number = seat.enter(op, how, dtype, size, sent, received)
+        if splits is not None:
+            seat.show_splits(number, *splits)
+        try:  # as in `_started`: a call of it would take 0.2 us
+            work = original(group, *args, **kwargs)
+        except BaseException as error:
+            _refused(seat, sequence, number, error)
+            raise
+        if work is None:
+            seat.end(sequence, number)
+            return None
+        reference = _ref(work)
+        seat.under_way[sequence & _LAST] = sequence, reference
+        _pending[id(work)] = reference, seat, sequence, number
+        if not sequence & _OFTEN:
+            _forget_dropped()
+        return work
 
     return call
 
@@ -167,11 +181,8 @@ def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: 
     """Starts what torch has to do, and notes down that it is under way."""
     try:
         work = original(group, *args, **kwargs)
-    except BaseException as error:  # it counts all the same: other ranks, whose calls are refused, too, may not have come to it yet
-        if isinstance(error, RuntimeError) and is_broken_connection(error) and seat.watch is not None and seat.on_cpu:
-            seat.mark(error, sequence)
-            seat.watch.explain(seat, sequence, error)
-        seat.end(sequence, number)
+    except BaseException as error:
+        _refused(seat, sequence, number, error)
         raise
     if work is None:
         seat.end(sequence, number)
@@ -179,9 +190,17 @@ def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: 
     reference = _ref(work)
     seat.begin(sequence, reference)
     _pending[id(work)] = reference, seat, sequence, number
-    if len(_pending) > _MOST_PENDING:
-        _forget_dropped()
     return work
+
+
+def _refused(seat: TorchSeat, sequence: int, number: int, error: BaseException) -> None:
+    """Torch did not start a call. It counts all the same: other ranks, whose calls are refused, too, may not have come to it yet.
+
+    Raises: WatchError where another rank is the reason.
+    """
+    if isinstance(error, RuntimeError) and is_broken_connection(error):
+        seat.explain(sequence, error)
+    seat.end(sequence, number)
 
 
 def _forget_dropped() -> None:
@@ -191,14 +210,21 @@ def _forget_dropped() -> None:
 
 
 def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        entry = _pending.pop(id(work), None)
-        if entry is None:
-            return original(work, *args, **kwargs)
-        reference, seat, sequence, number = entry
-        if reference() is not work:
-            return original(work, *args, **kwargs)
-        timeout = args[0] if args else kwargs.get("timeout")
+    pop = _pending.pop
+
+    def wait(work: Any, timeout: timedelta | None = None) -> Any:
+        entry = pop(id(work), None)
+        if entry is None or entry[0]() is not work:
+            return original(work) if timeout is None else original(work, timeout)
+        _, seat, sequence, number = entry
+        if not timeout and work.is_completed():
+            try:
+                original(work)
+            except RuntimeError as error:
+                seat.explain(sequence, error)
+                raise
+            seat.leave(number)
+            return True
         seat.begin(sequence)
         try:
             return seat.wait(sequence, work, timeout or None, original)
@@ -250,7 +276,7 @@ def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
 def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     def call(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
         seat, here = _seat_of(group), _installed
-        if seat is None or here is None or not 0 <= peer < seat.group.size:
+        if seat is None or here is None or not 0 <= peer < seat.size:
             return original(group, tensors, peer, tag)
         channel = here.channel(group, seat, op == "send", peer, tag)
         x = tensors[0]

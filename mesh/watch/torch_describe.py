@@ -7,120 +7,110 @@ the root passes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 
-class Called(NamedTuple):
-    """A call, as `Seat.enter` takes it; see there.
-
-    Attributes:
-        splits: of an all_to_all, how many elements go to each rank, and come from it.
-    """
-
-    op: str
-    how: str
-    dtype: Any
-    size: int
-    sent: int
-    received: int
-    splits: tuple[Sequence[int], Sequence[int]] | None = None
-
-
+# (op, how, dtype, size, sent, received) as `Seat.enter` takes them, and of an all_to_all how many elements go to each rank, and come from it;
+# a plain tuple, which is made in a third of the time of one with names
+Called = tuple[str, str, Any, int, int, int, tuple[Sequence[int], Sequence[int]] | None]
 Describe = Callable[..., Called]
-
-_REDUCTIONS: dict[int, str] = {int(kind): name.lower() for name, kind in dist.ReduceOp.RedOpType.__members__.items()} if dist.is_available() else {}
+_KINDS: Any = dist.ReduceOp.RedOpType.__members__ if dist.is_available() else {}
+_REDUCTIONS = {int(kind): name.lower() for name, kind in _KINDS.items()}
 
 
 def _reduction(options: Any) -> str:
     """The hash of a ReduceOp is its number: to compare it, or to ask for its name, takes four times as long."""
-    return _REDUCTIONS.get(hash(getattr(options, "reduceOp", options)), "?")
+    try:
+        return _REDUCTIONS.get(hash(options.reduceOp), "?")
+    except AttributeError:  # a ReduceOp itself
+        return _REDUCTIONS.get(hash(options), "?")
 
 
 def all_reduce(n: int, tensors: Any, options: Any = dist.ReduceOp.SUM) -> Called:
     x = tensors[0] if type(tensors) is list else tensors
     moved = 2 * (n - 1) * x.nbytes // n
-    return Called("all_reduce", _reduction(options), x.dtype, x.numel(), moved, moved)
+    return "all_reduce", _reduction(options), x.dtype, x.numel(), moved, moved, None
 
 
 def all_reduce_coalesced(n: int, tensors: Any, options: Any) -> Called:
     moved = 2 * (n - 1) * _bytes(tensors) // n
-    return Called("all_reduce_coalesced", _reduction(options), tensors[0].dtype, _elements(tensors), moved, moved)
+    return "all_reduce_coalesced", _reduction(options), tensors[0].dtype, _elements(tensors), moved, moved, None
 
 
 def broadcast(n: int, tensors: Any, options: Any) -> Called:
     x = tensors[0] if isinstance(tensors, list) else tensors
     root = options if isinstance(options, int) else options.rootRank
-    return Called("broadcast", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return "broadcast", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes, None
 
 
 def reduce(n: int, tensors: Any, options: Any, op: Any = dist.ReduceOp.SUM) -> Called:
     x = tensors[0] if isinstance(tensors, list) else tensors
     root, how = (options, _reduction(op)) if isinstance(options, int) else (options.rootRank, _reduction(options))
-    return Called("reduce", f"{how}, dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return "reduce", f"{how}, dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes, None
 
 
 def all_gather(n: int, outs: Any, ins: Any, options: Any = None) -> Called:
     """Ranks may have parts of different sizes, where the backend takes them."""
     x, parts = (ins[0], outs[0]) if isinstance(ins, list) else (ins, outs)
     is_even = all(part.numel() == x.numel() for part in parts)
-    return Called("all_gather", "", x.dtype, x.numel() if is_even else -1, (n - 1) * x.nbytes, (n - 1) * x.nbytes)
+    return "all_gather", "", x.dtype, x.numel() if is_even else -1, (n - 1) * x.nbytes, (n - 1) * x.nbytes, None
 
 
 def all_gather_flat(n: int, out: Any, x: Any, options: Any = None) -> Called:
-    return Called("all_gather", "", x.dtype, x.numel(), (n - 1) * x.nbytes, (n - 1) * x.nbytes)
+    return "all_gather", "", x.dtype, x.numel(), (n - 1) * x.nbytes, (n - 1) * x.nbytes, None
 
 
 def all_gather_coalesced(n: int, outs: Any, ins: Any, options: Any = None) -> Called:
     moved = (n - 1) * _bytes(ins)
-    return Called("all_gather_coalesced", "", ins[0].dtype, _elements(ins), moved, moved)
+    return "all_gather_coalesced", "", ins[0].dtype, _elements(ins), moved, moved, None
 
 
 def gather(n: int, outs: Any, ins: Any, options: Any) -> Called:
     x, root = (ins[0], options.rootRank) if isinstance(ins, list) else (ins, options)
-    return Called("gather", f"dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return "gather", f"dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes, None
 
 
 def scatter(n: int, outs: Any, ins: Any, options: Any) -> Called:
     x, root = (outs[0], options.rootRank) if isinstance(outs, list) else (outs, options)
-    return Called("scatter", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return "scatter", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes, None
 
 
 def reduce_scatter(n: int, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> Called:
     """Ranks may get parts of different sizes, where the backend gives them."""
     x, parts = (outs[0], ins[0]) if isinstance(outs, list) else (outs, ins)
     size = x.numel() if all(part.numel() == x.numel() for part in parts) else sum(part.numel() for part in parts)
-    return Called("reduce_scatter", _reduction(options), x.dtype, size, (n - 1) * x.nbytes, (n - 1) * x.nbytes)
+    return "reduce_scatter", _reduction(options), x.dtype, size, (n - 1) * x.nbytes, (n - 1) * x.nbytes, None
 
 
 def reduce_scatter_flat(n: int, out: Any, x: Any, options: Any = dist.ReduceOp.SUM) -> Called:
-    return Called("reduce_scatter", _reduction(options), out.dtype, out.numel(), (n - 1) * out.nbytes, (n - 1) * out.nbytes)
+    return "reduce_scatter", _reduction(options), out.dtype, out.numel(), (n - 1) * out.nbytes, (n - 1) * out.nbytes, None
 
 
 def reduce_scatter_coalesced(n: int, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> Called:
     moved = (n - 1) * _bytes(outs)
-    return Called("reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved)
+    return "reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved, None
 
 
 def all_to_all_flat(n: int, out: Any, x: Any, out_splits: Any = None, in_splits: Any = None, options: Any = None) -> Called:
     """Splits count rows, as torch's do."""
     rows = x.shape[0] if x.dim() else 0, out.shape[0] if out.dim() else 0
     sent, expected = ([*given] if given else [count // n] * n for given, count in zip((in_splits, out_splits), rows, strict=True))
-    return Called("all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes, (sent, expected))
+    return "all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes, (sent, expected)
 
 
 def all_to_all(n: int, outs: Any, ins: Any, options: Any = None) -> Called:
     splits = [x.numel() for x in ins], [x.numel() for x in outs]
-    return Called("all_to_all", "", ins[0].dtype, -1, _bytes(ins), _bytes(outs), splits)
+    return "all_to_all", "", ins[0].dtype, -1, _bytes(ins), _bytes(outs), splits
 
 
 def barrier(n: int, *args: Any, **kwargs: Any) -> Called:
-    return Called("barrier", "", "", -1, 0, 0)
+    return "barrier", "", "", -1, 0, 0, None
 
 
 def monitored_barrier(n: int, *args: Any, **kwargs: Any) -> Called:
-    return Called("monitored_barrier", "", "", -1, 0, 0)
+    return "monitored_barrier", "", "", -1, 0, 0, None
 
 
 # name of a method of torch's ProcessGroup -> what a call of it says

@@ -6,8 +6,6 @@ in one group while another group's calls are still to come, and rank 0 may have 
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,18 +15,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from . import judge
+from . import judge, report
 from .history import TORCHS_DEFAULT
 from .page import stable_hash
 from .seat import NO_GROUP, SLOT_WORDS, SLOTS, Seat, row_of
+from .settings import monotonic_ns
 
 if TYPE_CHECKING:
     from .board import Board
+    from .verdict import Verdict
     from .watch import Watch
 
 _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to say by itself what its time has run out for
 _LAST = SLOTS - 1
+_NONE = -1, None
 _NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the seat, and the number of the call
 
 
@@ -36,37 +37,39 @@ class TorchSeat(Seat):
     """One rank's seat in one of torch's groups.
 
     Attributes:
+        size: of the group.
         label: what the group is called in messages.
         on_cpu: whether its calls can be waited for in slices: gloo's, which the host waits for.
         timeout_ns: torch's own, of the group.
+        under_way: (sequence number, torch's work, by a weak reference) of the last calls; without one it is being waited for.
     """
 
-    __slots__ = ("_under_way", "label", "on_cpu", "timeout_ns")
+    __slots__ = ("under_way", "label", "on_cpu", "size", "timeout_ns")
     assembles = False
 
     def __init__(self, handle: Any, ranks: tuple[int, ...], watch: Watch) -> None:
         super().__init__(_stand_in(ranks, watch), watch.page, watch)
+        self.size = len(ranks)
         name = distributed_c10d._world.pg_names.get(handle, "")
         self.key = stable_hash(f"torch {name} {ranks}")
         self.label = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
         self.on_cpu = all(handle._get_backend(device).name() == "gloo" for device in handle._device_types)
         self.timeout_ns = _timeout_ns(handle)
-        # (sequence number, torch's work, by a weak reference) of the last calls; None for one that is being waited for
-        self._under_way: list[tuple[int, Callable[[], Any] | None]] = [(-1, None)] * SLOTS
+        self.under_way: list[tuple[int, Callable[[], Any] | None]] = [_NONE] * SLOTS
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: int, work: Callable[[], Any] | None = None) -> None:
         """The call is under way: until this work is completed, or, without one, until `end`."""
-        self._under_way[sequence & _LAST] = sequence, work
+        self.under_way[sequence & _LAST] = sequence, work
 
     def end(self, sequence: int, number: int) -> None:
-        self._under_way[sequence & _LAST] = -1, None
+        self.under_way[sequence & _LAST] = _NONE
         self.leave(number)
 
     def is_open(self, sequence: int) -> bool:
         """Whether this rank's part in the call is not over: one that has broadcast need not wait for those who receive."""
-        latest, work = self._under_way[sequence & _LAST]
+        latest, work = self.under_way[sequence & _LAST]
         if latest != sequence:
             return False
         if work is None:
@@ -75,7 +78,7 @@ class TorchSeat(Seat):
         if found is not None and not found.is_completed():
             return True
         if self.row is not None:
-            self.end(sequence, self.words[self._slot(sequence) + 2])
+            self.end(sequence, self.words[self.row + (sequence & _LAST) * SLOT_WORDS + 2])
         return False
 
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
@@ -102,6 +105,12 @@ class TorchSeat(Seat):
             self, sequence, lambda: judge.have_all_come(judge.members(watch, self, sequence)), timeout.total_seconds() * 1e9
         )
 
+    def explain(self, sequence: int, error: RuntimeError) -> None:
+        """Raises: WatchError where another rank is the reason for an error of torch's."""
+        if self.watch is not None and self.on_cpu:
+            self.mark(error, sequence)
+            self.watch.explain(self, sequence, error)
+
     def mark(self, error: BaseException, sequence: int) -> None:
         """Notes on an error of torch's whether others had not come, as where torch's own time has run out."""
         if self.watch is not None and any(m.came is False for m in judge.members(self.watch, self, sequence)):
@@ -126,18 +135,20 @@ class TorchSeat(Seat):
     def _find_row(self) -> int | None:
         return self.page.add_group(self.key, f"{self.label}\t{','.join(map(str, self.group.ranks))}")
 
-    def _slot(self, sequence: int) -> int:
-        assert self.row is not None
-        return self.row + (sequence & _LAST) * SLOT_WORDS
 
 
-def not_come(error: BaseException | None) -> tuple[TorchSeat, int] | None:
-    """The call of torch's that has run out of time, from which this error or one of its causes comes; None where none has."""
-    while error is not None:
-        if _NOT_COME in error.__dict__:
-            return error.__dict__[_NOT_COME]
+def out_of_time(watch: Watch, error: BaseException | None) -> Verdict | None:
+    """Who has not come, where torch's own time for a call has run out, and this error says so, or one of its causes."""
+    while error is not None and _NOT_COME not in error.__dict__:
         error = error.__cause__ or error.__context__
-    return None
+    if error is None:
+        return None
+    seat, sequence = error.__dict__[_NOT_COME]
+    found = judge.members(watch, seat, sequence)
+    record = next((m.record for m in found if m.rank == watch.board.rank), None)
+    if record is None or judge.have_all_come(found):
+        return None
+    return report.stall(watch, seat, sequence, found, monotonic_ns() - record.start)
 
 
 def _stand_in(ranks: Sequence[int], watch: Watch) -> Any:

@@ -33,7 +33,7 @@ from .relay import is_needed
 from .seat import SLOT_WORDS, SLOTS, Seat
 from .settings import monotonic_ns, settings
 from .sweep import sweep
-from .torch_seat import not_come
+from .torch_seat import out_of_time
 from .verdict import Verdict
 from .watchdog import Watchdog
 
@@ -180,25 +180,13 @@ class Watch:
             return
         self.abandoned = True
         ending.keep_groups()
-        stalled = self._out_of_time(error)
+        stalled = out_of_time(self, error)
         if stalled is not None:
             self.fail(stalled)
         elif not (ending.is_broken_connection(error) and self._find_lost()):
             text = "".join(traceback.format_exception(error))
             self.fail(report.raised(self.world.rank, type(error).__name__, str(error), text, self.page))
         self.page.words[H.STATE] = State.RAISED
-
-    def _out_of_time(self, error: BaseException) -> Verdict | None:
-        """Who has not come, where an error says that torch's own time for a call of the program's has run out."""
-        found = not_come(error)
-        if found is None:
-            return None
-        seat, sequence = found
-        members = judge.members(self, seat, sequence)
-        record = next((m.record for m in members if m.rank == self.board.rank), None)
-        if record is None or judge.have_all_come(members):
-            return None
-        return report.stall(self, seat, sequence, members, monotonic_ns() - record.start)
 
     def _find_lost(self) -> bool:
         """Whether there is a verdict, or one on a rank that has gone, within the time that a broken connection has to be explained."""
