@@ -24,8 +24,8 @@ _Call = tuple[Record, _Step, int]  # with the key of the group
 def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple[int, ...]:
     """Who is odd at the first call in which the ranks' histories differ in operation or axes.
 
-    Messages, and what is called on groups that the program has made of some ranks, are left out: who takes part in them differs anyway. Where
-    there is no other difference it may still be that all but one rank send or receive a message there.
+    Messages, and what is called on groups that the program has made of some ranks, are left out: who takes part in them differs anyway.
+    Where there is no other difference it may still be that all but one rank send or receive a message there.
 
     Args:
         stuck: the number of the record in which a rank waits. A difference that lies further back is none of this deadlock's:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
+from .history import left_the_order
 from .judge import connected, minority
 from .page import H
-from .history import left_the_order
 from .seat import unlike
 from .verdict import Seen, Verdict, ranks_text
 

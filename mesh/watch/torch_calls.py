@@ -5,8 +5,8 @@
     work.wait()                                                              Python calls the method of Work            wrapped here
 
 All that torch.distributed does in Python comes through some twenty methods of one class: `dist.all_reduce(x, group=g)` is
-`g.allreduce([x], options)`. They are wrapped while a mesh over all ranks is watched. That is at the same place in the program of all ranks, so
-that calls have the same numbers. The library's own groups are let through, as is a group of one rank.
+`g.allreduce([x], options)`. They are wrapped from the first mesh over all ranks on, which is at the same place in the program of all
+ranks, so that calls have the same numbers, until the watch ends. The library's own groups are let through, as are groups of one rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from . import torch_inner
 from .ending import is_broken_connection
 from .page import H
 from .settings import settings
-from .torch_describe import DESCRIBE, Describe
+from .torch_entries import ENTER, Enter
 from .torch_message import MessageSeat
 from .torch_seat import _LAST, TorchSeat
 
@@ -125,8 +125,8 @@ class _Installed:
 def _install(watch: Watch) -> None:
     global _installed
     made = _installed = _Installed(watch)
-    for name, describe in DESCRIBE.items():
-        made.put(dist.ProcessGroup, name, lambda original, describe=describe: _collective(original, describe, made))
+    for name, enter in ENTER.items():
+        made.put(dist.ProcessGroup, name, lambda original, enter=enter: _collective(original, enter, made))
     made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
     made.put(dist.ProcessGroup, "send", lambda original: _message(original, "send"))
     made.put(dist.ProcessGroup, "recv", lambda original: _message(original, "recv"))
@@ -146,7 +146,7 @@ def _seat_of(handle: Any) -> TorchSeat | None:
     return seat if seat is None or not (_has_shared and getattr(_ours, "on", False)) else None
 
 
-def _collective(original: Callable[..., Any], describe: Describe, here: _Installed) -> Callable[..., Any]:
+def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) -> Callable[..., Any]:
     seats, here_settings = here.seats, _settings
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,11 +154,8 @@ def _collective(original: Callable[..., Any], describe: Describe, here: _Install
         seat = known[1] if known is not None and known[0]() is group else here.new_seat(group)
         if seat is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
             return original(group, *args, **kwargs)
-        op, how, dtype, size, sent, received, splits = describe(seat.size, *args, **kwargs)
         sequence = seat.called
-        number = seat.enter(op, how, dtype, size, sent, received)
-        if splits is not None:
-            seat.show_splits(number, *splits)
+        number = enter(seat, *args, **kwargs)
         try:  # as in `_started`: a call of it would take 0.2 us
             work = original(group, *args, **kwargs)
         except BaseException as error:

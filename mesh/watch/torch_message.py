@@ -1,7 +1,8 @@
 """Messages between two ranks that the program sends by torch itself: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
 
-Torch delivers the messages of one sender, receiver and tag in their order, so each such channel counts for itself: number 3 of the sender is
-number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so it shows that it does; nothing is compared with it.
+Torch delivers the messages of one sender, receiver and tag in their order, so each such channel counts for itself: number 3 of the
+sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so it shows that it does; nothing is
+compared with it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class TorchSeat(Seat):
         under_way: (sequence number, torch's work, by a weak reference) of the last calls; without one it is being waited for.
     """
 
-    __slots__ = ("under_way", "label", "on_cpu", "size", "timeout_ns")
+    __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
     assembles = False
 
     def __init__(self, handle: Any, ranks: tuple[int, ...], watch: Watch) -> None:

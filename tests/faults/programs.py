@@ -10,6 +10,7 @@ from tests.faults import (
     torch_calls,
     torch_endings,
     torch_healthy,
+    torch_messages,
     torch_training,
     training,
     wrong_calls,
@@ -17,4 +18,7 @@ from tests.faults import (
 )
 from tests.faults.fault import FAULTS
 
-__all__ = ["FAULTS", "endings", "healthy", "meshes", "stalls", "torch_calls", "torch_endings", "torch_healthy", "torch_training", "training", "wrong_calls", "wrong_order"]
+__all__ = [
+    "FAULTS", "endings", "healthy", "meshes", "stalls", "torch_calls", "torch_endings", "torch_healthy", "torch_messages",
+    "torch_training", "training", "wrong_calls", "wrong_order",
+]  # fmt: skip
