@@ -34,7 +34,7 @@ def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple
     calls = {rank: _calls(page, max(p.words[H.RECORDS] for p in pages.values())) for rank, page in pages.items()}
     calls = _since_all_met(calls, len(pages))
     blamed = _odd(pages, {rank: [call for call in its if _is_for_all(pages[rank], call)] for rank, its in calls.items()}, stuck)
-    return _odd(pages, calls, stuck, only_messages=True) if blamed is None else blamed
+    return _odd(pages, calls, stuck, only_messages=True) or () if blamed is None else blamed
 
 
 def _calls(page: Page, most: int) -> list[_Call]:
@@ -78,4 +78,4 @@ def _odd(
             if only_messages and not (len(parties) == 2 and any(here[rank][1][0] in MESSAGES for rank in max(parties, key=len))):
                 return ()
             return blamed if all(here[rank][0].number >= stuck.get(rank, 0) - 1 for rank in blamed) else ()
-    return None if not only_messages else ()
+    return None

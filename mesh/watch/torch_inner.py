@@ -51,7 +51,11 @@ class InnerWork(dist.Work):
         return self._work.is_completed()
 
 
-class InnerGroup(dist.ProcessGroup):
+_c10d: Any = distributed_c10d  # which has a type of its own for names of groups
+_ProcessGroup: Any = dist.ProcessGroup  # which can be made without a store
+
+
+class InnerGroup(_ProcessGroup):
     """In the place of one of torch's groups."""
 
     def __init__(self, real: Any) -> None:
@@ -120,7 +124,7 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
             found = original(group)
             if torch.compiler.is_compiling() or not isinstance(found, str) or torch._C._len_torch_dispatch_stack():
                 return found
-            real = distributed_c10d._resolve_process_group(found)
+            real = _c10d._resolve_process_group(found)
             inner = inner_of(real)
             return found if inner is real else _names.setdefault(found, _registered(found, inner))
 
@@ -147,14 +151,14 @@ def _make(real: Any) -> InnerGroup:
 
 def _registered(name: str, inner: InnerGroup) -> str:
     if name not in _names:
-        distributed_c10d._register_process_group(_PREFIX + name, inner)
+        _c10d._register_process_group(_PREFIX + name, inner)
     return _PREFIX + name
 
 
 def _unregister(name: str) -> None:
     known = _names.pop(name, None)
     if known is not None:
-        distributed_c10d._unregister_process_group(known)
+        _c10d._unregister_process_group(known)
 
 
 def forget() -> None:
