@@ -204,7 +204,7 @@ class Switch:
         for group in self._groups:
             group.barrier()  # after which it has a seat
         self._seats = [group.seat for group in self._groups]
-        self._plain: list[Any] = [group.handle for group in self._groups]  # type: ignore[attr-defined]
+        self._plain: list[Any] = [group.channel for group in self._groups]  # type: ignore[attr-defined]
         self._checked = [checked_group(group.ranks) for group in self._groups]
 
     def __call__(self, who: str) -> None:
@@ -212,7 +212,7 @@ class Switch:
         handles = self._checked if who == DETAIL else self._plain
         for group, seat, handle in zip(self._groups, self._seats, handles, strict=True):
             group.seat = seat if who in (ON, STRICT) else None  # as where the watch was off from the beginning
-            group._reference = weakref.ref(handle)  # type: ignore[attr-defined]
+            group._channel = weakref.ref(handle)  # type: ignore[attr-defined]
 
 
 def checked_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -257,7 +257,7 @@ def time_collectives(effort: Effort) -> list[Case]:
 
     def case(name: str, elements: int) -> Case:
         x = torch.zeros(elements)
-        ours, theirs = lambda: group.all_reduce(x), lambda: dist.all_reduce(x, group=group.handle)  # of the contestant
+        ours, theirs = lambda: group.all_reduce(x), lambda: dist.all_reduce(x, group=group.channel)  # of the contestant
         calls: dict[str, Call] = {OFF: ours, ON: ours, STRICT: ours, TORCH: theirs, DETAIL: theirs}
         costs = take_turns(calls, switch, effort.rounds["collectives"], 10, dist.barrier)
         return Case("collectives", f"all_reduce of {name}", 1, costs)

@@ -130,7 +130,7 @@ class Board:
     def verdict(self) -> Verdict | None:
         if self.alarm[0] != Alarm.VERDICT:
             return None
-        return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]))
+        return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]).decode())
 
     def give_up(self) -> bool:
         """The ranks of this host go on without a watch. Return whether this call is what decided so; False after a verdict."""

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,13 @@ def install() -> None:
     sys.excepthook = _on_uncaught
     atexit.register(_on_exit)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=watches.clear)  # a forked child is not the rank: it says nothing in its name
+        os.register_at_fork(after_in_child=_be_no_rank)
+
+
+def _be_no_rank() -> None:
+    """A forked child says nothing in its rank's name. It has none of the threads that torch's groups would wait for when it ends."""
+    watches.clear()
+    keep_groups()
 
 
 def tell_of(error: BaseException) -> None:
@@ -137,10 +143,11 @@ def may_end(watch: Watch) -> bool:
     return watch.is_of_this_job() and not is_hosted()
 
 
-def end(text: str) -> None:
-    """Print it and end this process, whatever its main thread does."""
+def end(watch: Watch, text: str) -> None:
+    """Print it and end this process, whatever its main thread does, with those of this host that cannot end by themselves."""
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
+    _kill_late(watch, [page for page in watch.near_pages() if _is_stuck(page)])
     _flush()
     os._exit(1)
 
@@ -210,12 +217,17 @@ def _end_others(watch: Watch) -> None:
         pages = [page for page in watch.near_pages() if is_local(page) and not is_dead(page) and all(page is not one for one in stuck)]
         if watch.board.rank != min(page.words[H.RANK] for page in pages):
             return
-        for page in stuck:
-            if monotonic_ns() - watch.failed_at > _SHARE * 1e9 * page.words[H.EXIT_S]:
-                print(f"shardmesh: rank {page.words[H.RANK]} does not react and is killed", file=sys.stderr, flush=True)
-                with contextlib.suppress(OSError):
-                    os.kill(page.words[H.PID], signal.SIGKILL)
+        _kill_late(watch, stuck)
         time.sleep(_PAUSE_S)
+
+
+def _kill_late(watch: Watch, stuck: Sequence[Page]) -> None:
+    """Kills those of these ranks whose time to end is over."""
+    for page in stuck:
+        if monotonic_ns() - watch.failed_at > _SHARE * 1e9 * page.words[H.EXIT_S]:
+            print(f"shardmesh: rank {page.words[H.RANK]} does not react and is killed", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                os.kill(page.words[H.PID], signal.SIGKILL)
 
 
 def _is_stuck(page: Page) -> bool:

@@ -87,7 +87,7 @@ class Watchdog:
             signal.pthread_kill(threading.main_thread().ident or 0, ending.alarm_signal)
         if waited > (settings().exit_s if watch.told else min(_DEAF_S, settings().exit_s)) and ending.may_end(watch):
             why = f"{waited:.0f} s after its job failed (SHARDMESH_EXIT_S), here:\n{self.stack()}"
-            ending.end(f"rank {watch.board.rank} is ended {why}{verdict.text}")
+            ending.end(watch, f"rank {watch.board.rank} is ended {why}{verdict.text}")
 
     def _has_left(self) -> bool:
         """Whether the program has destroyed the job's groups, and goes on: one that is about to end does so, too."""

@@ -30,11 +30,13 @@ from shardmesh.mesh.watch import job_store, report
 from shardmesh.mesh.watch.board import born, open_page
 from shardmesh.mesh.watch.card import Card, disagreement, file_store_fault, own_card
 from shardmesh.mesh.watch.doctor.checks import CHECKS
+from shardmesh.mesh.watch.ending import _SHARE
 from shardmesh.mesh.watch.page import GROUPS, PAGE_BYTES, RECORDS, H
 from shardmesh.mesh.watch.patience import Patience
 from shardmesh.mesh.watch.settings import Settings
 from shardmesh.mesh.watch.startup import RollCall
 from shardmesh.mesh.watch.sweep import _KEPT
+from shardmesh.mesh.watch.watchdog import _DEAF_S, _POLITE_S
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault
 from tests.faults.runner import Outcome, Runner
@@ -391,6 +393,7 @@ def test_variables() -> None:
     assert rows["SHARDMESH_GUARD"] == defaults.mode
     assert float(rows["SHARDMESH_STALL_WARN_S"]) == defaults.warn
     assert float(rows["SHARDMESH_STALL_TIMEOUT_S"]) == defaults.timeout
+    assert float(rows["SHARDMESH_EXIT_S"]) == defaults.exit_s
     assert f"_LOST_S = {float(rows['SHARDMESH_HOST_LOST_S'])}" in SOURCES
     assert f"sm.watchdog(warn={defaults.warn:.0f}, timeout={defaults.timeout:.0f})" in PAGE
 
@@ -418,6 +421,11 @@ def test_what_is_said_of_ranks_and_hosts_is_what_the_code_says() -> None:
     phrases += ["is down, frozen or cut off: silent since", "has no answer from"]
     assert [phrase for phrase in phrases if phrase not in names and phrase not in SOURCES] == []
     assert all(f"`{phrase}`" in PAGE or phrase in PAGE for phrase in phrases)
+
+
+def test_when_processes_of_a_failed_job_end() -> None:
+    times = [_POLITE_S, _DEAF_S, _SHARE * Settings().exit_s, Settings().exit_s]
+    assert [row[0] for row in table("| after the error | |")] == [f"{seconds:g} s" for seconds in times]
 
 
 def test_links() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
+import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -57,6 +59,44 @@ def test_finalizers_that_start_threads(eager_collector):
     for _ in range(300):
         _Cycle()
         assert frame_of_thread(threading.get_ident()) is not None
+
+
+@pytest.mark.slow
+def test_finalizers_that_take_locks_never_stop_the_interpreter():
+    """In a process of its own, since what is tested for cannot be interrupted."""
+    program = """
+import gc, threading
+from shardmesh.mesh.source import frame_of_thread
+
+lock, ident, stop = threading.RLock(), threading.get_ident(), threading.Event()
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        with lock:
+            frame_of_thread(ident)
+        threading.Thread(target=int).start()
+
+def work():
+    while not stop.is_set():
+        Cycle()
+        with lock:
+            frame_of_thread(ident)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+gc.set_threshold(1)
+for thread in threads:
+    thread.start()
+for _ in range(10_000):
+    Cycle()
+    assert frame_of_thread(ident) is not None
+stop.set()
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_a_thread_that_ended_has_no_frame():

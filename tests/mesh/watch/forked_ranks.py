@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +21,9 @@ from torch.distributed import distributed_c10d
 
 import shardmesh as sm
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.watch import agreement, startup
+from shardmesh.mesh.watch import agreement, patience, startup
+
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS of linux/sched.h
 
 
 def rank() -> int:
@@ -67,8 +74,52 @@ def other_folders(ranks: list[int]) -> None:
     trained(make_mesh())
 
 
+def simply_trains() -> None:
+    trained(make_mesh())
+
+
+def fills_up() -> None:
+    """The folder is full once the job has begun."""
+    mesh = make_mesh()
+    watch = mesh.world.watch
+    if rank() == 1 and watch is not None:
+        with (watch.board.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+    mesh.group().barrier()
+    for n in range(40):  # groups, calls and texts that were not there before
+        mesh.group().all_reduce(torch.ones(n))
+    trained(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    train(mesh)
+
+
+def in_containers() -> None:
+    """Each rank has a /dev/shm of its own, of 64 MB."""
+    ctypes.CDLL(None).unshare(_NEW_MOUNTS)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", "/dev/shm"], check=True)
+    trained(make_mesh())
+
+
+def raises_without_a_watch() -> None:
+    """Rank 1 raises while the others do something else for longer than they would have after a verdict."""
+    no_room([2])
+    if rank() == 1:
+        raise ValueError("no more data")
+    time.sleep(2.5)
+    print("went on", flush=True)
+
+
 def vanishes(when: str) -> None:
-    """Rank 1 deletes the folder: before all have seen each other's pages, or later."""
+    """Rank 1 deletes the folder: before all have seen each other's pages, later, or again and again."""
+    if when == "always":
+        if rank() == 1:
+            threading.Thread(target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True).start()
+        mesh = make_mesh()
+        print("result", train(mesh), flush=True)
+        mesh.group().barrier()
+        return
     if when == "late":
         mesh = make_mesh()
         train(mesh)
@@ -85,6 +136,46 @@ def vanishes(when: str) -> None:
     train(mesh)
 
 
+def _delete_always(parent: str) -> None:
+    while True:
+        for path in Path(parent).glob("*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def forks(how: str) -> None:
+    """A rank forks once the job has begun, as loaders of data do; what becomes of the child is none of the job's business."""
+    mesh = make_mesh()
+    train(mesh)
+    child = os.fork() if how != "loader" else -1
+    if child == 0 and how == "raises":
+        raise ValueError("of the child")
+    if child == 0 and how == "exits":
+        sys.exit(3)
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "loader":
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        rows = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+        print("rows", sum(int(batch.sum()) for (batch,) in rows), flush=True)
+    else:
+        os.waitpid(child, 0)
+    trained(mesh)
+
+
+def two_jobs(ports: list[str]) -> None:
+    """Eight processes are two jobs of four; rank 2 of the second one raises."""
+    job = rank() // 4
+    os.environ.update(RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job])
+    mesh = make_mesh()
+    train(mesh)
+    if job == 1 and rank() == 2:
+        raise ValueError("no more data")
+    if job == 1:
+        train(mesh, 1000)
+    time.sleep(0.5)
+    trained(mesh)
+
+
 def changes_folder() -> None:
     if rank() == 2:
         os.chdir("/")
@@ -94,15 +185,15 @@ def changes_folder() -> None:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def swallows() -> None:
-    """Rank 2 raises; the others catch what they hear, again and again."""
+def swallows(how: str) -> None:
+    """Rank 2 raises; the others catch what they hear, again and again, in collectives or elsewhere."""
     mesh = make_mesh()
     train(mesh)
     if rank() == 2:
         raise ValueError("no more data")
     while True:
         try:
-            train(mesh)
+            train(mesh) if how == "communicates" else time.sleep(0.1)
         except WatchError:
             print("caught", flush=True)
             time.sleep(0.2)
@@ -146,12 +237,25 @@ def waits_at_exit(how: str) -> None:
             threading.Thread(target=time.sleep, args=(60,)).start()
 
 
-def cannot_end(how: str) -> None:
-    """Rank 2 is stopped, or computes without letting go of the interpreter's lock."""
+def hangs_at_exit() -> None:
+    """Rank 2's program is over, and a thread of it is not."""
     sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
-    if rank() == 2 and how == "stopped":
+    if rank() == 2:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    else:
+        train(mesh)
+
+
+def cannot_end(how: str) -> None:
+    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if how == "stopped, and threads":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if rank() == 2 and how.startswith("stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     if rank() == 2 and how == "computes":
         sum(range(10**11))
@@ -168,10 +272,24 @@ def dies_in_a_raw_collective() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def raises_before_its_mesh() -> None:
+def raises_before_its_mesh(odd: int) -> None:
     startup.tell_of_early_errors()  # as the import does, in a process that has its RANK by then
-    if rank() == 2:
+    if rank() == odd:
+        if os.fork() == 0:
+            raise ValueError("of the child")
+        os.wait()
         raise ValueError("no such file: config.toml")
+    make_mesh()
+
+
+def never_comes(how: str) -> None:
+    """Rank 2 dies before it makes a mesh, or does something else."""
+    startup.meet.__defaults__ = (5.0,)
+    patience.FIRST_SAID_S = 0.5
+    if rank() == 2 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 2:
+        time.sleep(8)
     make_mesh()
 
 
@@ -188,10 +306,11 @@ def calls_the_default_group_alone() -> None:
     os._exit(0)
 
 
-def restarted() -> None:
+def restarted(port: int, env: dict[str, str]) -> None:
     """An attempt of a job whose store the launcher keeps; the program starts the default group itself."""
-    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store = dist.TCPStore("127.0.0.1", int(os.environ["STORE"]), is_master=False)
+    os.environ.update(env)
+    attempt = env["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
     own = dist.PrefixStore(attempt, store)  # gloo alone would often connect to addresses of the first attempt
     dist.init_process_group("gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
     distributed_c10d._get_default_store = lambda: store

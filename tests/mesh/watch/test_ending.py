@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +18,10 @@ from shardmesh.mesh.watch.page import H
 from shardmesh.mesh.watch.settings import settings
 from shardmesh.mesh.watch.verdict import Verdict
 from tests.mesh.watch import forked_ranks as programs
-from tests.mesh.watch.forked import Forked, statuses
+from tests.mesh.watch.attempts import LAST
+from tests.mesh.watch.forked import Ended, Forked, statuses
 from tests.mesh.watch.hands import Hand, played
+from tests.mesh.watch.starter import ROOT
 
 
 @pytest.fixture
@@ -23,12 +29,13 @@ def two(tmp_path) -> list[Hand]:
     return played(tmp_path, 2)
 
 
-def test_programs_that_swallow_the_error_are_ended(forked: Forked) -> None:
-    ended = forked(programs.swallows, 4, SHARDMESH_EXIT_S="1")
+@pytest.mark.parametrize("how", ["communicates", "computes"])
+def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
+    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="1")
     assert statuses(ended) == [1] * 4
     for rank in (0, 1, 3):
         output = ended[rank].output
-        assert output.count("caught") > 1
+        assert output.count("caught") > (1 if how == "communicates" else 0)
         assert f"shardmesh: rank {rank} is ended 1 s after its job failed (SHARDMESH_EXIT_S), here:" in output
         assert output.rstrip().endswith("ValueError: no more data")  # the verdict is the last word
 
@@ -46,11 +53,17 @@ def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
     assert all("StallError" in rank.output for rank in ended)
 
 
-@pytest.mark.parametrize("how", ["stopped", "computes"])
+def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
+    ended = forked(programs.hangs_at_exit, 4, SHARDMESH_EXIT_S="2")
+    assert statuses(ended) == [1] * 4
+    assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
+
+
+@pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
 def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
     ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
-    assert "rank 2 does not react and is killed" in ended[0].output
+    assert any("rank 2 does not react and is killed" in ended[rank].output for rank in (0, 1, 3))
 
 
 def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> None:
@@ -62,22 +75,52 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
         assert f"rank {rank} raised" not in ended[rank].output
 
 
-def test_a_rank_that_raises_before_its_mesh(forked: Forked) -> None:
-    ended = forked(programs.raises_before_its_mesh, 4)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
+    ended = forked(programs.raises_before_its_mesh, 4, odd)
     assert statuses(ended) == [1] * 4
-    for rank in (0, 1, 3):
+    for rank in {0, 1, 2, 3} - {odd}:
         assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
+        assert "of the child" not in ended[rank].output
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
+    ended = forked(programs.never_comes, 4, how)
+    assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
+    assert "waiting for rank" in ended[0].output
+    assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
 
 
 def test_a_store_that_was_used_before(forked: Forked) -> None:
     """torchrun keeps one store for all attempts; a program may start the default group itself."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env = {"STORE": str(store.port), "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
-    first = forked(programs.restarted, 4, TORCHELASTIC_RESTART_COUNT="0", **env)
+
+    def attempt(number: str) -> list[Ended]:
+        env = {"TORCHELASTIC_RESTART_COUNT": number, "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
+        return forked(programs.restarted, 4, store.port, env)
+
+    first = attempt("0")
     assert all("ValueError: no more data" in rank.output for rank in first)
-    again = forked(programs.restarted, 4, TORCHELASTIC_RESTART_COUNT="1", **env)
+    again = attempt("1")
     assert statuses(again) == [0] * 4
     assert [rank.output for rank in again] == ["result 40.0 watch on\n"] * 4
+
+
+@pytest.mark.slow
+def test_every_attempt_of_torchrun_ends_and_the_next_one_begins_afresh(tmp_path: Path) -> None:
+    """Each but the last goes wrong, and leaves ranks that would not end by themselves."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SHARDMESH_WATCH_DIR": str(tmp_path), "SHARDMESH_EXIT_S": "4"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}"]
+    command = [sys.executable, *command, "-m", "tests.mesh.watch.attempts"]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("result 10.0 watch on") == 4
+    said = found.stderr
+    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
+    assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
+    assert "rank 2 does not react and is killed" in said
 
 
 def test_a_collective_of_one_rank_on_torchs_default_group(forked: Forked) -> None:
@@ -139,6 +182,19 @@ def test_nothing_is_ended_while_the_ranks_pause(failed: Any) -> None:
 def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings(), "exit_s", 0.0)
     assert not ending.may_end(failed)
+
+
+@pytest.mark.parametrize(
+    ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
+)
+def test_who_is_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+    """A process that a debugger has stopped is no process that is stuck."""
+    page = two[1].page
+    page.words[H.EXIT_S], page.words[H.AWARE] = 10, state == "R"
+    monkeypatch.setattr(ending, "process_state", lambda pid: (state, page.words[H.BORN]))
+    assert ending._is_stuck(page) == stuck
+    with two[1].watch.paused():
+        assert not ending._is_stuck(page)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from shardmesh.mesh.watch.verdict import Verdict
 from tests.mesh.watch import forked_ranks as programs
 from tests.mesh.watch.forked import Ended, Forked, statuses
 from tests.mesh.watch.hands import Hand, played
+from tests.mesh.watch.starter import ROOT, free_port
 
 VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
 
@@ -107,7 +108,7 @@ def make_old(parent: Path, count: int, pages: int = 4) -> None:
         folder.mkdir()
         for rank in range(pages):
             (folder / f"rank{rank}.page").touch()
-        os.utime(folder, (time.time() - 600 - n,) * 2)
+        os.utime(folder, (long_ago := time.time() - 600 - n, long_ago))
 
 
 def test_many_may_sweep_at_once(old_folders: Path) -> None:
@@ -117,11 +118,11 @@ def test_many_may_sweep_at_once(old_folders: Path) -> None:
 
 
 def test_a_folder_that_vanishes_while_it_is_looked_at(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    glob = Path.glob
 
     def vanishing(path: Path, pattern: str) -> Iterator[Path]:
-        shutil.rmtree(path, ignore_errors=True)
-        return glob(path, pattern)
+        """What `glob` does where the folder is gone when it begins to read."""
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "glob", vanishing)
     sweep(old_folders)
@@ -132,7 +133,7 @@ def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
     gone.mkdir()
     sweep(tmp_path)
     assert gone.exists()  # somebody deletes it
-    os.utime(gone, (time.time() - 600,) * 2)
+    os.utime(gone, (long_ago := time.time() - 600, long_ago))
     sweep(tmp_path)
     assert not gone.exists()
 
@@ -234,6 +235,41 @@ def test_ranks_that_do_not_see_each_others_files(forked: Forked) -> None:
     assert_all_train(forked(programs.other_folders, 4, [2]), "off", 1)
 
 
+def test_a_folder_that_is_full(forked: Forked) -> None:
+    ended = forked(programs.simply_trains, 4, mounts={"watch": "size=1m"})
+    assert_all_train(ended, "off", 1)
+    assert any("No space left on device" in rank.output for rank in ended)
+
+
+def test_a_folder_that_fills_up_later(forked: Forked) -> None:
+    """All memory was allocated at the start: even a verdict has room."""
+    ended = forked(programs.fills_up, 4, mounts={"watch": "size=16m"})
+    assert statuses(ended) == [1] * 4
+    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+
+
+def test_a_folder_that_cannot_be_written_to(forked: Forked) -> None:
+    ended = forked(programs.simply_trains, 4, mounts={"watch": "ro"})
+    assert_all_train(ended, "off", 1)
+    assert any("Read-only file system" in rank.output for rank in ended)
+
+
+@pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
+def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
+    """Where it has no room the files lie in the temporary folder."""
+    assert_all_train(forked(programs.simply_trains, 4, own=False, mounts={"/dev/shm": options}), "on", 0)
+
+
+def test_containers_with_shared_memory_of_their_own(forked: Forked) -> None:
+    assert_all_train(forked(programs.in_containers, 4, own=False, mounts={"/dev/shm": "size=64m"}), "off", 1)
+
+
+def test_nobody_is_ended_where_there_is_no_watch(forked: Forked) -> None:
+    ended = forked(programs.raises_without_a_watch, 4, SHARDMESH_EXIT_S="1")
+    assert statuses(ended) == [0, 1, 0, 0]
+    assert ["went on" in rank.output for rank in ended] == [True, False, True, True]
+
+
 def test_a_folder_that_vanishes_before_all_have_looked(forked: Forked) -> None:
     assert_all_train(forked(programs.vanishes, 4, "early"), "off", 1)
 
@@ -244,8 +280,27 @@ def test_a_folder_that_vanishes_later_costs_nothing(forked: Forked) -> None:
     assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
 
 
+def test_a_folder_that_vanishes_again_and_again(forked: Forked) -> None:
+    ended = forked(programs.vanishes, 4, "always")
+    assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
+    assert all("result 40.0" in rank.output for rank in ended)
+    assert sum(rank.output.count("no watch over this job") for rank in ended) <= 1
+
+
 def test_a_rank_in_another_folder(forked: Forked) -> None:
     try:
         assert_all_train(forked(programs.changes_folder, 4, SHARDMESH_WATCH_DIR="watched-by-tests"), "on", 0)
     finally:
-        shutil.rmtree("watched-by-tests", ignore_errors=True)
+        shutil.rmtree(ROOT / "watched-by-tests", ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "dies", "loader"])
+def test_ranks_that_fork(forked: Forked, how: str) -> None:
+    assert_all_train(forked(programs.forks, 4, how), "on", 0)
+
+
+def test_two_jobs_at_once(forked: Forked) -> None:
+    ended = forked(programs.two_jobs, 8, [str(free_port()), str(free_port())])
+    assert_all_train(ended[:4], "on", 0)
+    assert statuses(ended[4:]) == [1] * 4
+    assert all("ValueError: no more data" in rank.output for rank in ended[4:])
