@@ -22,8 +22,9 @@ from torch.distributed import distributed_c10d
 
 from . import torch_inner
 from .ending import is_broken_connection
-from .page import H
-from .settings import settings
+from .page import RECORD_WORDS, RECORDS, RING, H
+from .seat import _COUNT, _LAST_RECORD
+from .settings import monotonic_ns, settings
 from .torch_entries import ENTER, Enter
 from .torch_message import MessageSeat
 from .torch_seat import _LAST, TorchSeat
@@ -38,8 +39,8 @@ _ref = weakref.ref
 _IN_TIME = timedelta(milliseconds=200)  # for torch to say who is missing, after the time is over
 
 _installed: _Installed | None = None
-# A work's id -> (the work, by a reference; seat; sequence number; number of the record), until somebody waits for it
-_pending: dict[int, tuple[Callable[[], Any], TorchSeat, int, int]] = {}
+# A work's id -> (sequence number; the work, by a reference; seat; number of the record), until somebody waits for it
+_pending: dict[int, tuple[int, Callable[[], Any], TorchSeat, int]] = {}
 _ours = threading.local()
 _has_shared = False  # whether `as_ours` was ever called
 
@@ -164,9 +165,7 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
         if work is None:
             seat.end(sequence, number)
             return None
-        reference = _ref(work)
-        seat.under_way[sequence & _LAST] = sequence, reference
-        _pending[id(work)] = reference, seat, sequence, number
+        seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
         if not sequence & _OFTEN:
             _forget_dropped()
         return work
@@ -184,9 +183,7 @@ def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: 
     if work is None:
         seat.end(sequence, number)
         return work
-    reference = _ref(work)
-    seat.begin(sequence, reference)
-    _pending[id(work)] = reference, seat, sequence, number
+    seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
     return work
 
 
@@ -201,7 +198,7 @@ def _refused(seat: TorchSeat, sequence: int, number: int, error: BaseException) 
 
 
 def _forget_dropped() -> None:
-    for key, (reference, *_) in list(_pending.items()):
+    for key, (_, reference, *_) in list(_pending.items()):
         if reference() is None:
             _pending.pop(key, None)
 
@@ -211,16 +208,18 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def wait(work: Any, timeout: timedelta | None = None) -> Any:
         entry = pop(id(work), None)
-        if entry is None or entry[0]() is not work:
+        if entry is None or entry[1]() is not work:
             return original(work) if timeout is None else original(work, timeout)
-        _, seat, sequence, number = entry
+        sequence, _, seat, number = entry
         if not timeout and work.is_completed():
             try:
                 original(work)
             except RuntimeError as error:
                 seat.explain(sequence, error)
                 raise
-            seat.leave(number)
+            words = seat.words
+            if words[_COUNT] - number < RECORDS:  # as in `leave`
+                words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
             return True
         seat.begin(sequence)
         try:
@@ -239,10 +238,9 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_future(work: Any) -> Any:
         entry = _pending.pop(id(work), None)
-        if entry is not None and entry[0]() is work:
-            _, seat, sequence, number = entry
-            seat.begin(sequence, lambda: work)
-            _pending[id(work)] = (lambda: work), seat, sequence, number
+        if entry is not None and entry[1]() is work:
+            at, _, seat, number = entry
+            seat.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), seat, number
         return original(work)
 
     return get_future

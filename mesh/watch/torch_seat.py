@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from . import judge, report
 from .history import TORCHS_DEFAULT
 from .page import stable_hash
-from .seat import NO_GROUP, SLOT_WORDS, SLOTS, Seat, row_of
+from .seat import NO_GROUP, SLOTS, Seat, row_of
 from .settings import monotonic_ns
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 _SOON = timedelta(seconds=1)  # for torch to say by itself what its time has run out for
 _LAST = SLOTS - 1
-_NONE = -1, None
+_NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
 _NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the seat, and the number of the call
 
 
@@ -41,7 +41,8 @@ class TorchSeat(Seat):
         label: what the group is called in messages.
         on_cpu: whether its calls can be waited for in slices: gloo's, which the host waits for.
         timeout_ns: torch's own, of the group.
-        under_way: (sequence number, torch's work, by a weak reference) of the last calls; without one it is being waited for.
+        under_way: (sequence number; torch's work, by a reference, or None while it is waited for; seat; number of the record) of the
+            last calls.
     """
 
     __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
@@ -55,13 +56,13 @@ class TorchSeat(Seat):
         self.label = TORCHS_DEFAULT if handle is dist.group.WORLD else f"torch's group {name}"
         self.on_cpu = all(handle._get_backend(device).name() == "gloo" for device in handle._device_types)
         self.timeout_ns = _timeout_ns(handle)
-        self.under_way: list[tuple[int, Callable[[], Any] | None]] = [_NONE] * SLOTS
+        self.under_way = [_NONE] * SLOTS
 
     # -- a call --------------------------------------------------------------------------------------------------------
 
-    def begin(self, sequence: int, work: Callable[[], Any] | None = None) -> None:
-        """The call is under way: until this work is completed, or, without one, until `end`."""
-        self.under_way[sequence & _LAST] = sequence, work
+    def begin(self, sequence: int) -> None:
+        """The call is under way until `end`, whatever its work says."""
+        self.under_way[sequence & _LAST] = sequence, None, self, 0
 
     def end(self, sequence: int, number: int) -> None:
         self.under_way[sequence & _LAST] = _NONE
@@ -69,7 +70,7 @@ class TorchSeat(Seat):
 
     def is_open(self, sequence: int) -> bool:
         """Whether this rank's part in the call is not over: one that has broadcast need not wait for those who receive."""
-        latest, work = self.under_way[sequence & _LAST]
+        latest, work, _, number = self.under_way[sequence & _LAST]
         if latest != sequence:
             return False
         if work is None:
@@ -77,8 +78,7 @@ class TorchSeat(Seat):
         found = work()
         if found is not None and not found.is_completed():
             return True
-        if self.row is not None:
-            self.end(sequence, self.words[self.row + (sequence & _LAST) * SLOT_WORDS + 2])
+        self.end(sequence, number)
         return False
 
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
