@@ -9,17 +9,21 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore, TCPStore
 
 from shardmesh.mesh.errors import PeerError
 from shardmesh.mesh.watch import board as board_module
 from shardmesh.mesh.watch import files
+from shardmesh.mesh.watch.agreement import Agreement
 from shardmesh.mesh.watch.board import Alarm
 from shardmesh.mesh.watch.files import folder_prefix, make_file, parent_folder
 from shardmesh.mesh.watch.page import PAGE_BYTES, H
@@ -213,6 +217,30 @@ def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> 
     two[1].watch.raised(ValueError("no such file"))
     with pytest.raises(PeerError, match="no such file"):
         two[0].watch.check()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_seen_all_asks_nobody(two: list[Hand]) -> None:
+    asking = Agreement(HashStore(), "job", "stale", 0, 2)
+    asking.doubt(two[0].watch, (0, 1))
+    assert asking._thread is None
+
+
+def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.CaptureFixture[str]) -> None:
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting = threading.Thread(target=store.get, args=("soon",))
+    waiting.start()
+    time.sleep(0.2)  # until it waits
+    Agreement(store, "job", "stale", 0, 2).decline("the folder is full")
+    assert waiting.is_alive()
+    other = store.clone()
+    other.set("soon", "1")
+    waiting.join()
+    Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
+    assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
+    assert capsys.readouterr().err == "shardmesh: no watch over this job. rank 0: the folder is full\n"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
