@@ -43,6 +43,10 @@ PARTS = {
     "endings": "A rank dies, ends or is interrupted",
     "stalls": "A rank does not come",
     "meshes": "A rank makes another mesh",
+    "torch_calls": "A rank calls something else on torch.distributed, beside the library",
+    "torch_messages": "Torch's groups, messages, object and functional collectives",
+    "torch_training": "DDP and FSDP2",
+    "torch_endings": "A rank raises, dies, ends or hangs while others are in calls of torch.distributed",
 }
 # Kinds of verdict -> how long after the fault all ranks are to know, in seconds.
 TARGETS = {"mismatch": 0.1, "mesh": 0.1, "deadlock": None, "left": 0.3, "lost": 0.3, "raised": 0.3, "stall": STALL_S + 1}

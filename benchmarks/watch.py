@@ -51,6 +51,7 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.mesh.watch import torch_calls
 from shardmesh.mesh.watch.settings import guard
 
 OFF, ON, STRICT, TORCH, DETAIL = "off", "on", "strict", "torch", "DETAIL"
@@ -270,7 +271,25 @@ def time_nothing(effort: Effort) -> list[Case]:
     mesh, switch = _line_of_ranks(effort)
     nothing: Call = partial(mesh.group("x").direct, "nothing", 0, 0, torch.float32, lambda: None)
     costs = take_turns({OFF: nothing, ON: nothing}, switch, effort.rounds["host"], 100, dist.barrier)
-    return [Case("host", f"a collective, {effort.ranks} processes", 1, costs)]
+    return [Case("host", f"a collective, {effort.ranks} processes", 1, costs), _time_torch_call(effort, mesh, switch)]
+
+
+def _time_torch_call(effort: Effort, mesh: sm.DeviceMesh, switch: Callable[[str], None]) -> Case:
+    """The same for a call of torch.distributed: torch's part of it is replaced by nothing."""
+    group, x = dist.new_group(), torch.zeros(4)
+    work: Any = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    torch_calls.stop()
+    theirs = vars(dist.ProcessGroup)["allreduce"]
+    dist.ProcessGroup.allreduce = lambda *_: work  # type: ignore[method-assign]
+    switch(ON)
+    torch_calls.watch_calls(mesh.world.watch)
+    call: Call = partial(dist.all_reduce, x, group=group)
+    costs = take_turns({OFF: call, ON: call}, switch, effort.rounds["host"], 100, dist.barrier)
+    torch_calls.stop()
+    dist.ProcessGroup.allreduce = theirs
+    torch_calls.watch_calls(mesh.world.watch)
+    return Case("host", f"a call of torch.distributed, {effort.ranks} processes", 1, costs)
 
 
 # -- redistributions ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from .group import Group, World, active_world, current_world
 from .process import ProcessGroup, ProcessWorld
 from .start import local_device, start_processes
 from .topology import Topology, torchrun_node_size
-from .watch import same_mesh
+from .watch import same_mesh, torch_calls
 
 
 class DeviceMesh(AbstractMesh):
@@ -389,6 +389,8 @@ def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[st
     mesh = world.meshes.get(key)
     if mesh is None:
         mesh = world.meshes[key] = _make(world, device_type, ranks, names)
+    if ranks.size == world.size and isinstance(world, ProcessWorld):
+        torch_calls.watch_calls(world.watch)
     return mesh
 
 

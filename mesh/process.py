@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 
 from . import errors, wire
 from .group import Group, Observer, World
+from .watch import torch_calls
 from .watch.agreement import Agreement
 from .watch.job_name import find_name
 from .watch.relay import start_relay
@@ -184,6 +185,7 @@ class ProcessGroup(Group):
         On an accelerator to wait is for the stream to wait, and a call that is not `async_op` may use the current one.
         """
         handle, seat = self.channel, self.seat
+        call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
         if seat is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
@@ -247,7 +249,7 @@ class ProcessGroup(Group):
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
         """Lets all ranks meet once before they send: NCCL connects a whole group in its first call, if all make it."""
         if not self._connected and x.device.type != "cpu":
-            dist.all_reduce(x.new_zeros(1, dtype=torch.int32), group=handle)
+            self._as_ours(dist.all_reduce)(x.new_zeros(1, dtype=torch.int32), group=handle)
         self._connected = True
 
     def _messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
@@ -256,9 +258,13 @@ class ProcessGroup(Group):
             ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
         if src is not None and out.numel():
             ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
-        works = dist.batch_isend_irecv(ops) if ops else []
+        works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
         seat, watch = self.seat, self._watch_of(x)
         return _TorchWork(works, (out, x)) if seat is None or watch is None else _WatchedMessages(works, (out, x), seat, watch, (dst, src))
+
+    def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """This function of torch's; on a group that the program has made, too, nobody takes what it calls for a call of the program's."""
+        return call if self._given is None else partial(torch_calls.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Watch | None:
         """The watch, where a collective on this tensor is to be waited for with an eye on the others."""

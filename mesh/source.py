@@ -20,13 +20,14 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+import typing_extensions  # torch needs it, too
 
 # Not resolved through symbolic links, since that is how frames name their files.
 _PACKAGE = Path(__file__).parent.parent
 _OURS = tuple(str(_PACKAGE / part) + "/" for part in ("mesh", "sharding", "kernels"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")
-_INNER = (*_OURS, _TORCH, contextlib.__file__)
+_INNER = (*_OURS, _TORCH, contextlib.__file__, typing_extensions.__file__)  # the last two run others' functions
 
 
 _inner_files: dict[str, bool] = {}

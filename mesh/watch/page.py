@@ -55,8 +55,10 @@ class H:
     HOST = 20  # a text
     EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
     AWARE = 22  # whether the watchdog thread has seen the verdict, and so ends the process by itself
-    SEED, DRAWN = 24, 25  # of random numbers by global position, see `sharding/random.py`
-    THREAD_ERROR = 26  # a text: which thread has raised what
+    CHANNELS = 23  # of messages that the program sends and receives by torch
+    UNMATCHED = 24  # whether some of these are not numbered as their sender or receiver does
+    SEED, DRAWN = 25, 26  # of random numbers by global position, see `sharding/random.py`
+    THREAD_ERROR = 27  # a text: which thread has raised what
 
 
 class State:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .board import Board, is_local, is_stopped
+from .history import MESSAGES, left_the_order
 from .page import H, Page, Record, State
 from .settings import monotonic_ns
 from .thread_errors import raised_in_thread
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 # The fields of a record's call, in their order; "where" is the source of a broadcast or the reduction.
 _FIELDS = ("operation", "reduction", "dtype", "shape", "layout")
 _FROZEN_NS = 2_000_000_000  # a process whose watchdog thread has not moved for so long
-_HISTORY = 1000  # so many collectives are looked through for where ranks parted
 RULE = "Call the same collectives in the same order on every rank of the group."
 OTHER_VALUES = "Look for a call before that was skipped, repeated or swapped: these look alike, but their values were made differently."
 _ONE_ORDER = "Call the collectives of different groups in one order on every rank."
+_EACH_MESSAGE = "Receive what another rank sends, and call the collectives of different groups in one order on every rank."
 _MESSAGES = "Let each rank send what its receiver expects, in the same size."
 _LOST = "Look at the end of its own output and at its exit code; a SIGKILL is mostly the system's, short of memory."
 _LEFT = "Let every rank run as many steps as the others; sm.check_lengths and sm.join help where batches run out."
@@ -170,7 +171,10 @@ def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
 
     pages = {rank: page for rank in range(board.size) if (page := board.of(rank)) is not None}
     axes = {rank: _page(board, rank).group_text(record.group).partition("\t")[0] for rank, record in stuck}
-    blamed = left_the_order(pages, {rank: record.number for rank, record in stuck}) or minority(parties_by(axes, axes.__getitem__))
+    with_messages = any(fields_of(record.call)[0] in MESSAGES for _, record in stuck)
+    blamed = left_the_order(pages, {rank: record.number for rank, record in stuck})
+    if not blamed and not with_messages:
+        blamed = minority(parties_by(axes, axes.__getitem__))
     seen = [
         Seen(rank, f"{call_text(record.call)} over {_group_text(_page(board, rank).group_text(record.group))}", record.place)
         for rank, record in stuck
@@ -178,31 +182,8 @@ def deadlock(board: Board, stuck: Sequence[tuple[int, Record]]) -> Verdict:
     seen = _blamed_first(seen, blamed)
     who = f"; {ranks_text(blamed)} left the order of the others" if blamed else ""
     said = f"ranks are blocked on each other in different groups{who}."
-    return Verdict("deadlock", blamed, "order", tuple(seen), composed(said, _ONE_ORDER, _table(seen, blamed)))
-
-
-def left_the_order(pages: Mapping[int, Page], stuck: Mapping[int, int]) -> tuple[int, ...]:
-    """Who is odd at the first collective at which the ranks' histories differ in operation or axes.
-
-    Args:
-        stuck: the number of the record in which a rank waits. A difference that lies further back is none of this deadlock's:
-            ranks that do not run the same program have always differed.
-    """
-    from .judge import minority, parties_by
-
-    count = min(page.words[H.RECORDS] for page in pages.values())
-    first = max(0, max(page.words[H.RECORDS] for page in pages.values()) - _HISTORY)
-    for number in range(first, count):
-        called = {rank: _step_of(page, number) for rank, page in pages.items()}
-        if len(set(called.values())) > 1:
-            blamed = minority(parties_by(called, lambda rank: called[rank]))  # noqa: B023
-            return blamed if all(number >= stuck.get(rank, number) - 1 for rank in blamed) else ()
-    return ()
-
-
-def _step_of(page: Page, number: int) -> tuple[str, str]:
-    record = page.record(number)
-    return ("", "") if record is None else (fields_of(record.call)[0], page.group_text(record.group).partition("\t")[0])
+    advice = _EACH_MESSAGE if with_messages else _ONE_ORDER
+    return Verdict("deadlock", blamed, "order", tuple(seen), composed(said, advice, _table(seen, blamed)))
 
 
 def wrong_route(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int, ...]) -> Verdict:
@@ -216,6 +197,14 @@ def wrong_splits(
     """Of an all_to_all, parts of which the sender and the receiver have different sizes."""
     texts = {found[place]: f"which sends {sent} elements to the ranks and expects {expected}" for place, (sent, expected) in shown.items()}
     return _unfit("splits", seat, sequence, odd, texts)
+
+
+def too_large(seat: Seat, sequence: int, found: Sequence[Member]) -> Verdict:
+    """A message for which its receiver has too little room."""
+    seen = [_seen(m.rank, m.record) for m in found]
+    size = [f"{m.record.sent} bytes are sent" if m.record.sent else f"{m.record.received} expected" for m in found if m.record is not None]
+    said = f"number {sequence} of the {group_text(seat)} does not fit: {', '.join(size)}."
+    return Verdict("mismatch", (), "shape", tuple(seen), composed(said, "Receive into a tensor of the size that is sent.", _table(seen)))
 
 
 def _unfit(field: str, seat: Seat, sequence: int, odd: tuple[int, ...], texts: Mapping[Member, str]) -> Verdict:

@@ -87,12 +87,15 @@ class Seat:
         row: where the group's row begins in the own page, in words; None where there is no room for it.
         settled: how many of its collectives all ranks have come to.
         others: (words of the page, where its row begins) of the neighbours that are known so far.
+        assembles: whether ranks wait for each other before the first collective, for which torch connects them.
+        is_channel: whether it is for messages between two ranks.
     """
 
     __slots__ = (
         "_calls", "_carried", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
         "watch", "words", "world",
     )  # fmt: skip
+    assembles, is_channel = True, False
 
     def __init__(self, group: Group, page: Page, watch: Watch | None) -> None:
         self.group, self.page, self.watch, self.world = group, page, watch, group.world
@@ -159,7 +162,7 @@ class Seat:
                         watch.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
                     watch.look(self)
-            if sequence == 0 or watch.is_strict:
+            if (sequence == 0 or watch.is_strict) and self.assembles:
                 watch.assemble(self, sequence)
             elif sequence & (sequence - 1) == 0:
                 self.meet_neighbours(watch.board)
@@ -177,6 +180,10 @@ class Seat:
         """The collective of this record and its line, for messages."""
         record = self.page.record(number)
         return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
+
+    def is_open(self, sequence: int) -> bool:
+        """Whether to look after a call that not all ranks have come to."""
+        return True
 
     def leave(self, number: int) -> None:
         """The collective of this record is over."""

@@ -23,12 +23,14 @@ class Settings:
         mode: "on", "strict", "full" or "off".
         warn, timeout: seconds that a rank may keep others waiting.
         exit_s: seconds that a process has to end after a verdict; 0 for as long as it likes.
+        torch_calls: whether the program's own calls of torch.distributed are watched, too.
     """
 
     mode: str = "on"
     warn: float = 30.0
     timeout: float = 300.0
     exit_s: float = 10.0
+    torch_calls: bool = True
 
 
 def from_environment(env: Mapping[str, str]) -> Settings:
@@ -36,11 +38,15 @@ def from_environment(env: Mapping[str, str]) -> Settings:
     mode = env.get("SHARDMESH_GUARD", "on")
     if mode not in MODES:
         raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD={mode!r}: write one of {', '.join(MODES)}.")
+    calls = env.get("SHARDMESH_GUARD_TORCH", "on")
+    if calls not in ("on", "off"):
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD_TORCH={calls!r}: write one of on, off.")
     return Settings(
         mode,
         _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0),
         _seconds(env, "SHARDMESH_STALL_TIMEOUT_S", 300.0),
         0.0 if env.get("SHARDMESH_EXIT_S") == "0" else _seconds(env, "SHARDMESH_EXIT_S", 10.0),
+        calls == "on",
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
+from .history import left_the_order
 from .judge import connected, minority, worst_correspondent
 from .page import H
-from .report import OTHER_VALUES, RULE, left_the_order, numbers_drawn
+from .report import OTHER_VALUES, RULE, numbers_drawn
 from .seat import unlike
 from .verdict import Seen, Verdict, composed, ranks_text
 

@@ -10,6 +10,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -24,7 +25,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from ..errors import WatchError
-from . import ending, judge, report
+from . import ending, judge, report, torch_calls
 from .agreement import Agreement, say
 from .board import ALARM_BYTES, Alarm, Board, is_near, ranks_here
 from .page import PAGE_BYTES, H, Page, State
@@ -32,6 +33,7 @@ from .relay import is_needed
 from .seat import SLOT_WORDS, SLOTS, Seat
 from .settings import monotonic_ns, settings
 from .sweep import sweep
+from .torch_seat import out_of_time
 from .verdict import Verdict
 from .watchdog import Watchdog
 
@@ -145,6 +147,7 @@ class Watch:
         if not self._is_on:
             return
         self._is_on = False
+        torch_calls.stop(self)
         with contextlib.suppress(ReferenceError):
             self.world.retire_watch()
         for seat in self.seats:
@@ -177,7 +180,10 @@ class Watch:
             return
         self.abandoned = True
         ending.keep_groups()
-        if not (ending.is_broken_connection(error) and self._find_lost()):
+        stalled = out_of_time(self, error)
+        if stalled is not None:
+            self.fail(stalled)
+        elif not (ending.is_broken_connection(error) and self._find_lost()):
             text = "".join(traceback.format_exception(error))
             self.fail(report.raised(self.world.rank, type(error).__name__, str(error), text, self.page))
         self.page.words[H.STATE] = State.RAISED
@@ -230,15 +236,22 @@ class Watch:
             seat.meet_neighbours(self.board)
 
     def _meet(self, seat: Seat, sequence: int, done: Callable[[list[judge.Member]], bool]) -> None:
+        self.wait_until(seat, sequence, lambda: done(judge.members(self, seat, sequence)))
+
+    def wait_until(self, seat: Seat, sequence: int, is_done: Callable[[], bool], limit_ns: float = math.inf) -> bool:
+        """Waits, for so long, with an eye on the others; whether it is done. Raises: WatchError for what it sees."""
         since = monotonic_ns()
         for _ in range(_SPINS):
-            if done(judge.members(self, seat, sequence)):
-                return
+            if is_done():
+                return True
         nap = _NAP_S
         with self._blocked(seat, sequence, since):
-            while not done(judge.members(self, seat, sequence)) and self._judge(seat, sequence, since):
+            while not is_done():
+                if monotonic_ns() - since > limit_ns or not self._judge(seat, sequence, since):
+                    return False
                 time.sleep(nap)
                 nap = min(1.5 * nap, _LONGEST_NAP_S)  # those who wait must leave the processors to those they wait for
+        return True
 
     def meet(self, seat: Seat, sequence: int, places: Sequence[int | None]) -> None:
         """Returns when these members have come to this collective.
@@ -321,6 +334,9 @@ class Watch:
     @contextmanager
     def _blocked(self, seat: Seat, sequence: int, since: int) -> Iterator[None]:
         """Shows others what the main thread waits in. Of an asynchronous collective it need not be the newest record."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         words = self.page.words
         number = words[seat.row + (sequence & (SLOTS - 1)) * SLOT_WORDS + 2] if seat.row is not None else words[H.RECORDS] - 1
         words[H.BLOCKED_SINCE], words[H.BLOCKED] = since, number + 1
@@ -372,7 +388,7 @@ class Watch:
             if verdict is not None:
                 print(f"shardmesh: rank {self.board.rank}: {verdict.text}", file=sys.stderr, flush=True)
                 self.abandoned = self.told = True
-            if time.monotonic() > deadline or all(self.is_settled(seat) for seat in self.seats):
+            if time.monotonic() > deadline or all(self.is_settled(seat) for seat in self.seats if not seat.is_channel):
                 return
             time.sleep(0.01)
 
@@ -391,6 +407,7 @@ class Watch:
         """This rank takes no further part in the job."""
         if os.getpid() != self.pid:
             return
+        torch_calls.stop(self)
         if self.page.words[H.STATE] == State.RUNNING:
             if not self.abandoned:
                 self.watchdog.stop()

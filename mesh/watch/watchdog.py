@@ -100,7 +100,7 @@ class Watchdog:
     def _look(self, seat: Seat, called: int) -> None:
         """Looks at a collective for which not all ranks have come yet; main threads that wait for a GPU cannot."""
         watch, sequence = self._watch, called - 1
-        if watch.is_settled(seat):
+        if watch.is_settled(seat) or not seat.is_open(sequence):
             return
         found = judge.members(watch, seat, sequence)
         record = next((m.record for m in found if m.rank == seat.world.rank), None)

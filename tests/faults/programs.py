@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from tests.faults import endings, healthy, meshes, stalls, training, wrong_calls, wrong_order
+from tests.faults import (
+    endings,
+    healthy,
+    meshes,
+    stalls,
+    torch_calls,
+    torch_endings,
+    torch_healthy,
+    torch_messages,
+    torch_training,
+    training,
+    wrong_calls,
+    wrong_order,
+)
 from tests.faults.fault import FAULTS
 
-__all__ = ["FAULTS", "endings", "healthy", "meshes", "stalls", "training", "wrong_calls", "wrong_order"]
+__all__ = [
+    "FAULTS", "endings", "healthy", "meshes", "stalls", "torch_calls", "torch_endings", "torch_healthy", "torch_messages",
+    "torch_training", "training", "wrong_calls", "wrong_order",
+]  # fmt: skip

@@ -161,6 +161,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     given = settings.from_environment(os.environ)
     here = settings.settings()  # as it was when the modules were imported
     here.mode, here.warn, here.timeout, here.exit_s = given.mode, given.warn, given.timeout, given.exit_s
+    here.torch_calls = given.torch_calls
     getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
 
 
