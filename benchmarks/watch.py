@@ -485,7 +485,7 @@ IN_PROCESSES: dict[str, Callable[[Effort], list[Case]]] = {
 
 def run(sections: Sequence[str], effort: Effort) -> list[Case]:
     """All cases of these sections."""
-    ranks = sm.launch(measure_ranks, effort.ranks, (sections, effort), env={"OMP_NUM_THREADS": "1", "SHARDMESH_GUARD": "on"})
+    ranks = sm.launch(measure_ranks, effort.ranks, (sections, effort), env={"OMP_NUM_THREADS": "1", "SHARDMESH_MONITOR": "on"})
     cases = [of_all_ranks(case) for case in zip(*ranks, strict=True)]
     return cases + (time_host(effort) if "host" in sections else [])
 

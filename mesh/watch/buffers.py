@@ -2,7 +2,7 @@
 
 Every write through an operator raises the version that a tensor shares with its views. So a write to a buffer that has its memory for
 itself is found at no cost; where other tensors share the memory, it may be these that were written to. Under
-`SHARDMESH_GUARD=full` every input is compared bit for bit with a copy, which also finds writes through `.data` and NumPy.
+`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also finds writes through `.data` and NumPy.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def mismatch(seat: Seat, sequence: int, found: Sequence[Member], odd: tuple[int,
     said = (
         f"{ranks_text(odd)} called another collective than {ranks_text(rest)}"
         if odd
-        else f"{ranks_text(rest)} called different collectives, none of them more often than the others"
+        else f"{ranks_text(rest)} called different collectives, with equal votes,"
     )
     late = [m.rank for m in found if m.came is False]
     said = f"{said} as number {sequence} of {group_text(seat)}: the {_NAMED[field]} differs."

@@ -35,12 +35,12 @@ class Settings:
 
 def from_environment(env: Mapping[str, str]) -> Settings:
     """Raises: LaunchEnvironmentError for values that make no sense."""
-    mode = env.get("SHARDMESH_GUARD", "on")
+    mode = env.get("SHARDMESH_MONITOR", "on")
     if mode not in MODES:
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD={mode!r}: write one of {', '.join(MODES)}.")
-    calls = env.get("SHARDMESH_GUARD_TORCH", "on")
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR={mode!r}: write one of {', '.join(MODES)}.")
+    calls = env.get("SHARDMESH_MONITOR_TORCH", "on")
     if calls not in ("on", "off"):
-        raise errors.LaunchEnvironmentError(f"SHARDMESH_GUARD_TORCH={calls!r}: write one of on, off.")
+        raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR_TORCH={calls!r}: write one of on, off.")
     return Settings(
         mode,
         _seconds(env, "SHARDMESH_STALL_WARN_S", 30.0),
@@ -79,7 +79,7 @@ def guard(mode: str) -> None:
             computed; it costs a meeting each time. "full" is "strict", and compares the input of each asynchronous collective with a
             copy when it is waited for: a write in between is an error. "off" compares nothing, notes nothing down, and does not look
             for stalls.
-            The environment variable SHARDMESH_GUARD sets it for all ranks.
+            The environment variable SHARDMESH_MONITOR sets it for all ranks.
 
     Raises: ValueError for another mode.
     Communication: none.

@@ -390,7 +390,7 @@ def test_variables() -> None:
     rows = {row[0].strip("`"): row[1].strip("`") for row in table("| variable | default |")}
     assert set(rows) == set(re.findall(r"\bSHARDMESH_[A-Z_]+[A-Z]\b", SOURCES))
     defaults = Settings()
-    assert rows["SHARDMESH_GUARD"] == defaults.mode
+    assert rows["SHARDMESH_MONITOR"] == defaults.mode
     assert float(rows["SHARDMESH_STALL_WARN_S"]) == defaults.warn
     assert float(rows["SHARDMESH_STALL_TIMEOUT_S"]) == defaults.timeout
     assert float(rows["SHARDMESH_EXIT_S"]) == defaults.exit_s

@@ -71,7 +71,7 @@ def settings(facts: Facts) -> Finding:
     except LaunchEnvironmentError as error:
         return fault(str(error), f"unset {str(error).partition('=')[0]}")
     if guard == "off":
-        return warning("SHARDMESH_GUARD=off: ranks that do different things hang, or are wrong in silence", "unset SHARDMESH_GUARD")
+        return warning("SHARDMESH_MONITOR=off: ranks that do different things hang, or are wrong in silence", "unset SHARDMESH_MONITOR")
     if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return warning(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each collective wait for a second one, some milliseconds each",

@@ -119,9 +119,9 @@ FAULTY = [
     ("slurm says otherwise", facts(SLURM | BY_HAND), "launcher", "fault", "RANK=0 but SLURM_PROCID=2", "export RANK=$SLURM_PROCID"),
     ("a slow torch", facts({"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}), "settings", "warning", "DETAIL", "unset TORCH_DISTRIBUTED_DEBUG"),
     ("a slow NCCL", facts({"NCCL_P2P_DISABLE": "1"}), "settings", "warning", "NCCL_P2P_DISABLE=1", "unset NCCL_P2P_DISABLE"),
-    ("no such guard", facts({"SHARDMESH_GUARD": "yes"}), "settings", "fault", "'yes'", "unset SHARDMESH_GUARD"),
+    ("no such guard", facts({"SHARDMESH_MONITOR": "yes"}), "settings", "fault", "'yes'", "unset SHARDMESH_MONITOR"),
     ("no such time", facts({"SHARDMESH_STALL_WARN_S": "1m"}), "settings", "fault", "'1m'", "unset SHARDMESH_STALL_WARN_S"),
-    ("no guard", facts({"SHARDMESH_GUARD": "off"}), "settings", "warning", "SHARDMESH_GUARD=off", "unset SHARDMESH_GUARD"),
+    ("no guard", facts({"SHARDMESH_MONITOR": "off"}), "settings", "warning", "SHARDMESH_MONITOR=off", "unset SHARDMESH_MONITOR"),
     (
         "no such interface for gloo",
         facts({"GLOO_SOCKET_IFNAME": "ib0"}),

@@ -67,7 +67,7 @@ def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, h
 
 
 def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> None:
-    ended = forked(programs.dies_in_a_raw_collective, 4, SHARDMESH_GUARD_TORCH="off")
+    ended = forked(programs.dies_in_a_raw_collective, 4, SHARDMESH_MONITOR_TORCH="off")
     assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
     for rank in (0, 1, 3):
         last = ended[rank].output.rpartition("rank 2 died.")[2]

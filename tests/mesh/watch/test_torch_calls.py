@@ -32,10 +32,10 @@ def test_every_call_is_noted_down(forked: Forked) -> None:
 
 
 def test_the_setting(forked: Forked) -> None:
-    for output in outputs(forked(programs.is_put_back, 2, "off", SHARDMESH_GUARD_TORCH="off")):
+    for output in outputs(forked(programs.is_put_back, 2, "off", SHARDMESH_MONITOR_TORCH="off")):
         assert "watched False as before True inner groups 0" in output
-    with pytest.raises(LaunchEnvironmentError, match="SHARDMESH_GUARD_TORCH='yes': write one of on, off"):
-        from_environment({"SHARDMESH_GUARD_TORCH": "yes"})
+    with pytest.raises(LaunchEnvironmentError, match="SHARDMESH_MONITOR_TORCH='yes': write one of on, off"):
+        from_environment({"SHARDMESH_MONITOR_TORCH": "yes"})
 
 
 @pytest.mark.parametrize("how", ["stopped", "destroyed"])

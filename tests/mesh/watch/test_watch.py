@@ -391,14 +391,14 @@ def test_a_process_alone_has_no_watch() -> None:
 
 def test_settings_of_the_environment() -> None:
     assert from_environment({}) == settings_module.Settings("on", 30.0, 300.0)
-    found = from_environment({"SHARDMESH_GUARD": "strict", "SHARDMESH_STALL_WARN_S": "1.5", "SHARDMESH_STALL_TIMEOUT_S": "20"})
+    found = from_environment({"SHARDMESH_MONITOR": "strict", "SHARDMESH_STALL_WARN_S": "1.5", "SHARDMESH_STALL_TIMEOUT_S": "20"})
     assert found == settings_module.Settings("strict", 1.5, 20.0)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("SHARDMESH_GUARD", "yes"), ("SHARDMESH_STALL_WARN_S", "soon"), ("SHARDMESH_STALL_TIMEOUT_S", "0"),
+        ("SHARDMESH_MONITOR", "yes"), ("SHARDMESH_STALL_WARN_S", "soon"), ("SHARDMESH_STALL_TIMEOUT_S", "0"),
         ("SHARDMESH_STALL_TIMEOUT_S", "-1"), ("SHARDMESH_STALL_WARN_S", "nan"), ("SHARDMESH_STALL_WARN_S", ""),
     ],
 )  # fmt: skip
