@@ -2,6 +2,7 @@
 
     python benchmarks/watch_random.py                               all of it, about an hour
     python benchmarks/watch_random.py --simulated 100 --processes 0 --calls 0
+    python benchmarks/watch_random.py --raw                         programs that also call torch.distributed themselves
     python benchmarks/watch_random.py --json figures.json --markdown tables.md
 
 The programs are those of tests/faults/random_programs.py. In one rank of each faulty one something goes wrong once: it skips,
@@ -69,10 +70,10 @@ def _row(kind: str, counts: Counter[str]) -> list[str]:
     return [kind, str(counts.total()), *(str(counts[what]) for what in RIGHT), str(wrong)]
 
 
-def faulty_simulated(count: int, first: int) -> Tally:
+def faulty_simulated(count: int, first: int, raw: bool) -> Tally:
     tally = Tally({kind: Counter() for kind in KINDS})
     for seed in range(first, first + count):
-        program = faulty_program(seed, MORE_MESHES)
+        program = faulty_program(seed, MORE_MESHES, raw=raw)
         what, error = outcome(program)
         assert program.divergence
         tally.add(program.divergence.kind, what, f"seed {seed}: {program.divergence}: {error}")
@@ -80,13 +81,13 @@ def faulty_simulated(count: int, first: int) -> Tally:
     return tally
 
 
-def faulty_processes(count: int, first: int, at_once: int) -> Tally:
+def faulty_processes(count: int, first: int, at_once: int, raw: bool) -> Tally:
     tally = Tally({kind: Counter() for kind in PROCESS_KINDS})
-    names = [f"{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)]
+    names = [f"{'raw ' * raw}{PROCESS_KINDS[n % len(PROCESS_KINDS)]} {first + n}" for n in range(count)]
     with Runner("tests.faults.random_table") as runner, ThreadPoolExecutor(at_once) as pool:
         found = pool.map(lambda name: job(runner, name), names)
         for n, (name, (what, said)) in enumerate(zip(names, found, strict=True)):
-            tally.add(name.rpartition(" ")[0], what, f"{name}: {said}")
+            tally.add(name.rpartition(" ")[0].removeprefix("raw "), what, f"{name}: {said}")
             _tell(n, count, "on processes")
     return tally
 
@@ -125,15 +126,15 @@ def _tell(done: int, count: int, what: str) -> None:
         print(f"  {done} of {count} {what}", file=sys.stderr, flush=True)
 
 
-def healthy_simulated(calls: int, first: int) -> Healthy:
+def healthy_simulated(calls: int, first: int, raw: bool) -> Healthy:
     seeds = iter(range(first, sys.maxsize))
-    return healthy(lambda seed: simulated(healthy_program(seed, MORE_MESHES, turns=TURNS))[1], calls, seeds)
+    return healthy(lambda seed: simulated(healthy_program(seed, MORE_MESHES, turns=TURNS, raw=raw))[1], calls, seeds)
 
 
-def healthy_processes(calls: int, first: int) -> Healthy:
+def healthy_processes(calls: int, first: int, raw: bool) -> Healthy:
     """Many programs in each job of four processes, one after the other."""
     with Runner("tests.faults.random_table") as runner:
-        return healthy(lambda seed: healthy_job(runner, seed), calls, iter(range(first, sys.maxsize)), AT_A_TIME)
+        return healthy(lambda seed: healthy_job(runner, seed, raw), calls, iter(range(first, sys.maxsize)), AT_A_TIME)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,18 +142,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables: list[tuple[str, Sequence[str], list[list[str]]]] = []
     wrong: list[str] = []
     if options.simulated:
-        tally = faulty_simulated(options.simulated, options.seed)
+        tally = faulty_simulated(options.simulated, options.seed, options.raw)
         tables.append(("Simulated worlds of 3, 4 and 8 ranks, one of them odd", COLUMNS, tally.rows()))
         wrong += tally.wrong
     if options.processes:
-        tally = faulty_processes(options.processes, options.seed, options.at_once)
+        tally = faulty_processes(options.processes, options.seed, options.at_once, options.raw)
         tables.append(("Four gloo processes, one of them odd", COLUMNS, tally.rows()))
         wrong += tally.wrong
     worlds: dict[str, Healthy] = {}
     if options.calls:
-        worlds["simulated"] = healthy_simulated(options.calls, options.seed)
+        worlds["simulated"] = healthy_simulated(options.calls, options.seed, options.raw)
     if options.process_calls:
-        worlds["four gloo processes"] = healthy_processes(options.process_calls, options.seed)
+        worlds["four gloo processes"] = healthy_processes(options.process_calls, options.seed, options.raw)
     if worlds:
         rows = [[name, str(h.programs), f"{h.calls:,}", str(len(h.alarms))] for name, h in worlds.items()]
         tables.append(("Correct programs", ("world", "programs", "collectives called", "false alarms"), rows))
@@ -178,6 +179,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=1_000_000, help="collectives of correct programs in simulated worlds")
     parser.add_argument("--process-calls", type=int, default=200_000, help="the same on processes")
     parser.add_argument("--at-once", type=int, default=4, help="jobs at a time; most wait most of the time")
+    parser.add_argument("--raw", action="store_true", help="the programs also call torch.distributed themselves")
     parser.add_argument("--seed", type=int, default=100_000, help="the first; tests have those from 0 on")
     parser.add_argument("--json", help="write the figures here")
     parser.add_argument("--markdown", help="write the tables here")

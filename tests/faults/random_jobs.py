@@ -20,9 +20,9 @@ def _said(found: Outcome) -> str:
     return "\n".join(f"rank {n}: exit status {r.status} {r.error} {r.text or r.output[-1500:]}" for n, r in enumerate(found.ranks))
 
 
-def healthy_job(runner: Runner, seed: int) -> int:
+def healthy_job(runner: Runner, seed: int, raw: bool = False) -> int:
     """How many collectives the ranks of a job of correct programs have called. Raises: RuntimeError for anything but a good end."""
-    found = runner.run(FAULTS[f"healthy {seed}"], limit_s=300.0)
+    found = runner.run(FAULTS[f"{'raw ' * raw}healthy {seed}"], limit_s=300.0)
     if found.killed or any(not rank.done or rank.status for rank in found.ranks):
         raise RuntimeError(_said(found))
     return sum(rank.value for rank in found.ranks)

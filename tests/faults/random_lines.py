@@ -15,8 +15,10 @@ from dataclasses import dataclass
 HEADER = '''\
 import copy, os, signal, sys, threading, time
 import torch
+import torch.distributed as dist
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.mesh.group import active_world
 
 def value(k, n=N):
     return torch.sin(torch.arange(n * n, dtype=torch.float64) * 0.37 + k).view(n, n)
@@ -54,6 +56,42 @@ def shifted(group, t, by):
     group.permute(out, t, dst=(group.rank + by) % group.size, src=(group.rank - by) % group.size)
     return out
 
+# torch.distributed's own calls; in a simulated world, which torch knows nothing of, the same of a group of the library's.
+
+def raw_all_reduce(mesh, t, op="sum"):
+    if active_world() is None:
+        dist.all_reduce(t, op=getattr(dist.ReduceOp, op.upper()))
+    else:
+        mesh.group(mesh.axis_names).all_reduce(t, op)
+
+def raw_start(mesh, t):
+    return dist.all_reduce(t, async_op=True) if active_world() is None else mesh.group(mesh.axis_names).all_reduce(t, async_op=True)
+
+def raw_broadcast(mesh, t, src):
+    if active_world() is None:
+        dist.broadcast(t, src)
+    else:
+        mesh.group(mesh.axis_names).broadcast(t, src)
+
+def raw_gathered(mesh, t):
+    if active_world() is not None:
+        return gathered(mesh.group(mesh.axis_names), t)
+    parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, t)
+    return parts[0] * 0.5 + t
+
+def raw_barrier(mesh):
+    if active_world() is None:
+        dist.barrier()
+    else:
+        mesh.group(mesh.axis_names).barrier()
+
+def raw_objects(mesh, thing):
+    if active_world() is None:
+        dist.all_gather_object([None] * dist.get_world_size(), thing)
+    else:
+        mesh.group(mesh.axis_names).all_gather_object(thing)
+
 def in_thread(fn):
     thread = threading.Thread(target=fn)
     thread.start()
@@ -65,7 +103,7 @@ def whole(*xs):
 def program(mesh, rank, odd):
     t = torch.arange(24, dtype=torch.float64) + rank
     u = torch.cos(torch.arange(24, dtype=torch.float64) * (rank + 1))
-    coming = None
+    coming = work = None
     smooth = {x: mapped(sm.psum, x, mesh, P("x")) for x in mesh.axis_names}
 '''
 
@@ -85,15 +123,21 @@ class Line:
 
 
 class Lines:
-    """Draws lines for a mesh with these axes."""
+    """Draws lines for a mesh with these axes.
 
-    def __init__(self, draw: random.Random, axes: tuple[str, ...], least: int) -> None:
+    Args:
+        least: the size of its smallest axis.
+        raw: whether the program also calls torch.distributed itself.
+    """
+
+    def __init__(self, draw: random.Random, axes: tuple[str, ...], least: int, raw: bool = False) -> None:
         self._draw, self._axes, self._least = draw, axes, least
         self._makes_own = draw.random() < 0.7
         self._kinds: tuple[tuple[int, Callable[[], list[Line]]], ...] = (
             (6, self._redistribute), (2, self._gather), (5, self._operator), (2, self._in_place), (2, self._many),
             (2, self._mapped), (3, self._layer), (1, self._trained), (2, self._vector), (3, self._part_of_mesh), (2, self._make),
             (2, self._async), (4, self._collective), (1, self._barrier), (1, self._local), (5, self._own),
+            *(((8, self._raw),) if raw else ()),
         )  # fmt: skip
 
     def first(self) -> list[Line]:
@@ -258,6 +302,23 @@ class Lines:
     def _barrier(self) -> list[Line]:
         group = self._groups()[0]
         return [Line(self._draw.choice([f"{group}.barrier()", f"{group}.all_gather_object(rank)"]))]
+
+    def _raw(self) -> list[Line]:
+        """A call of torch.distributed, which is for all ranks."""
+        one, other = self._draw.sample("tu", 2)
+        name, wrong = self._draw.choice([
+            ("raw_all_reduce(mesh, {})", ["raw_all_reduce(mesh, {}, 'max')", "raw_all_reduce(mesh, {}.float())", "raw_barrier(mesh)"]),
+            ("raw_all_reduce(mesh, {}, 'max')", ["raw_all_reduce(mesh, {}, 'min')", "raw_all_reduce(mesh, {}[:5], 'max')"]),
+            ("raw_broadcast(mesh, {}, 0)", ["raw_broadcast(mesh, {}[:7], 0)"]),
+            ("t = raw_gathered(mesh, {})", ["t = raw_gathered(mesh, {}.float()).double()"]),
+            ("raw_barrier(mesh)", []),
+            ("raw_objects(mesh, rank)", ["raw_barrier(mesh)"]),
+        ])  # fmt: skip
+        call = Line(name.format(one), tuple(text.format(one) for text in wrong) + ((name.format(other),) if "{}" in name else ()))
+        if "all_reduce" not in name or self._draw.random() < 0.6:
+            return [call]
+        between = self._draw.choice([self._operator, self._in_place, self._redistribute])()
+        return [Line(f"work = raw_start(mesh, {one})", (f"work = raw_start(mesh, {one}.float())",)), *between, Line("work.wait()")]
 
     def _local(self) -> list[Line]:
         return [Line(self._draw.choice(["t = t * 0.5", "u = u + 1", "t, u = u, t"]))]

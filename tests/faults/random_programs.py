@@ -133,17 +133,18 @@ class Program:
 
 
 def healthy_program(
-    seed: int, meshes: tuple[dict[str, int], ...] = MESHES, length: int = 16, turns: tuple[int, int] = (2, 4)
+    seed: int, meshes: tuple[dict[str, int], ...] = MESHES, length: int = 16, turns: tuple[int, int] = (2, 4), raw: bool = False
 ) -> Program:
     """A program in which nothing is wrong.
 
     Args:
         length: lines and loops after the first ones, which make its tensors.
         turns: the least and the most of a loop.
+        raw: whether it also calls torch.distributed itself; on all ranks, so the mesh must have them all.
     """
     draw = random.Random(seed)
     mesh = draw.choice(meshes)
-    lines = Lines(draw, tuple(mesh), min(mesh.values()))
+    lines = Lines(draw, tuple(mesh), min(mesh.values()), raw)
     blocks, straight = [], lines.first()
     for _ in range(length):
         if draw.random() < 0.15:
@@ -153,9 +154,11 @@ def healthy_program(
     return Program(seed, mesh, draw.choice(SIZES), (*blocks, Block(1, tuple(straight))))
 
 
-def faulty_program(seed: int, meshes: tuple[dict[str, int], ...] = MESHES, kinds: tuple[str, ...] = KINDS, length: int = 16) -> Program:
+def faulty_program(
+    seed: int, meshes: tuple[dict[str, int], ...] = MESHES, kinds: tuple[str, ...] = KINDS, length: int = 16, raw: bool = False
+) -> Program:
     """A random program with a random divergence."""
-    healthy, draw = healthy_program(seed, meshes, length), random.Random(-1 - seed)
+    healthy, draw = healthy_program(seed, meshes, length, raw=raw), random.Random(-1 - seed)
     kind, rank = draw.choice(kinds), draw.randrange(healthy.size)
     first, lines, turns = draw.choice([place for place in _places(healthy) if _fits(kind, place[1])])
     concerned = lines[: 2 if kind == "swap" else 1]

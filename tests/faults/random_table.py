@@ -1,6 +1,7 @@
 """Random programs for processes, by names such as "wrong argument 17", a kind of divergence and a seed.
 
-"healthy 3" is several correct programs in a row, which return how many collectives the rank has called.
+"healthy 3" is several correct programs in a row, which return how many collectives the rank has called. "raw skip 2", "raw healthy 3": the
+program also calls torch.distributed itself.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ TURNS = (4, 24)  # of their loops
 
 
 def program_of(name: str) -> Program:
+    kind, raw, seed = _parsed(name)
+    return faulty_program(seed, MESHES, (kind,), length=10, raw=raw)
+
+
+def _parsed(name: str) -> tuple[str, bool, int]:
+    """The kind of divergence or "healthy", whether the program calls torch.distributed itself, and the seed."""
     kind, _, seed = name.rpartition(" ")
-    return faulty_program(int(seed), MESHES, (kind,), length=10)
+    return kind.removeprefix("raw "), kind.startswith("raw "), int(seed)
 
 
 def fault_of(name: str) -> Fault:
     """The program as the runner takes it: it returns [each sharded tensor, each plain tensor] as lists of numbers."""
-    kind, _, seed = name.rpartition(" ")
+    kind, raw, seed = _parsed(name)
     if kind == "healthy":
-        return Fault(_healthy(int(seed)), (), (), (), (), (), (), {"x": RANKS}, twin=False)
+        return Fault(_healthy(seed, raw), (), (), (), (), (), (), {"x": RANKS}, twin=False)
     found = program_of(name)
     assert found.odd is not None
 
@@ -42,10 +49,10 @@ def fault_of(name: str) -> Fault:
     return Fault(program, kinds, (found.odd,), (found.odd,), (), (), (), found.mesh, twin=False)
 
 
-def _healthy(first: int) -> Callable[[At], int]:
+def _healthy(first: int, raw: bool) -> Callable[[At], int]:
     def program(at: At) -> int:
         for seed in range(first * AT_A_TIME, (first + 1) * AT_A_TIME):
-            healthy = healthy_program(seed, MESHES, turns=TURNS)
+            healthy = healthy_program(seed, MESHES, turns=TURNS, raw=raw)
             run(healthy, mesh_of(healthy), at.rank, False)
         return at.mesh.world.page.words[H.RECORDS]
 

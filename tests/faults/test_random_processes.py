@@ -16,7 +16,7 @@ from tests.faults.runner import Runner
 from tests.pool import Pool
 
 # benchmarks/watch_random.py has hundreds.
-NAMES = [f"{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS]
+NAMES = [f"{raw}{kind} {seed}" for seed in range(1) for kind in PROCESS_KINDS for raw in ("", "raw ")]
 AT_ONCE = 3  # most wait most of the time
 CALLS = 1_000
 
@@ -41,11 +41,15 @@ def test_correct_programs_raise_no_alarm(world4: Pool) -> None:
         calls += sum(world4(run_healthy, [next(seeds) for _ in range(5)], timeout=120))
 
 
-def run_healthy(seeds: list[int]) -> int:
+def test_correct_programs_that_call_torch_raise_no_alarm(world4: Pool) -> None:
+    assert all(count > CALLS / 10 for count in world4(run_healthy, list(range(2000, 2010)), True, timeout=120))
+
+
+def run_healthy(seeds: list[int], raw: bool = False) -> int:
     """How many collectives this rank has called in these programs."""
     world = current_world()
     before = world.page.words[H.RECORDS]
     for seed in seeds:
-        program = healthy_program(seed, MESHES, turns=(2, 12))
+        program = healthy_program(seed, MESHES, turns=(2, 12), raw=raw)
         run(program, mesh_of(program), world.rank, False)
     return world.page.words[H.RECORDS] - before

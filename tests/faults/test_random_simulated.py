@@ -33,6 +33,13 @@ def test_one_odd_rank_is_named_or_changes_nothing(part: int) -> None:
     assert found["unseen"] + found["local"] < PROGRAMS / PARTS / 6
 
 
+def test_one_odd_rank_in_programs_that_also_call_torch() -> None:
+    """In the simulated world these calls are those of another function on the library's groups."""
+    programs = [faulty_program(seed, MORE_MESHES, length=10, raw=True) for seed in range(PROGRAMS // PARTS)]
+    found = [(program, *outcome(program)) for program in programs]
+    assert [f"seed {p.seed}: {what}: {p.divergence}: {error}" for p, what, error in found if what not in RIGHT] == []
+
+
 def test_divergences_are_of_all_kinds() -> None:
     programs = [faulty_program(seed, MORE_MESHES, length=10) for seed in range(PROGRAMS)]
     counts = Counter(program.divergence.kind for program in programs if program.divergence)
