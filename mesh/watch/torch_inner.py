@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
@@ -103,6 +102,8 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
         put: puts what a function makes of an attribute into its place.
         find: the seat in a group; None where its calls are not watched.
     """
+    from torch.distributed import _functional_collectives as functional  # here because torch itself loads it late
+
 
     def inner_of(real: Any) -> Any:
         seat = find(real) if type(real) is dist.ProcessGroup else None
