@@ -491,10 +491,11 @@ def _ended(work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_
     """The end of what `_begin` began: now, or when the work is done. Until then nobody may write to the buffer x."""
     if begun is None:
         return work
-    if begun[0] is not None:
-        begun[0].caller = 0
-    if work is not None and x is not None and begun[0] is not None:
-        work = Guarded(work, x, in_place, partial(begun[0].described, begun[1]))
+    seat = begun[0]
+    if seat is not None:
+        seat.caller = 0
+        if work is not None and x is not None:
+            return Guarded(work, x, in_place, seat, begun[1], partial(_end, begun))
     if work is not None and work is not DONE:
         return and_then(work, partial(_end, begun))
     _end(begun)

@@ -8,6 +8,7 @@ itself is found at no cost; where other tensors share the memory, it may be thes
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from ..errors import CollectiveError
 from ..work import Work
 from .settings import settings
 
+if TYPE_CHECKING:
+    from .seat import Seat
+
+_settings = settings()
+
 
 class Guarded(Work):
     """A collective under way whose buffer must stay as it is.
@@ -23,27 +29,32 @@ class Guarded(Work):
     Args:
         x: the input, or the one buffer of a collective that works in place.
         in_place: whether the collective itself writes to x.
-        call: describe the collective, for the error.
+        seat, number: where it is noted down, and the number of its record.
+        over: what to call when it is over.
     """
 
-    __slots__ = ("_before", "_call", "_error", "_version", "_work", "_x")
+    __slots__ = ("_before", "_error", "_number", "_over", "_seat", "_version", "_work", "_x")
 
-    def __init__(self, work: Work, x: Tensor, in_place: bool, call: Callable[[], str]) -> None:
-        self._work, self._call = work, call
+    def __init__(self, work: Work, x: Tensor, in_place: bool, seat: Seat, number: int, over: Callable[[], None]) -> None:
+        self._work, self._seat, self._number, self._over = work, seat, number, over
         self._x: Tensor | None = x
         self._error: CollectiveError | None = None
-        self._before = _bytes(x).clone() if settings().mode == "full" and not in_place else None
+        self._before = _bytes(x).clone() if _settings.mode == "full" and not in_place else None
         self._version = -1 if x.is_inference() or x.nbytes < x.untyped_storage().nbytes() else x._version
 
     def wait(self) -> None:
-        if self._x is not None:
-            if self._is_written(self._x):
-                self._error = CollectiveError(
-                    f"{self._call()}: its buffer was written to while it was under way, so that ranks may have received new values in "
-                    "place of the old ones. Call wait() first, or write to a clone."
-                )
-            self._x = self._before = None
+        if self._x is None:  # waited for before
+            if self._error is not None:
+                raise self._error
+            return self._work.wait()
+        if self._is_written(self._x):
+            self._error = CollectiveError(
+                f"{self._seat.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
+                "received new values in place of the old ones. Call wait() first, or write to a clone."
+            )
+        self._x = self._before = None
         self._work.wait()
+        self._over()
         if self._error is not None:
             raise self._error
 
