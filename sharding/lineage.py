@@ -140,6 +140,12 @@ class carrying_on:
         self._carried.lineage = self._before
 
 
+def carrying_back(world: Any, lineage: int) -> carrying_on:
+    """with carrying_back(world, what was carried in forward): collectives inside move its gradient, of the loss that is carried now."""
+    loss = world.carried.lineage
+    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
+
+
 def carrying(world: Any, lineage: int) -> carrying_on:
     """with carrying(x.mesh.world, x._lineage): collectives inside move a value of this lineage."""
     return carrying_on(world, packed(lineage))

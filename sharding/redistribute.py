@@ -22,7 +22,7 @@ from .bucket import Pair, many_runner
 from .engine_hooks import transforming, with_memory, with_tangents
 from .grad_origin import Origin, note_origin, origin_of
 from .layout import Layout
-from .lineage import carrying_on
+from .lineage import carrying_back
 from .moved import Moved, runner
 from .plan import check_transport
 from .replica_gradients import USED_DIFFERENTLY, check_replicas_agree
@@ -247,7 +247,7 @@ class _Redistribute(torch.autograd.Function):
         src, dst = come[0], to[0]
         if ctx.path is not None and src.replicated_axes == ctx.dst.replicated_axes and not transforming():
             check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
-        with carrying_on(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
+        with carrying_back(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
             back = redistribute_grad(with_memory(grad), src, dst, come[1], to[1])
         return _cast(back, ctx.dtype), None, None, None, None, None, None
 

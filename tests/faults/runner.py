@@ -115,7 +115,7 @@ class Runner:
             folder.mkdir()
             job = Job(fault.name, way, () if healthy else fault.odd, str(folder), store.port, limit_s)
             self._send(job)
-        return _outcome(folder, self._ended(folder, limit_s + 10))
+        return _outcome(folder, self._ended(folder, limit_s + 40))
 
     def _send(self, job: Job) -> None:
         assert self._zygote.stdin

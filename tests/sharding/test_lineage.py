@@ -332,6 +332,19 @@ def test_gradients_in_another_order() -> None:
     assert raised(fn).ranks == (0,)
 
 
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_a_gradient_of_an_operand_that_moves_is_known_by_its_loss(spec: P) -> None:
+    """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one rank has changed."""
+
+    def fn(rank: int) -> None:
+        w, x = make(P("x")).requires_grad_(), make(spec)
+        if rank == 1:
+            x = torch.sin(x * x)
+        (x @ w).square().sum().backward()
+
+    assert raised(fn).ranks == (1,)
+
+
 def mapped(x: Any) -> Any:
     return sm.shard_map(lambda y: y * 0.5 + sm.psum(y.sum(), "x"), mesh=mesh(), in_specs=P("x"), out_specs=P("x"))(x)
 

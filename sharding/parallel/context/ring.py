@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...engine_hooks import with_memory
-from ...lineage import carrying_on
+from ...lineage import carrying_back
 from .blockwise import Grads, Seen, attend, attend_grads
 from .order import Block
 
@@ -128,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        with carrying_on(ctx.ring.world, ctx.lineage):
+        with carrying_back(ctx.ring.world, ctx.lineage):
             found = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
         return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...engine_hooks import with_memory
 from ...layout import Layout
-from ...lineage import carrying_on
+from ...lineage import carrying_back
 from ...rules.blocks import splitting_axes
 
 
@@ -251,5 +251,5 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with carrying_on(ctx.way[0].mesh.world, ctx.lineage):
+        with carrying_back(ctx.way[0].mesh.world, ctx.lineage):
             return exchange(with_memory(grads[0]), *ctx.way), None, None, None
