@@ -44,7 +44,7 @@ def _beside(a: int, b: int, c: int) -> int:
 def mixed(seed: int, operands: Iterable[Any]) -> int:
     """The lineage of what an operator makes of these sharded tensors."""
     for x in operands:
-        seed = (seed * _FACTOR + x._lineage) & _ALL
+        seed = (seed + x._lineage) * _FACTOR & _ALL  # the operand is multiplied, too, so that operators in another order differ
     return seed
 
 

@@ -191,7 +191,8 @@ def wrong_route(watch: Watch, seat: Seat, sequence: int) -> Verdict | None:
 
 
 def worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int, bool]]) -> tuple[int, ...]:
-    """The rank of whose messages the largest share does not fit what the other end says; none where several have it.
+    """The rank of whose messages the largest share does not fit what the other end says, of several the one with most of these; none where
+    that is several.
 
     Args:
         messages: place of the sender and of the receiver, whether both say the same of it.
@@ -199,7 +200,7 @@ def worst_correspondent(ranks: Sequence[int], messages: Sequence[tuple[int, int,
     shares = []
     for place in range(len(ranks)):
         fits = [fit for src, dst, fit in messages if place in (src, dst)]
-        shares.append(fits.count(False) / max(1, len(fits)))
+        shares.append((fits.count(False) / max(1, len(fits)), fits.count(False)))
     return (ranks[shares.index(max(shares))],) if shares.count(max(shares)) == 1 else ()
 
 

@@ -332,6 +332,21 @@ def test_gradients_in_another_order() -> None:
     assert raised(fn).ranks == (0,)
 
 
+ORDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "operators of one operand": (lambda x: x.sin() * 2, lambda x: (x * 2).sin()),
+    "in place": (lambda x: x.neg_().mul_(2), lambda x: x.mul_(2).neg_()),
+    "operators of two operands": (lambda x: make() @ x.sin(), lambda x: (make() @ x).sin()),
+}
+
+
+@pytest.mark.parametrize("ways", ORDERS.values(), ids=ORDERS)
+def test_operators_in_another_order(ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+    def fn(rank: int) -> None:
+        ways[rank == 2](make(value=0.5)).full_tensor()
+
+    assert raised(fn).ranks == (2,)
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
 def test_a_gradient_of_an_operand_that_moves_is_known_by_its_loss(spec: P) -> None:
     """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one rank has changed."""

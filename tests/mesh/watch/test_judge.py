@@ -375,6 +375,13 @@ def test_who_may_still_come_is_waited_for(four: list[Hand]) -> None:
     assert found.ranks == (3,)
 
 
+def test_of_messages_that_do_not_fit_the_largest_share_and_then_the_most() -> None:
+    worst = judge.worst_correspondent
+    assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (2,)  # all of rank 2's, a third of rank 0's
+    assert worst([4, 5, 6, 7], [(0, 1, False), (0, 2, False), (0, 3, False)]) == (4,)
+    assert worst([0, 1, 2, 3], [(0, 1, False), (2, 3, True)]) == ()
+
+
 @pytest.mark.parametrize("why", ["it waits elsewhere", "it has died", "it has ended"])
 def test_votes_of_ranks_that_will_not_come_are_not_waited_for(four: list[Hand], why: str) -> None:
     four[0].call()
