@@ -32,9 +32,9 @@ def backward(
     tensors = [summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
-    leaves = None if inputs is None else [_local(x) for x in _as_list(inputs)]
+    leaves = None if inputs is None else [dispatch.part_of(x) for x in _as_list(inputs)]
     with _of_the_loss(tensors):
-        torch.autograd.backward([_local(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+        torch.autograd.backward([dispatch.part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
 
 
 def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
@@ -52,10 +52,6 @@ def summable(y: Any) -> Any:
 
 def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
     return seed(y, gradient) if isinstance(y, ShardedTensor) else gradient
-
-
-def _local(x: Tensor) -> Tensor:
-    return dispatch.known_local(x) if isinstance(x, ShardedTensor) else x
 
 
 def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
@@ -112,8 +108,8 @@ def grad(
         )
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
     found = torch.autograd.grad(
-        [_local(y) for y in outputs],
-        [_local(x) for x in inputs],
+        [dispatch.part_of(y) for y in outputs],
+        [dispatch.part_of(x) for x in inputs],
         [_seed(y, g) for y, g in zip(outputs, given, strict=True)],
         retain_graph=retain_graph,
         create_graph=create_graph,

@@ -22,7 +22,7 @@ from ..mesh.group import current_world
 from ..mesh.source import _OURS, _TORCH
 from ..mesh.watch.watch import watch_of
 from .decide import name_of
-from .engine_hooks import is_transformed, untransformed
+from .engine_hooks import innermost
 from .layout import Layout, dtype_name
 from .plain_operands import tensors_in
 from .tensor import ShardedTensor
@@ -137,10 +137,7 @@ def _users_place() -> str | None:
 
 
 def _local(x: Tensor) -> Tensor:
-    x = x._local if isinstance(x, ShardedTensor) else x
-    while is_transformed(x):
-        x = untransformed(x)
-    return x
+    return innermost(x._local if isinstance(x, ShardedTensor) else x)
 
 
 def _values(x: Tensor) -> Tensor:

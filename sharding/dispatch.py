@@ -330,6 +330,11 @@ def check_gradient_known(x: Any) -> None:
         take_over(x, node, number)
 
 
+def part_of(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, which knows its gradient history; a plain tensor as it is."""
+    return known_local(x) if isinstance(x, ShardedTensor) else x
+
+
 def known_local(x: Any) -> Tensor:
     """The local tensor, whose gradient history is that of the whole; see `check_gradient_known`."""
     if not x._local.requires_grad:

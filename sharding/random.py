@@ -50,14 +50,10 @@ class _State:
             )
         self.drawn += 1
         drawn.last = self.seed, self.drawn
-        self.show()
-        return drawn.last
-
-    def show(self) -> None:
-        """Tell the other ranks, for what they say where their values differ."""
         world = self._world()
-        if world is not None:
-            world.page.words[H.SEED], world.page.words[H.DRAWN] = self.seed, self.drawn
+        if world is not None:  # other ranks read it where their values differ
+            world.page.words[H.SEED], world.page.words[H.DRAWN] = drawn.last
+        return drawn.last
 
 
 _states: weakref.WeakKeyDictionary[World, _State] = weakref.WeakKeyDictionary()

@@ -110,9 +110,7 @@ def _may_come(m: Member) -> bool:
     """Whether a rank still runs, as far as is known, and has not waited for long in another collective."""
     if m.page is None:
         return True
-    words = m.page.words
-    is_waiting = m.page.blocked is not None and monotonic_ns() - words[H.BLOCKED_SINCE] > _STABLE_NS // 2
-    return words[H.STATE] == State.RUNNING and not is_waiting and not is_dead(m.page)
+    return m.page.words[H.STATE] == State.RUNNING and _blocked_for_long(m.page) is None and not is_dead(m.page)
 
 
 def odd_ones(found: Sequence[Member]) -> tuple[int, ...]:
@@ -264,12 +262,17 @@ def _circle(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], wa
 def _awaited(board: Board, rank: int) -> list[int]:
     """The ranks that this one has been waiting for, for some time."""
     page = board.of(rank)
-    record = None if page is None else page.blocked
-    if page is None or record is None or monotonic_ns() - page.words[H.BLOCKED_SINCE] < _STABLE_NS // 2:
+    record = None if page is None else _blocked_for_long(page)
+    if page is None or record is None:
         return []
     ranks = [int(r) for r in page.group_text(record.group).partition("\t")[2].split(",") if r.isdecimal()]
     key = page.group_key(record.group)
     return [r for r in ranks if r != rank and member(board, key, r, record.sequence).came is False]
+
+
+def _blocked_for_long(page: Page) -> Record | None:
+    """The collective that a rank has been waiting in for some time."""
+    return page.blocked if monotonic_ns() - page.words[H.BLOCKED_SINCE] >= _STABLE_NS // 2 else None
 
 
 def _stall(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], waited: int) -> Verdict | None:

@@ -210,13 +210,20 @@ class Seat:
 
     def _sit_down(self) -> None:
         """Tells where in the page the row is, at the first collective: by then the axes of the group are known."""
-        from ..counter import axes_of
-
-        number = self.page.add_group(self.key, f"{axes_of(self.world, self.group.ranks)}\t{','.join(map(str, self.group.ranks))}")
+        number = self._find_row()
         if number is not None:
             self.number, self._tag, self.row = number, number << 48, row_of(number)
         else:
             self._tag = NO_GROUP << 48
+
+    def _find_row(self) -> int | None:
+        return self.page.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
+
+    def _name(self) -> str:
+        """What the group is called in messages."""
+        from ..counter import axes_of
+
+        return axes_of(self.world, self.group.ranks)
 
     def _find_line(self, call: _Call) -> int:
         """The text of the line in the user's program from which this comes; `call` remembers it."""

@@ -32,17 +32,17 @@ class Wait(NamedTuple):
 def different_collectives(
     problem: str, ranks: Sequence[int], calls: Sequence[Call], places: Sequence[str | None]
 ) -> CollectiveMismatchError:
-    blamed = _odd(ranks, calls)
+    blamed, field = _odd(ranks, calls), _field(calls)
     who: dict[str, list[int]] = {}
     for rank, call, place in zip(ranks, calls, places, strict=True):
         who.setdefault(f"{call}{at(place)}", []).append(rank)
     lines = [f"  ranks {members} call {text}" for text, members in who.items()]
     seen = tuple(Seen(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
     advice = RULE
-    if _field(calls) == "lineage":
+    if field == "lineage":
         advice = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
     text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
-    return CollectiveMismatchError(text, Verdict("mismatch", blamed, _field(calls), seen, text))
+    return CollectiveMismatchError(text, Verdict("mismatch", blamed, field, seen, text))
 
 
 def _blame(blamed: Sequence[int]) -> str:

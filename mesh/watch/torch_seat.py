@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from . import judge, report
 from .history import TORCHS_DEFAULT
 from .page import stable_hash
-from .seat import NO_GROUP, SLOTS, Seat, row_of
+from .seat import SLOTS, Seat
 from .settings import monotonic_ns
 
 if TYPE_CHECKING:
@@ -125,16 +125,8 @@ class TorchSeat(Seat):
         if watch is not None and not judge.agree(judge.members(watch, self, self.called - 1)):
             watch.look(self)
 
-    def _sit_down(self) -> None:
-        number = self._find_row()
-        if number is None:
-            self._tag = NO_GROUP << 48
-        else:
-            self.number, self._tag, self.row = number, number << 48, row_of(number)
-
-    def _find_row(self) -> int | None:
-        return self.page.add_group(self.key, f"{self.label}\t{','.join(map(str, self.group.ranks))}")
-
+    def _name(self) -> str:
+        return self.label
 
 
 def out_of_time(watch: Watch, error: BaseException | None) -> Verdict | None:

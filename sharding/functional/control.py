@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..engine_hooks import is_batched, is_transformed, untransformed
+from ..engine_hooks import innermost, is_batched
 from ..tensor import ShardedTensor
 from .gradients import checkpoint
 
@@ -179,10 +179,7 @@ def _truth(name: str, pred: Any) -> bool:
 
 def _any_example(pred: Any) -> bool:
     """Whether the predicate holds for any example."""
-    part = _part(pred)
-    while is_transformed(part):
-        part = untransformed(part)
-    return bool(part.any())
+    return bool(innermost(_part(pred)).any())
 
 
 def _where(name: str, pred: Any, chosen: Any, other: Any) -> Any:

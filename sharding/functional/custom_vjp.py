@@ -169,7 +169,7 @@ class _Call:
         self.tags = {} if checker is None else {i: checker.of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
         for i, j in enumerate(self.numbers):  # not kept: the node would keep its own arguments
             self.leaves[j] = i
-        outs = _CustomVJP.apply(self, *map(_local, tensors))
+        outs = _CustomVJP.apply(self, *map(dispatch.part_of, tensors))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = list(self.outs)
         for i, layout, tag, x in zip(self.out_numbers, self.out_layouts, self.out_tags, outs, strict=True):
@@ -205,30 +205,30 @@ class _Call:
             given[i] = g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
         nondiff = [self.args[i] for i in custom.nondiff]
         found = custom.bwd(*nondiff, residuals, pytree.tree_unflatten(given, self.out_tree))  # type: ignore[misc]
-        branches = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
-        names = [name for i, name in enumerate(self._names()) if i not in custom.nondiff]
+        branches = self._branches()
         if not isinstance(found, (tuple, list)) or len(found) != len(branches):
             raise TypeError(
                 f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
-                f"({', '.join(names)}); return a tuple with a gradient for each, None for zero"
+                f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for each, None for zero"
             )
         grads: list[Any] = [None] * len(self.leaves)
-        for name, branch, gradient in zip(names, branches, found, strict=True):
+        for (name, branch), gradient in zip(branches, found, strict=True):
             self._spread(name, branch, gradient, grads)
         return [
             None if grads[j] is None else self._shared(i, self._checked(i, grads[j], layout))
             for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True))
         ]
 
-    def _names(self) -> list[str]:
-        return [self.custom.names[i] if i < len(self.custom.names) else str(i) for i in range(len(self.args))]
+    def _branches(self) -> list[tuple[str, Any]]:
+        """The arguments to differentiate: the name of each, and its tree with the numbers of its leaves."""
+        known, places = self.custom.names, [i for i in range(len(self.args)) if i not in self.custom.nondiff]
+        trees = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
+        return [(known[i] if i < len(known) else str(i), tree) for i, tree in zip(places, trees, strict=True)]
 
     def argument_name(self, i: int) -> str:
         """What to call a tensor among the arguments."""
         index = self.numbers[i]
-        branches = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
-        names = [name for k, name in enumerate(self._names()) if k not in self.custom.nondiff]
-        for name, branch in zip(names, branches, strict=True):
+        for name, branch in self._branches():
             members = pytree.tree_leaves(branch)
             if index in members:
                 return repr(name) + paths_of(branch)[members.index(index)]
@@ -257,21 +257,25 @@ class _Call:
 
         Raises: TypeError or ValueError where it is none.
         """
-        what = f"{self.described()} gives argument {self.argument_name(i)}"
         shape = self.likes[i].shape if layout is None else layout.shape
         if isinstance(g, (int, float)) and not shape:
             g = torch.tensor(g, dtype=self.likes[i].dtype, device=self.likes[i].device)
-        if not isinstance(g, Tensor):
-            raise TypeError(f"{what} {_kind(g)} as its gradient; return a tensor, or None for zero")
-        if g.shape != shape:
-            raise ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
+        if not isinstance(g, Tensor) or g.shape != shape or (layout is None and isinstance(g, ShardedTensor)):
+            raise self._no_gradient(i, g, shape)
         if layout is None:
-            if isinstance(g, ShardedTensor):
-                raise TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")
             return g
         if not isinstance(g, ShardedTensor):
             g = from_local(g, layout.mesh, P(), shape=g.shape)  # type: ignore[arg-type]
-        return redistribute_local(_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
+        return redistribute_local(dispatch.known_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
+
+    def _no_gradient(self, i: int, g: Any, shape: torch.Size) -> Exception:
+        """The error of what cannot be the gradient of a tensor of this shape."""
+        what = f"{self.described()} gives argument {self.argument_name(i)}"
+        if not isinstance(g, Tensor):
+            return TypeError(f"{what} {_kind(g)} as its gradient; return a tensor, or None for zero")
+        if g.shape != shape:
+            return ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
+        return TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")  # type: ignore[attr-defined]
 
     def _shared(self, i: int, g: Tensor) -> Tensor:
         """A gradient that is whole on every rank as a share of it."""
@@ -310,7 +314,7 @@ class _CustomVJP(torch.autograd.Function):
         ctx.kept, ctx.kept_layouts, saved, own = list(kept), {}, list(tensors), False
         for i, x in enumerate(kept):
             if isinstance(x, Tensor):
-                local, ctx.kept_layouts[i] = _local(x), _layout(x)
+                local, ctx.kept_layouts[i] = dispatch.part_of(x), _layout(x)
                 ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
                 own = own or ctx.kept[i] == len(saved)
                 saved += [local] if ctx.kept[i] == len(saved) else []
@@ -322,7 +326,7 @@ class _CustomVJP(torch.autograd.Function):
             checker.of(outs[i]) if checker is not None and layout is not None else None
             for i, layout in zip(call.out_numbers, call.out_layouts, strict=True)
         ]
-        results = [_local(outs[i]) for i in call.out_numbers]
+        results = [dispatch.part_of(outs[i]) for i in call.out_numbers]
         call.outs = [None if i in call.out_numbers else x for i, x in enumerate(outs)]
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])
@@ -361,10 +365,6 @@ def _site(mapping: Mapping) -> Site | None:
 
 def _layout(x: Any) -> Layout | None:
     return x._layout if isinstance(x, ShardedTensor) else None
-
-
-def _local(x: Tensor) -> Tensor:
-    return dispatch.known_local(x) if isinstance(x, ShardedTensor) else x
 
 
 def _kind(x: Any) -> str:

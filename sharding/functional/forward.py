@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import backward
-from ..engine_hooks import forward_mode, is_transformed, transforms_active, untransformed
+from ..engine_hooks import forward_mode, innermost, transforms_active
 from ..reshard import redistribute
 from ..tensor import ShardedTensor
 from ..transformed import on_own_level
@@ -81,10 +81,8 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
 def _in_own_memory(part: Tensor) -> Tensor:
     """The part, copied where elements share memory, as of an expanded tensor: torch lays the tangent out in the same way."""
-    bottom = part
-    while is_transformed(bottom):
-        bottom = untransformed(bottom)
-    return part.clone(memory_format=torch.contiguous_format) if torch._debug_has_internal_overlap(bottom) == 1 else part
+    overlaps = torch._debug_has_internal_overlap(innermost(part)) == 1
+    return part.clone(memory_format=torch.contiguous_format) if overlaps else part
 
 
 def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:

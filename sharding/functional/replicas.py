@@ -11,7 +11,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ..bit_hash import bit_hash
 from ..compare import compare
 from ..copies import Copy, holders_over
-from ..engine_hooks import is_transformed, untransformed
+from ..engine_hooks import innermost
 from ..layout import Layout
 from ..tensor import ShardedTensor
 
@@ -40,10 +40,7 @@ _SAMPLE = 1 << 20  # elements of a tensor that are compared when a signature is 
 
 def sampled_digest(x: Tensor) -> int | None:
     """A hash of as many elements as cost little, evenly spread; None on the meta device, where there are none."""
-    x = _plain(x)
-    while is_transformed(x):  # the values of all examples
-        x = untransformed(x)
-    flat = x.detach().reshape(-1)
+    flat = innermost(_plain(x)).detach().reshape(-1)  # the values of all examples
     return None if flat.is_meta else int(bit_hash(flat[:: max(1, flat.numel() // _SAMPLE)]))
 
 
