@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
@@ -33,10 +34,13 @@ class Worker(threading.Thread):
             self.gate.acquire()
             # Taken first: when the last rank has passed the baton on, the next run may give this worker a job at once.
             job, self.job = self.job, _nothing
+            trace = sys.gettrace()
             try:
                 job()
             except RankEnded:
                 return  # an interrupt that came when the rank had just ended
+            if sys.gettrace() is not trace:  # a debugger of this rank must not trace the next one
+                sys.settrace(trace)
             del job  # an idle worker must not keep the arguments of its last rank alive
 
     def place(self) -> str | None:

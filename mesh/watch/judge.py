@@ -94,7 +94,7 @@ def judge(watch: Watch, seat: Seat, sequence: int, since: int) -> Verdict | None
     return (
         _gone(watch, seat, sequence, found, missing, waited)
         or _circle(watch, seat, sequence, found, waited)
-        or _stall(watch, seat, sequence, found, waited)
+        or _stall(watch, seat, sequence, found, since)
     )
 
 
@@ -275,7 +275,8 @@ def _blocked_for_long(page: Page) -> Record | None:
     return page.blocked if monotonic_ns() - page.words[H.BLOCKED_SINCE] >= _STABLE_NS // 2 else None
 
 
-def _stall(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], waited: int) -> Verdict | None:
-    if waited < settings().timeout * 1e9 or watch.is_anyone_paused():
+def _stall(watch: Watch, seat: Seat, sequence: int, found: Sequence[Member], since: int) -> Verdict | None:
+    timeout_ns = settings().timeout * 1e9
+    if monotonic_ns() - since < timeout_ns or watch.ns_since(since) < timeout_ns:
         return None
-    return report.stall(watch, seat, sequence, found, waited)
+    return report.stall(watch, seat, sequence, found, monotonic_ns() - since)

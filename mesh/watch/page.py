@@ -59,6 +59,7 @@ class H:
     UNMATCHED = 24  # whether some of these are not numbered as their sender or receiver does
     SEED, DRAWN = 25, 26  # of random numbers by global position, see `sharding/random.py`
     THREAD_ERROR = 27  # a text: which thread has raised what
+    RESUMED = 28  # when the last pause ended
 
 
 class State:

@@ -353,16 +353,24 @@ class Watch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While any rank is inside, no rank takes waiting for a stall."""
-        self.page.words[H.PAUSED] += 1
+        """While any rank is inside, no rank takes waiting for a stall; nor does the time inside count afterwards."""
+        words = self.page.words
+        words[H.PAUSED] += 1
         try:
             yield
         finally:
-            self.page.words[H.PAUSED] -= 1
+            words[H.RESUMED] = monotonic_ns()
+            words[H.PAUSED] -= 1
 
-    def is_anyone_paused(self) -> bool:
-        pages = (self.board.of(rank) for rank in range(self.board.size))
-        return any(page.words[H.PAUSED] for page in pages if page is not None)
+    def ns_since(self, start: int) -> int:
+        """Return the time since `start` in ns, or since the last pause of a rank ended; 0 while a rank is paused."""
+        clock = self.page.words[H.CLOCK]
+        for page in filter(None, map(self.board.of, range(self.board.size))):
+            if page.words[H.PAUSED]:
+                return 0
+            if page.words[H.RESUMED]:
+                start = max(start, page.words[H.RESUMED] + page.words[H.CLOCK] - clock)
+        return monotonic_ns() - start
 
     def stack_of(self, rank: int) -> list[str]:
         """Where a rank is now: its own watchdog thread writes it down. No lines when it does not."""

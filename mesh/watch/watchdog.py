@@ -106,8 +106,8 @@ class Watchdog:
         record = next((m.record for m in found if m.rank == seat.world.rank), None)
         if record is None or (not watch.sees_all and any(m.page is None for m in found)):
             return
-        waited = monotonic_ns() - record.start
-        if waited > settings().warn * 1e9 and (seat.key, sequence) not in self._warned and not watch.is_anyone_paused():
+        waited, warn_ns = monotonic_ns() - record.start, settings().warn * 1e9
+        if waited > warn_ns and (seat.key, sequence) not in self._warned and watch.ns_since(record.start) > warn_ns:
             self._warned.add((seat.key, sequence))
             self._warn(report.stall(watch, seat, sequence, found, waited).text)
         watch.doubt(seat, record.start)

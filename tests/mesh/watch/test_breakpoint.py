@@ -78,6 +78,13 @@ def test_after_c_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(untraced for _, untraced in simulate(2)(program)(0))
 
 
+def test_a_debugger_does_not_trace_the_next_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of simulated ranks are used again."""
+    answers(monkeypatch, capsys, f"b {line_of('value *= 2')};c;c;")
+    bdb.Breakpoint.clearBreakpoints()
+    assert simulate(3)(sys.gettrace)() == [sys.gettrace()] * 3
+
+
 def test_quitting_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for commands in ("q\n", ""):  # the end of the input quits too
         monkeypatch.setattr(sys, "stdin", io.StringIO(commands))

@@ -486,7 +486,18 @@ def test_nobody_stalls_while_a_rank_is_paused(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     with four[3].watch.paused():
         assert four[0].judged(waited=1.5) is None
-    assert four[0].judged(waited=1.5) is not None
+
+
+@pytest.mark.usefixtures("soon")
+def test_the_time_of_a_pause_is_not_held_against_a_rank(four: list[Hand]) -> None:
+    call_on(four, 0, 1, 2)
+    with four[3].watch.paused():
+        pass
+    assert four[0].judged(waited=1.5) is None
+    four[3].page.words[H.RESUMED] -= 1_100_000_000
+    found = four[0].judged(waited=1.5)
+    assert found is not None
+    assert "have waited 1.5 s for rank 3" in found.text
 
 
 @pytest.mark.usefixtures("soon")
