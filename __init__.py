@@ -26,8 +26,9 @@ from .mesh import (
     process_index,
     simulate,
 )
-from .mesh.counter import CommBudgetError, CommReport, comm_budget, comm_report
-from .mesh.current import get_mesh, set_mesh
+from .mesh.comm.null import null_world
+from .mesh.comm.report import CommBudgetError, CommReport, comm_budget, comm_report
+from .mesh.context import get_mesh, set_mesh
 from .mesh.errors import (
     CollectiveMismatchError,
     DeadlockError,
@@ -38,42 +39,35 @@ from .mesh.errors import (
     StallError,
     WatchError,
 )
-from .mesh.launch import launch
-from .mesh.null import null_world
-from .mesh.watch.breakpoint import breakpoint
-from .mesh.watch.ledger import Ledger, ledger, mark_step
-from .mesh.watch.preemption import reached_preemption
-from .mesh.watch.rank_zero import main_process_first, rank_zero
-from .mesh.watch.session import session
-from .mesh.watch.settings import guard, watchdog
-from .mesh.watch.stragglers import StragglerReport, straggler_report
-from .sharding.arrays import (
-    AddressableShard,
-    make_array_from_callback,
-    make_array_from_process_local_data,
-    make_array_from_single_device_arrays,
-)
-from .sharding.bad_values import BadValueError, debug_nans
-from .sharding.boundary import distribute_tensor, from_local, to_local
-from .sharding.call import call
-from .sharding.checkpoint.agree import CheckpointError
-from .sharding.checkpoint.folder import Checkpoint, latest
-from .sharding.checkpoint.full import full_state_dict, load_full_state_dict
+from .mesh.launch.local_processes import launch
+from .mesh.launch.preemption import reached_preemption
+from .mesh.launch.rank_zero import main_process_first, rank_zero
+from .mesh.launch.session import session
+from .mesh.monitor.breakpoint import breakpoint
+from .mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
+from .mesh.monitor.ledger.stragglers import StragglerReport, straggler_report
+from .mesh.monitor.settings import guard, watchdog
+from .sharding.checkpoint.agreement import CheckpointError
+from .sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from .sharding.checkpoint.load import load
 from .sharding.checkpoint.random_state import RandomState
 from .sharding.checkpoint.safetensors import load_safetensors, save_safetensors
 from .sharding.checkpoint.save import AsyncSave, async_save, save
 from .sharding.checkpoint.state import load_state_dict, state_dict
+from .sharding.checkpoint.storage.folder import Checkpoint, latest
 from .sharding.checkpoint.tree import PerRank
-from .sharding.compare import ReplicaError
-from .sharding.compat import CommDebugMode, DTensor, visualize_sharding
-from .sharding.constraint import with_sharding_constraint
-from .sharding.device_put import device_put
-from .sharding.eval_shape import Evaluated, eval_shape
-from .sharding.explain import explain
-from .sharding.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
-from .sharding.functional.casts import axis_index, axis_size, pcast, pvary
-from .sharding.functional.collectives import (
+from .sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
+from .sharding.compat.local_map import local_map
+from .sharding.debug.eval_shape import Evaluated, eval_shape
+from .sharding.debug.explain import explain
+from .sharding.debug.inspection import inspect
+from .sharding.debug.nan_check import BadValueError, debug_nans
+from .sharding.debug.replicas.check import ReplicaCheck, assert_replicated, check_replicas
+from .sharding.debug.replicas.compare import ReplicaError
+from .sharding.debug.visualize import visualize
+from .sharding.functional.collectives.apply import done, start
+from .sharding.functional.collectives.casts import axis_index, axis_size, pcast, pvary
+from .sharding.functional.collectives.collectives import (
     all_gather,
     all_to_all,
     pbroadcast,
@@ -86,37 +80,39 @@ from .sharding.functional.collectives import (
     psum_scatter,
     pswapaxes,
 )
+from .sharding.functional.collectives.ragged import ragged_all_to_all
 from .sharding.functional.control import cond, fori_loop, scan, switch, while_loop
-from .sharding.functional.custom_vjp import custom_vjp
-from .sharding.functional.forward import jvp, linearize
-from .sharding.functional.gradients import checkpoint, grad, remat, stop_gradient, value_and_grad, vjp
-from .sharding.functional.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.keys import fold_in, random_key, seeded
-from .sharding.functional.leaf import done, start
-from .sharding.functional.local_type import typeof
-from .sharding.functional.mapping import UnboundAxisError
-from .sharding.functional.ragged import ragged_all_to_all
+from .sharding.functional.named_axes import UnboundAxisError
 from .sharding.functional.shard_map import shard_map
-from .sharding.functional.types import ShardingTypeError
-from .sharding.functional.vmap import vmap
-from .sharding.gradients import accumulate_grads
-from .sharding.inspection import inspect
-from .sharding.join import join
-from .sharding.layout import Layout
-from .sharding.lengths import check_lengths
-from .sharding.local_map import local_map
-from .sharding.module import distribute_module, shard_parameter
-from .sharding.named_sharding import NamedSharding
-from .sharding.optimizers.muon import Muon
-from .sharding.optimizers.shampoo import Shampoo
+from .sharding.functional.transforms.custom_vjp import custom_vjp
+from .sharding.functional.transforms.forward import jvp, linearize
+from .sharding.functional.transforms.gradients import checkpoint, grad, remat, stop_gradient, value_and_grad, vjp
+from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
+from .sharding.functional.transforms.vmap import vmap
+from .sharding.functional.typeof import typeof
+from .sharding.functional.types.types import ShardingTypeError
+from .sharding.layout.layout import Layout
+from .sharding.layout.named_sharding import NamedSharding
+from .sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
+from .sharding.ops.implicit_comm import implicit
+from .sharding.ops.out_sharding import call
+from .sharding.ops.plain_operands import implicit_replication
+from .sharding.ops.rules.check import check_rule
+from .sharding.ops.rules.register_rule import register_rule
+from .sharding.ops.rules.register_sharding import register_sharding
+from .sharding.optim.muon import Muon
+from .sharding.optim.shampoo import Shampoo
+from .sharding.parallel.batch_counts import check_lengths
 from .sharding.parallel.context.attention import context_parallel, context_parallel_attention
-from .sharding.parallel.context.order import balance_sequence, unbalance_sequence
+from .sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from .sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from .sharding.parallel.data.materialize import materialize
 from .sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy
-from .sharding.parallel.experts.choices import Routing, load_balance_loss, top_k_routing
 from .sharding.parallel.experts.experts import Experts
-from .sharding.parallel.experts.mixture import moe
+from .sharding.parallel.experts.moe import moe
+from .sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
+from .sharding.parallel.module import distribute_module, shard_parameter
 from .sharding.parallel.tensor.plan import parallelize, parallelize_module
 from .sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
 from .sharding.parallel.tensor.torch_styles import (
@@ -127,18 +123,22 @@ from .sharding.parallel.tensor.torch_styles import (
     RowwiseParallel,
     SequenceParallel,
 )
-from .sharding.plain_operands import implicit_replication
-from .sharding.plan import plan
-from .sharding.policy import implicit
-from .sharding.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
-from .sharding.replicas import ReplicaCheck, assert_replicated, check_replicas
-from .sharding.reshard import Resharding, redistribute, redistribute_many, reshard
-from .sharding.rules.acceptable import register_sharding
-from .sharding.rules.check import check_rule
-from .sharding.rules.custom import register_rule
-from .sharding.show import visualize
-from .sharding.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
-from .sharding.tensor import ShardedTensor
+from .sharding.parallel.uneven_inputs import join
+from .sharding.redistribute.plan import plan
+from .sharding.tensor.autograd.leaf_grads import accumulate_grads
+from .sharding.tensor.constraint import with_sharding_constraint
+from .sharding.tensor.convert import distribute_tensor, from_local, to_local
+from .sharding.tensor.device_put import device_put
+from .sharding.tensor.factories import arange, empty, full, ones, rand, randint, randn, randperm, zeros
+from .sharding.tensor.process_data import (
+    AddressableShard,
+    make_array_from_callback,
+    make_array_from_process_local_data,
+    make_array_from_single_device_arrays,
+)
+from .sharding.tensor.random import check_rng_state, fork_rng, get_rng_state, manual_seed, replay_random, set_rng_state
+from .sharding.tensor.redistribute import Resharding, redistribute, redistribute_many, reshard
+from .sharding.tensor.sharded_tensor import ShardedTensor
 from .sharding.training.average import EMA
 from .sharding.training.batch_norm import convert_sync_batchnorm
 from .sharding.training.batch_report import BatchReport, batch_report
@@ -151,9 +151,9 @@ from .sharding.training.scaler import GradScaler
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .sharding import multihost
+    from .sharding.tensor import multihost
 
-_NAMESPACES = {"multihost": ".sharding.multihost"}  # loaded when they are first asked for
+_NAMESPACES = {"multihost": ".sharding.tensor.multihost"}  # loaded when they are first asked for
 
 
 def __getattr__(name: str) -> Any:

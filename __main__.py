@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .mesh.watch import command as ledger_command
-from .mesh.watch.doctor import command as doctor_command
-from .sharding.plan import command as plan_command
+from .mesh.monitor.doctor import command as doctor_command
+from .mesh.monitor.ledger import command as ledger_command
+from .sharding.redistribute.plan import command as plan_command
 
 
 class _Parser(argparse.ArgumentParser):

@@ -37,7 +37,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from tests.faults.runner import Runner

@@ -38,9 +38,9 @@ from report import environment, environment_line, markdown, show, write_json, wr
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.plan import Plan, Step
-from shardmesh.sharding.plan.route import routes
-from shardmesh.sharding.plan.steps import RING_OPS
+from shardmesh.sharding.redistribute.plan import Plan, Step
+from shardmesh.sharding.redistribute.plan.routes import routes
+from shardmesh.sharding.redistribute.plan.steps import RING_OPS
 
 MESHES = (
     (8,), (512,), (16384,), (131072,),

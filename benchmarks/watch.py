@@ -51,8 +51,8 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.watch import torch_calls
-from shardmesh.mesh.watch.settings import guard
+from shardmesh.mesh.monitor.settings import guard
+from shardmesh.mesh.monitor.torch_calls import hooks
 
 OFF, ON, STRICT, TORCH, DETAIL = "off", "on", "strict", "torch", "DETAIL"
 SECTIONS = ("collectives", "redistribute", "step", "host")
@@ -279,16 +279,16 @@ def _time_torch_call(effort: Effort, mesh: sm.DeviceMesh, switch: Callable[[str]
     group, x = dist.new_group(), torch.zeros(4)
     work: Any = dist.all_reduce(x, group=group, async_op=True)
     work.wait()
-    torch_calls.stop()
+    hooks.stop()
     theirs = vars(dist.ProcessGroup)["allreduce"]
     dist.ProcessGroup.allreduce = lambda *_: work  # type: ignore[method-assign]
     switch(ON)
-    torch_calls.watch_calls(mesh.world.watch)
+    hooks.watch_calls(mesh.world.watch)
     call: Call = partial(dist.all_reduce, x, group=group)
     costs = take_turns({OFF: call, ON: call}, switch, effort.rounds["host"], 100, dist.barrier)
-    torch_calls.stop()
+    hooks.stop()
     dist.ProcessGroup.allreduce = theirs
-    torch_calls.watch_calls(mesh.world.watch)
+    hooks.watch_calls(mesh.world.watch)
     return Case("host", f"a call of torch.distributed, {effort.ranks} processes", 1, costs)
 
 

@@ -2,7 +2,10 @@
 
 from .abstract_mesh import AbstractMesh
 from .calibrate import calibrate
-from .counter import CommReport, comm_budget, comm_report
+from .comm.group import CollectiveRecord, Group, World, current_world
+from .comm.null import null_world
+from .comm.report import CommReport, comm_budget, comm_report
+from .comm.work import Work
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
     CollectiveError,
@@ -13,12 +16,9 @@ from .errors import (
     LaunchEnvironmentError,
     MeshError,
 )
-from .group import CollectiveRecord, Group, World, current_world
 from .make_mesh import make_mesh, process_count, process_index
-from .null import null_world
-from .simulate import simulate
+from .simulated.simulate import simulate
 from .topology import Link, Topology
-from .work import Work
 
 __all__ = [
     "AbstractMesh",

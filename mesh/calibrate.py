@@ -16,9 +16,9 @@ from torch import Tensor
 from ..kernels.symmetric import all_gather
 from . import errors
 from .abstract_mesh import AbstractMesh
+from .comm.group import Group
+from .comm.symmetric_memory import peers_of
 from .device_mesh import DeviceMesh
-from .group import Group
-from .symmetric import peers_of
 from .topology import OPS, Link, Topology
 
 # Bytes that each rank receives in a timed collective. The smallest shows the latency alone; the largest is where the

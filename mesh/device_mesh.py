@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from . import current, errors
+from . import context, errors
 from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
-from .group import Group, World, active_world, current_world
-from .process import ProcessGroup, ProcessWorld
-from .start import local_device, start_processes
+from .comm.group import Group, World, active_world, current_world
+from .comm.process import ProcessGroup, ProcessWorld
+from .launch.process_groups import local_device, start_processes
+from .monitor.startup import same_mesh
+from .monitor.torch_calls import hooks
 from .topology import Topology, torchrun_node_size
-from .watch import same_mesh, torch_calls
 
 
 class DeviceMesh(AbstractMesh):
@@ -145,11 +146,11 @@ class DeviceMesh(AbstractMesh):
 
         Raises: MeshError when the mesh is one of another world.
         """
-        current.enter(self)
+        context.enter(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        current.leave()
+        context.leave()
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
         """All axes as one: `flatten` as torch spells it."""
@@ -390,7 +391,7 @@ def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[st
     if mesh is None:
         mesh = world.meshes[key] = _make(world, device_type, ranks, names)
     if ranks.size == world.size and isinstance(world, ProcessWorld):
-        torch_calls.watch_calls(world.watch)
+        hooks.watch_calls(world.watch)
     return mesh
 
 

@@ -36,7 +36,7 @@ class WatchError(RuntimeError):
     """A program of several ranks that cannot go on; every rank raises it, with the same text.
 
     Attributes:
-        verdict: what is known, as plain data: see `mesh.watch.verdict.Verdict`. None in a simulated world.
+        verdict: what is known, as plain data: see `mesh.monitor.verdict.Verdict`. None in a simulated world.
     """
 
     def __init__(self, message: str, verdict: Any = None) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from . import errors
 from .abstract_mesh import checked_names, checked_shape
+from .comm.group import active_world, current_world
+from .comm.process import ProcessWorld
 from .device_mesh import DeviceMesh, init_device_mesh
-from .group import active_world, current_world
-from .process import ProcessWorld
-from .start import launch_environment, start_processes
+from .launch.process_groups import launch_environment, start_processes
 
 
 def make_mesh(

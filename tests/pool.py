@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.launch import _end_with_parent, _pickled_exception, _shared_environment, _spawning
+from shardmesh.mesh.launch.local_processes import _end_with_parent, _pickled_exception, _shared_environment, _spawning
 from tests import device
 
 T = TypeVar("T")

@@ -72,7 +72,7 @@ def test_installed_from_the_wheel(wheel, tmp_path):
     pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import shardmesh, shardmesh.kernels, shardmesh.sharding.rules\n"
+        "import shardmesh, shardmesh.kernels, shardmesh.sharding.ops.rules\n"
         "from shardmesh.mesh import launch\n"
         "print(shardmesh.__file__, shardmesh.mesh.__file__)"
     )

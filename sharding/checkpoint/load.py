@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...mesh.group import Group, World, current_world
-from ...mesh.process import ProcessGroup, ProcessWorld
+from ...mesh.comm.group import Group, World, current_world
+from ...mesh.comm.process import ProcessGroup, ProcessWorld
 from ...mesh.topology import torchrun_node_size
-from ..layout import Layout
-from ..tensor import ShardedTensor
-from . import folder as folders
-from .agree import CheckpointError, agree, everyone, everywhere
-from .pieces import value_of
+from ..layout.layout import Layout
+from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import CheckpointError, agree, everyone, everywhere
 from .placing import own_name
-from .reading import Loaded, box_of, read, readings
-from .stored import Stored, check_whole, parse, read_index
+from .storage import folder as folders
+from .storage.manifest import Stored, check_whole, parse, read_index
+from .storage.pieces import value_of
+from .storage.reading import Loaded, box_of, read, readings
 from .tree import Followed, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
 from .wanted import Plain, Value, wanted
 

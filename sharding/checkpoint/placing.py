@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import Box, box_shape, box_size, full_box
-from ...mesh.group import World
-from ..layout import Layout
-from ..tensor import ShardedTensor
+from ...mesh.comm.group import World
+from ..layout.layout import Layout
+from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank
 
 PIECE_BYTES = 64 << 20  # pieces of tensors are not longer: a rank that reads some rows reads no more than it needs

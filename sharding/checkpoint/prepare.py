@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...mesh.group import Group, World, current_world
-from ...mesh.process import ProcessWorld
-from ..reshard import redistribute
-from ..tensor import ShardedTensor
-from . import folder as folders
-from .agree import agree, everyone, everywhere
-from .lease import Lease, take
+from ...mesh.comm.group import Group, World, current_world
+from ...mesh.comm.process import ProcessWorld
+from ..tensor.redistribute import redistribute
+from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import agree, everyone, everywhere
 from .placing import Placed, own_name, placed
 from .saving import Saving, on_host, serialised
-from .stored import import_format
+from .storage import folder as folders
+from .storage.lease import Lease, take
+from .storage.manifest import import_format
 from .tree import Path as TreePath
 from .tree import PerRank, Structure, children, leaves, name_of, opened, structure_of, torch_paths
 

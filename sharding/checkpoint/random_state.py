@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..random import get_rng_state, set_rng_state
+from ..tensor.random import get_rng_state, set_rng_state
 from .tree import PerRank
 
 

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import full_box, slices
-from ...mesh.group import World, current_world
-from ..layout import Layout
-from ..tensor import ShardedTensor
-from .agree import CheckpointError, agree, everyone, everywhere
-from .files import Sink, sync_folder, write_whole
-from .full import whole_on
+from ...mesh.comm.group import World, current_world
+from ..layout.layout import Layout
+from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import CheckpointError, agree, everyone, everywhere
+from .full_state import whole_on
 from .load import given, line_of
-from .reading import box_of
-from .stored import Entry, Stored
+from .storage.files import Sink, sync_folder, write_whole
+from .storage.manifest import Entry, Stored
+from .storage.reading import box_of
 from .ties import ties
 from .tree import leaves, mapped, name_of, opened
 from .wanted import Plain, Value, wanted

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...mesh.group import World, current_world
-from .agree import everyone, everywhere
-from .folder import Checkpoint, remove_share
+from ...mesh.comm.group import World, current_world
+from .agreement import everyone, everywhere
 from .prepare import prepared
 from .saving import Saving
+from .storage.folder import Checkpoint, remove_share
 
 _log = logging.getLogger(__name__)
 _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictionary()

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import Box, box_origin, slices
-from ..tensor import ShardedTensor
-from . import folder as folders
-from .agree import CheckpointError
-from .files import Sink, write_whole
-from .lease import Lease
+from ..tensor.sharded_tensor import ShardedTensor
+from .agreement import CheckpointError
 from .placing import Placed
-from .stored import Entry, Piece, index_of, manifest_of
+from .storage import folder as folders
+from .storage.files import Sink, write_whole
+from .storage.lease import Lease
+from .storage.manifest import Entry, Piece, index_of, manifest_of
 from .tree import Path as TreePath
 from .tree import Structure
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..layout import Layout
-from ..tensor import ShardedTensor
+from ..layout.layout import Layout
+from ..tensor.sharded_tensor import ShardedTensor
 from .tree import Followed, Path
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layout import Layout
+from ..layout.layout import Layout
 
 Path = tuple[Any, ...]
 Structure = Any  # the name of a leaf, or {"dict": [[key, structure], ...]}, {"list": [structure, ...]}, {"tuple": [...]}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...mesh.group import World
-from ..layout import Layout
-from ..spec import Sharding
-from ..tensor import ShardedTensor
+from ...mesh.comm.group import World
+from ..layout.layout import Layout
+from ..layout.spec import Sharding
+from ..tensor.sharded_tensor import ShardedTensor
 from .placing import own_name
 from .state import optimizer_layouts, parameters_of
-from .stored import Stored
+from .storage.manifest import Stored
 from .tree import (
     Followed,
     Leaf,

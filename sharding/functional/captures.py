@@ -21,16 +21,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...mesh.device_mesh import DeviceMesh
-from .. import engine_hooks
-from ..decide import name_of
-from ..layout import dtype_name
-from ..plain_operands import tensors_in
-from ..rules.registry import writes_first_operand
-from ..tensor import ShardedTensor
-from .entry import Entrance, aliased, enter, entrance
-from .following import Following, unfollowed
-from .mapping import Mapping
-from .types import Origin, ShardingTypeError, place
+from ..layout.layout import dtype_name
+from ..ops.plain_operands import tensors_in
+from ..ops.rules.registry import writes_first_operand
+from ..ops.strategy import name_of
+from ..tensor.autograd import engine_hooks
+from ..tensor.sharded_tensor import ShardedTensor
+from .inputs import Entrance, aliased, enter, entrance
+from .named_axes import Mapping
+from .types.type_checker import Following, unfollowed
+from .types.types import Origin, ShardingTypeError, place
 
 
 class Captures:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..engine_hooks import innermost, is_batched
-from ..tensor import ShardedTensor
-from .gradients import checkpoint
+from ..tensor.autograd.engine_hooks import innermost, is_batched
+from ..tensor.sharded_tensor import ShardedTensor
+from .transforms.gradients import checkpoint
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..random import fork_rng, manual_seed
-from .following import unfollowed
-from .mapping import current_mapping
-from .types import Type
+from ..tensor.random import fork_rng, manual_seed
+from .named_axes import current_mapping
+from .types.type_checker import unfollowed
+from .types.types import Type
 
 _MASK = (1 << 64) - 1
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh
-from ..bit_hash import bit_hash
-from ..compare import compare
-from ..copies import Copy, holders_over
-from ..engine_hooks import innermost
-from ..layout import Layout
-from ..tensor import ShardedTensor
+from ..debug.replicas.bit_hash import bit_hash
+from ..debug.replicas.compare import compare
+from ..debug.replicas.copies import Copy, holders_over
+from ..layout.layout import Layout
+from ..tensor.autograd.engine_hooks import innermost
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceMesh) -> None:

@@ -26,24 +26,24 @@ from weakref import ref
 from torch import Tensor, is_grad_enabled
 from torch.utils import _pytree as pytree
 
-from ...mesh import current
+from ...mesh import context
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh
-from .. import dispatch
-from ..cache import keep
-from ..engine_hooks import transforms_active
-from ..lineage import carrying, mixed, seed_of
-from ..spec import P
-from ..tensor import ShardedTensor
-from .batch import current_batch
+from ..layout.bounded_cache import keep
+from ..layout.spec import P
+from ..ops import dispatch
+from ..ops.lineage import carrying, mixed, seed_of
+from ..tensor.autograd.engine_hooks import transforms_active
+from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, captured_in
-from .custom import Application
-from .entry import Entrance, Watched, aliased, as_they_lie, check_transform, enter, entrance
-from .exits import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
-from .following import Following, Trusting, unfollowed
-from .mapping import Mapping, current_mapping, swap
+from .inputs import Entrance, Watched, aliased, as_they_lie, check_transform, enter, entrance
+from .named_axes import Mapping, current_mapping, swap
+from .outputs import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
 from .replicas import check_replicas
 from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
-from .types import Origin, ShardingTypeError, Tag
+from .transforms.batch import current_batch
+from .types.custom_functions import Application
+from .types.type_checker import Following, Trusting, unfollowed
+from .types.types import Origin, ShardingTypeError, Tag
 
 CHECKS = (True, False, "always", "values")
 _MOST_FOLLOWED = 4  # calls, until the backward of a custom function has run
@@ -251,7 +251,7 @@ class Mapped:
             batch = current_batch() if transforms_active() else None
             return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
-        return current.given_or_current(None) if first is None else first.mesh
+        return context.given_or_current(None) if first is None else first.mesh
 
     def _learn(self, mesh: DeviceMesh, outer: Mapping | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> Known:
         """What follows from a signature before the function has run."""

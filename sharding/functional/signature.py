@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..spec import P, Placement, Sharding
-from ..tensor import ShardedTensor
+from ..layout.spec import P, Placement, Sharding
+from ..tensor.sharded_tensor import ShardedTensor
 from .keys import Key
 
 

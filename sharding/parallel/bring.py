@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..layout import Layout
-from ..reshard import redistribute_many
+from ..layout.layout import Layout
+from ..tensor.redistribute import redistribute_many
 
 
 def bring(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:

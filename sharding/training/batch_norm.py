@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...mesh.current import given_or_current
+from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from .sampler import data_axes
 

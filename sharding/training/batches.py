@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ...mesh.device_mesh import DeviceMesh
-from ..arrays import make_array_from_process_local_data
-from ..join import join
-from ..spec import P
-from ..where import mesh_and_spec
+from ..layout.spec import P
+from ..parallel.uneven_inputs import join
+from ..tensor.mesh_arguments import mesh_and_spec
+from ..tensor.process_data import make_array_from_process_local_data
 from .sampler import DistributedSampler
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from .tally import tally_of
 
 Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]

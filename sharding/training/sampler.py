@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from ...mesh.current import given_or_current
+from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.errors import MeshError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from .norms import check_reduced
 from .tally import tally_of
 

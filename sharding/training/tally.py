@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ...mesh.abstract_mesh import joined
+from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.group import Group
-from ...mesh.watch.seat import Note
-from ..cache import keep
-from ..layout import Layout
-from ..lineage import carrying, mixed, seed_of
-from ..tensor import ShardedTensor
+from ...mesh.monitor.recording.recorder import Note
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout
+from ..ops.lineage import carrying, mixed, seed_of
+from ..tensor.sharded_tensor import ShardedTensor
 
 _TALLY = seed_of("tally")
 

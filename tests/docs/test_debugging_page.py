@@ -25,18 +25,19 @@ import torch.distributed as dist
 import shardmesh as sm
 from shardmesh.__main__ import main
 from shardmesh.mesh.errors import LaunchEnvironmentError
-from shardmesh.mesh.start import launch_environment
-from shardmesh.mesh.watch import job_store, report
-from shardmesh.mesh.watch.board import born, open_page
-from shardmesh.mesh.watch.card import Card, disagreement, file_store_fault, own_card
-from shardmesh.mesh.watch.doctor.checks import CHECKS
-from shardmesh.mesh.watch.ending import _SHARE
-from shardmesh.mesh.watch.page import GROUPS, PAGE_BYTES, RECORDS, H
-from shardmesh.mesh.watch.patience import Patience
-from shardmesh.mesh.watch.settings import Settings
-from shardmesh.mesh.watch.startup import RollCall
-from shardmesh.mesh.watch.sweep import _KEPT
-from shardmesh.mesh.watch.watchdog import _DEAF_S, _POLITE_S
+from shardmesh.mesh.launch.process_groups import launch_environment
+from shardmesh.mesh.monitor.diagnosis import verdict_text
+from shardmesh.mesh.monitor.doctor.checks import CHECKS
+from shardmesh.mesh.monitor.recording.cleanup import _KEPT
+from shardmesh.mesh.monitor.recording.job_directory import born, open_page
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, PAGE_BYTES, RECORDS, H
+from shardmesh.mesh.monitor.settings import Settings
+from shardmesh.mesh.monitor.startup import job_store
+from shardmesh.mesh.monitor.startup.progress import Patience
+from shardmesh.mesh.monitor.startup.rank_info import Card, disagreement, file_store_fault, own_card
+from shardmesh.mesh.monitor.startup.rendezvous import RollCall
+from shardmesh.mesh.monitor.termination import _SHARE
+from shardmesh.mesh.monitor.watchdog import _DEAF_S, _POLITE_S
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.faults.fault import Fault
 from tests.faults.runner import Outcome, Runner
@@ -400,7 +401,7 @@ def test_variables() -> None:
 
 def test_fields_of_a_mismatch() -> None:
     rows = [name for row in table("| the ... differs | mostly |") for name in row[0].split(", ")]
-    assert set(rows) == set(report._NAMED.values())
+    assert set(rows) == set(verdict_text._NAMED.values())
 
 
 def test_numbers() -> None:

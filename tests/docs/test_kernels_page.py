@@ -10,7 +10,7 @@ import torch
 
 from shardmesh.kernels.quantize import BLOCK, FORMATS, LARGEST, record_bytes
 from shardmesh.kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, AddNorm, Peers, reference_add_norm
-from shardmesh.mesh.symmetric import BUFFER_BYTES, STAGING_BYTES
+from shardmesh.mesh.comm.symmetric_memory import BUFFER_BYTES, STAGING_BYTES
 from tests.docs.pages import DOCS, blocks, check_python_examples
 from tests.kernels.device import DEVICE
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardmesh as sm
-from shardmesh.mesh.watch.settings import watchdog
+from shardmesh.mesh.monitor.settings import watchdog
 from tests.faults.fault import STALL_S
 
 TORCH_TIMEOUT_S = 5.0  # of torch's groups; the default is 30 minutes
@@ -103,7 +103,7 @@ class AtTorch(At):
 
 
 class TorchGroup:
-    """torch.distributed's collectives over one group, with the names and arguments of `shardmesh.mesh.group.Group`."""
+    """torch.distributed's collectives over one group, with the names and arguments of `shardmesh.mesh.comm.group.Group`."""
 
     def __init__(self, group: Any) -> None:
         self.handle, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)

@@ -23,7 +23,7 @@ import torch
 
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.watch.page import H
+from shardmesh.mesh.monitor.recording.trace_buffer import H
 from tests.faults.random_programs import Program, mesh_of, run
 
 RIGHT = ("named", "tie", "nothing", "local", "unseen")

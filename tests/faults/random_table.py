@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmesh.mesh.watch.page import H
+from shardmesh.mesh.monitor.recording.trace_buffer import H
 from tests.faults.at import At
 from tests.faults.fault import RANKS, Fault
 from tests.faults.random_programs import MESHES, Program, faulty_program, healthy_program, mesh_of, run

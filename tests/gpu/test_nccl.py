@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardmesh as sm
-from shardmesh.mesh.group import current_world
-from shardmesh.mesh.wire import NATIVE
-from tests.mesh.collectives import DTYPES, as_bytes, rank_values
+from shardmesh.mesh.comm.dtype_encoding import NATIVE
+from shardmesh.mesh.comm.group import current_world
+from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.sharding.test_real_ranks import _train
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.kernels import symmetric
-from shardmesh.mesh.symmetric import needed_peers
+from shardmesh.mesh.comm.symmetric_memory import needed_peers
 from tests.pool import Pool
 
 pytestmark = pytest.mark.gpu

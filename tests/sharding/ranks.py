@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 import shardmesh as sm
-from shardmesh.mesh.group import CollectiveRecord, current_world
+from shardmesh.mesh.comm.group import CollectiveRecord, current_world
 from tests.device import DEVICE, made_here
 
 AXES = ("a", "b", "c", "d")

@@ -7,7 +7,7 @@ import random
 import torch
 
 import shardmesh as sm
-from shardmesh.sharding.redistribute import redistribute_local
+from shardmesh.sharding.redistribute.autograd import redistribute_local
 from tests.device import DEVICE
 from tests.sharding import reference
 

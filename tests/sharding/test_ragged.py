@@ -16,9 +16,9 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import Layout, P, Partial, Replicate, Shard
 from shardmesh.kernels.box import box_shape, box_size, slices
-from shardmesh.mesh.group import current_world
-from shardmesh.sharding.plan import without_trivial_axes
-from shardmesh.sharding.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
+from shardmesh.mesh.comm.group import current_world
+from shardmesh.sharding.layout.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
+from shardmesh.sharding.redistribute.plan import without_trivial_axes
 from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error, save_part

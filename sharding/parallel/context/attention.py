@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mesh.current import given_or_current
+from ....mesh.comm.group import World, current_world
+from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
-from ....mesh.group import World, current_world
-from ...boundary import from_local, to_local
-from ...cache import keep
-from ...dispatch import known_local
-from ...layout import Layout
-from ...lineage import carrying, mixed, seed_of
-from ...policy import implicit
-from ...rules.blocks import from_parts, splitting_axes
-from ...rules.registry import handler
-from ...spec import P
-from ...tensor import ShardedTensor
+from ...layout.bounded_cache import keep
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...ops.dispatch import known_local
+from ...ops.implicit_comm import implicit
+from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.rules.decomposition_utils import from_parts, splitting_axes
+from ...ops.rules.registry import handler
+from ...tensor.convert import from_local, to_local
+from ...tensor.sharded_tensor import ShardedTensor
 from ..bring import bring
-from .ways import Options, Way, way_for
+from .strategies import Options, Way, way_for
 
 METHODS = ("ring", "all_gather", "all_to_all")
 _SEED = seed_of("context_parallel_attention")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .flash import Kernel, kernel_for
-from .order import Block
+from .load_balance import Block
 
 _SCORES = 1 << 22  # so many scores are in memory at a time: 16 MiB in float32
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...engine_hooks import with_memory
-from ...lineage import carrying_back
+from ...ops.lineage import carrying_back
+from ...tensor.autograd.engine_hooks import with_memory
 from .blockwise import Grads, Seen, attend, attend_grads
-from .order import Block
+from .load_balance import Block
 
 Arrival = Callable[[], Tensor]
 

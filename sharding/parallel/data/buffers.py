@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout import Layout
-from ...redistribute import redistribute_local
-from ...spec import P
-from ...tensor import ShardedTensor
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...redistribute.autograd import redistribute_local
+from ...tensor.sharded_tensor import ShardedTensor
 
 
 def any_sharded(modules: Iterable[nn.Module]) -> bool:

@@ -6,14 +6,14 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ....mesh.current import given_or_current
+from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh, common_mesh
-from ...tensor import ShardedTensor
-from .form import Axes, Form, form_of
-from .making import Units, split
+from ...tensor.sharded_tensor import ShardedTensor
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
 from .schedule import units_in
 from .slot import Options
+from .wrap import Units, split
+from .zero_stage import Axes, Form, form_of
 
 
 def fully_shard(

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout import told_apart
-from ...tensor import ShardedTensor
+from ...layout.layout import told_apart
+from ...tensor.sharded_tensor import ShardedTensor
 
 
 def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout import Layout
-from ...replaced import mark_replaced
-from ...spec import P
-from ...tensor import ShardedTensor
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...tensor.sharded_tensor import ShardedTensor
+from ..replaced import mark_replaced
 from .schedule import units_in
 from .unit import Unit
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ... import engine_hooks, gradients
-from .joint import Joint
+from ...tensor.autograd import engine_hooks, leaf_grads
+from .grads.joint import Joint
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -95,7 +95,7 @@ class Schedule:
 
     def _recover(self) -> None:
         """Let go what a backward that failed has left."""
-        gradients.drop_started(self.units[0].options.mesh.world)
+        leaf_grads.drop_started(self.units[0].options.mesh.world)
         self.joint.forget()
         if self._backward != -1:
             self._let_go()

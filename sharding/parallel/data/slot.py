@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout import Layout
-from ...replaced import mark_replaced
-from ...tensor import ShardedTensor
-from .form import Form
+from ...layout.layout import Layout
+from ...tensor.sharded_tensor import ShardedTensor
+from ..replaced import mark_replaced
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
+from .zero_stage import Form
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 _SLOT = "_shardmesh_slot"  # under this name a parameter that is no longer used knows in whose place it stood

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ... import engine_hooks, gradients
-from ...compiler import refuse_jit_trace
-from ...layout import Layout
-from ...lineage import carrying, mixed, seed_of
-from ...tensor import ShardedTensor
+from ...layout.layout import Layout
+from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.torch_compile import refuse_jit_trace
+from ...tensor.autograd import engine_hooks, leaf_grads
+from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
-from .calls import Interception
-from .flat import FlatBucket
-from .grad_places import Filling, InOrder, Places, Placing
+from .grads.grad_places import Filling, InOrder, Places, Placing
+from .grads.grad_reduction import Bucket, add_later, differentiable, put_together, summing
+from .grads.joint import Part
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
-from .joint import Part
-from .levels import Levels
-from .nodes import Grads, Passage
-from .saved import Buffer, saving_places
+from .module_calls import Interception
 from .schedule import Schedule, own_modules, running_schedule, set_unit
 from .slot import Options, Slot, check_parameters
-from .sums import Bucket, add_later, differentiable, put_together, summing
+from .storage.flat import FlatBucket
+from .storage.gather_op import Grads, Passage
+from .storage.param_storage import Levels
+from .storage.saved_tensors import Buffer, saving_places
 
 _GATHERING = seed_of("gather a unit")
 _SUMMING = seed_of("sum gradients of a unit")
@@ -313,7 +313,7 @@ class Unit:
 
     def _gradients_wait(self) -> bool:
         """Whether the running backward leaves the sums over the ranks to the end of `accumulate_grads()`."""
-        return self.options.form.gradients_wait and gradients.is_accumulating(self.options.mesh.world)
+        return self.options.form.gradients_wait and leaf_grads.is_accumulating(self.options.mesh.world)
 
     def _places(self) -> dict[int, tuple[Places, int]]:
         """Where gradients are put as they are made, by the number of the parameter."""
@@ -386,7 +386,7 @@ class Unit:
         """
         parameters, numbers = self._parameters(), [i for i in self._travelling() if parts[i] is not None]
         nodes = placing.leaves
-        mine = [i for i in numbers if not parts[i].requires_grad and gradients.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
+        mine = [i for i in numbers if not parts[i].requires_grad and leaf_grads.may_start(parameters[i], nodes[i])]  # type: ignore[union-attr]
         if not mine:
             return parts
         missing = [self.slots[i].path for i in self._travelling() if i not in mine and parameters[i].requires_grad]
@@ -401,7 +401,7 @@ class Unit:
         note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
         with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
-            gradients.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
+            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _travelling(self) -> list[int]:
@@ -416,12 +416,12 @@ class Unit:
         if self.options.unused_differ and not self.options.form.optimizer:
             for x in self._parameters():
                 if x.requires_grad and x._local.grad is None:
-                    gradients.add(x, torch.zeros_like(x._local))
+                    leaf_grads.add(x, torch.zeros_like(x._local))
 
     def _hold(self, grads: Grads, scale: float) -> Callable[[], Grads]:
         """Keep whole gradients until the end of `accumulate_grads()`."""
         if not any(bucket.used for bucket in self._buckets):
-            gradients.before_reduction(self.options.mesh.world, lambda: self._sum_kept(scale), self._forget_kept)
+            leaf_grads.before_reduction(self.options.mesh.world, lambda: self._sum_kept(scale), self._forget_kept)
         for bucket in self._buckets:
             bucket.keep([grads[i] for i in bucket.numbers])
         found = self._uncut(grads, scale)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ....mesh.current import given_or_current
+from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
-from ...boundary import distribute_tensor
-from ...spec import P
-from .choices import Routing
-from .mixture import moe
+from ...layout.spec import P
+from ...tensor.convert import distribute_tensor
+from .moe import moe
+from .router import Routing
 
 
 class Experts(nn.Module):

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
-from ...boundary import from_local
-from ...cache import keep
-from ...compiler import not_compiled, refuse_jit_trace
-from ...layout import Layout
-from ...reshard import redistribute, redistribute_many
-from ...spec import Cut, P, Placement, own_placement, placements_to_spec
-from ...tensor import ShardedTensor
+from ...layout.bounded_cache import keep
+from ...layout.layout import Layout
+from ...layout.spec import Cut, P, Placement, own_placement, placements_to_spec
+from ...ops.torch_compile import not_compiled, refuse_jit_trace
+from ...tensor.convert import from_local
+from ...tensor.redistribute import redistribute, redistribute_many
+from ...tensor.sharded_tensor import ShardedTensor
 
 Where: TypeAlias = "P | Placement | None"
 

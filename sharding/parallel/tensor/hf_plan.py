@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...spec import P, Shard
+from ...layout.spec import P, Shard
 from .styles import Style, colwise, kind_of, outputs, rowwise, sequence, shard
 
 _WHOLE = P()

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ....mesh.current import given_or_current
+from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
-from ...boundary import distribute_tensor
-from ...layout import Layout
-from ...module_repr import show_layouts_in_repr
-from ...prepared import prepare
-from ...replaced import mark_replaced
-from ...spec import P, Placement
-from ...tensor import ShardedTensor
+from ...debug.module_repr import show_layouts_in_repr
+from ...layout.layout import Layout
+from ...layout.spec import P, Placement
+from ...tensor.convert import distribute_tensor
+from ...tensor.prepared import prepare
+from ...tensor.sharded_tensor import ShardedTensor
+from ..replaced import mark_replaced
 from .activations import InputHook, OutputHook, Site, along
 from .hf_plan import with_styles
 from .styles import Style, axis_of, shard

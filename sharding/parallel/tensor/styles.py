@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout import chunk
-from ...spec import P, Placement, Shard
+from ...layout.layout import chunk
+from ...layout.spec import P, Placement, Shard
 from .activations import InputHook, Lay, OutputHook, Site, Where, as_where, input_hook
 
 _WHOLE = P()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ...spec import P, Placement, Replicate, Shard
+from ...layout.spec import P, Placement, Replicate, Shard
 from .activations import InputHook, Lay, OutputHook, Site, Where, as_where, input_hook
 from .styles import Style, colwise, every_output, first_input, rowwise, sequence
 

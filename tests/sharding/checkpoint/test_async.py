@@ -11,10 +11,10 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.checkpoint.agree import CheckpointError
-from shardmesh.sharding.checkpoint.folder import latest
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import async_save, save
+from shardmesh.sharding.checkpoint.storage.folder import latest
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh
 

@@ -13,10 +13,10 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.checkpoint.agree import CheckpointError
-from shardmesh.sharding.checkpoint.folder import latest
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
+from shardmesh.sharding.checkpoint.storage.folder import latest
 from tests.sharding.ranks import on_mesh, same_error
 
 X = torch.arange(600.0).reshape(60, 10)

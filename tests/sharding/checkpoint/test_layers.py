@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardmesh.sharding.checkpoint.full import full_state_dict, load_full_state_dict
+from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict

@@ -11,11 +11,12 @@ import torch
 
 import shardmesh as sm
 from shardmesh import Layout, P
-from shardmesh.sharding.checkpoint import pieces, placing, reading
-from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint import placing
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.random_state import RandomState
 from shardmesh.sharding.checkpoint.save import save
+from shardmesh.sharding.checkpoint.storage import pieces, reading
 from shardmesh.sharding.checkpoint.tree import PerRank
 from tests.device import DEVICE
 from tests.sharding.checkpoint.trees import pair

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import Layout, P
-from shardmesh.sharding.checkpoint.agree import CheckpointError
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_safetensors
 from tests.sharding.checkpoint.trees import DTYPES, bits, values_of
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error

@@ -8,8 +8,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, ShardedTensor
-from shardmesh.sharding.checkpoint.agree import CheckpointError
-from shardmesh.sharding.checkpoint.full import full_state_dict, load_full_state_dict
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
+from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict

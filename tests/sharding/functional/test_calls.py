@@ -7,7 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.functional.mapping import current_mapping
+from shardmesh.sharding.functional.named_axes import current_mapping
 from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error

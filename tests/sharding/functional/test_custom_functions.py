@@ -175,7 +175,7 @@ def test_known_calls_are_followed_no_longer(mesh: sm.DeviceMesh) -> None:
     seen: list[bool] = []
 
     def f(x: Any) -> Any:
-        from shardmesh.sharding.functional.mapping import current_mapping
+        from shardmesh.sharding.functional.named_axes import current_mapping
 
         seen.append(current_mapping().checker is not None)  # type: ignore[union-attr]
         return SumAsPsum.apply(x.square().sum())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.layout import Layout
+from shardmesh.sharding.layout.layout import Layout
 from tests.sharding.functional.lockstep import NAMES, Lockstep, Meaning, Program, weight
 from tests.sharding.functional.programs import make
 from tests.sharding.ranks import on_mesh, place

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
-from shardmesh.mesh.group import CollectiveRecord
+from shardmesh.mesh.comm.group import CollectiveRecord
 from tests.device import DEVICE
 from tests.sharding.parallel.models import GPT, Block, Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, megatron, on_axes

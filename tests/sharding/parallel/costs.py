@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardmesh.sharding.parallel.data.cut import Cutting, cut
+from shardmesh.sharding.parallel.data.storage.flat_layout import Cutting, cut
 from tests.sharding.parallel.compositions import Case, S, Used
 from tests.sharding.parallel.models import Config
 

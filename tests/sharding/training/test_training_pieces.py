@@ -13,8 +13,8 @@ from shardmesh import P
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
-from shardmesh.sharding.optimizers.muon import Muon
-from shardmesh.sharding.optimizers.shampoo import Shampoo
+from shardmesh.sharding.optim.muon import Muon
+from shardmesh.sharding.optim.shampoo import Shampoo
 from shardmesh.sharding.parallel.data.fully_shard import data_parallel, fully_shard
 from shardmesh.sharding.training.average import EMA
 from shardmesh.sharding.training.batches import batches
@@ -23,7 +23,7 @@ from shardmesh.sharding.training.norms import norms
 from shardmesh.sharding.training.sampler import DistributedSampler
 from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
-from tests.sharding.optimizers.test_muon import PLACES, data, placed
+from tests.sharding.optim.test_muon import PLACES, data, placed
 from tests.sharding.parallel.models import Block, Config, gpt, loss_of, tokens
 from tests.sharding.ranks import on_mesh
 

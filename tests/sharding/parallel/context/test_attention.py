@@ -16,7 +16,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.context import blockwise, flash, ring
 from shardmesh.sharding.parallel.context.attention import METHODS, context_parallel, context_parallel_attention
-from shardmesh.sharding.parallel.context.order import balance_sequence, unbalance_sequence
+from shardmesh.sharding.parallel.context.load_balance import balance_sequence, unbalance_sequence
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error

@@ -10,8 +10,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.data import joint
-from shardmesh.sharding.parallel.data.grad_places import Placing
+from shardmesh.sharding.parallel.data.grads import joint
+from shardmesh.sharding.parallel.data.grads.grad_places import Placing
 from shardmesh.sharding.parallel.data.schedule import unit_of
 from shardmesh.sharding.parallel.data.unit import Unit
 from tests.sharding.parallel.data.training import on_ranks

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardmesh as sm
-from shardmesh.sharding import engine_hooks
+from shardmesh.sharding.tensor.autograd import engine_hooks
 from tests.sharding.parallel.data.training import (
     FORMS,
     TARGETS,

@@ -14,9 +14,9 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.data.fully_shard import fully_shard
-from shardmesh.sharding.parallel.experts.choices import Routing, load_balance_loss, top_k_routing
 from shardmesh.sharding.parallel.experts.experts import Experts
-from shardmesh.sharding.parallel.experts.mixture import moe
+from shardmesh.sharding.parallel.experts.moe import moe
+from shardmesh.sharding.parallel.experts.router import Routing, load_balance_loss, top_k_routing
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, launched, on_mesh, place, same_error
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
-from shardmesh.sharding.layout import Layout
+from shardmesh.sharding.layout.layout import Layout
 from shardmesh.sharding.parallel.tensor.activations import along
 from shardmesh.sharding.parallel.tensor.plan import parallelize
 from shardmesh.sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard

@@ -1,0 +1,90 @@
+"""A world that moves nothing: one rank of many, alone, to count what a program would communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from .. import errors
+from .group import Group, World, activate, current_world
+from .work import DONE, Work
+
+
+class NullGroup(Group):
+    """Group whose collectives are counted and move nothing.
+
+    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator accepts (an index of 0 exists, a
+    sum of zeros is finite); what is reduced or broadcast in place keeps this rank's values; every object gathered is
+    this rank's own.
+    """
+
+    __slots__ = ()
+
+    def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
+        return _zeros(out, async_op)
+
+    def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return _zeros(out, async_op)
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
+    ) -> Work | None:
+        return _zeros(out, async_op)
+
+    def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
+        if src is not None:
+            _zeros(out, async_op)
+        return DONE if async_op else None
+
+    def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
+        return DONE if async_op else None
+
+    def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
+        return DONE if async_op else None
+
+    def _barrier(self) -> None:
+        pass
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self.size
+
+
+def _zeros(out: Tensor, async_op: bool) -> Work | None:
+    out.detach().zero_()
+    return DONE if async_op else None
+
+
+class NullWorld(World):
+    """The world of `null_world`."""
+
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
+        return NullGroup(self, ranks)
+
+
+@contextmanager
+def null_world(size: int, rank: int = 0) -> Iterator[World]:
+    """with null_world(size, rank): run as that rank of `size`, alone; nothing is communicated, everything is counted.
+
+    Works with tensors on any device, "meta" too, so that a mesh of thousands of ranks costs one rank's memory or none.
+    The values that come out mean nothing (see `NullGroup`).
+
+    Raises: MeshError when there is no such rank.
+    Communication: none.
+
+    >>> import torch
+    >>> from shardmesh.mesh import comm_budget, init_device_mesh, null_world
+    >>> with null_world(1024), comm_budget() as used:
+    ...     mesh = init_device_mesh("meta", (128, 8), axis_names=("dp", "tp"))
+    ...     mesh.group("tp").all_reduce(torch.empty(1000, device="meta"))
+    >>> used.bytes_received
+    7000
+    """
+    if size < 1 or not 0 <= rank < size:
+        raise errors.MeshError(f"null_world(size={size}, rank={rank}): the rank is a number from 0 to size - 1.")
+    before = activate(NullWorld(rank, size, list(current_world().observers)))
+    try:
+        yield current_world()
+    finally:
+        activate(before)

@@ -1,0 +1,229 @@
+"""How much a piece of a program communicates, a limit on it, and a report of where."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CommBudgetError
+from .call_site import UserCall, user_call
+from .group import CollectiveRecord, World, current_world
+
+_EVENTS = 100_000  # the last so many collectives stand in a trace
+
+
+class Source(NamedTuple):
+    """What a collective belongs to.
+
+    Attributes:
+        operator: what the program called: an operator, `redistribute`, "backward" ...
+        op: the collective.
+        axis: mesh axes that it runs over, "dp" or "dp,tp"; the ranks where they are no axes of a mesh.
+        line: file:line in the user's program.
+    """
+
+    operator: str
+    op: str
+    axis: str
+    line: str
+
+
+@dataclass(slots=True)
+class _Use:
+    launches: int = 0
+    sent: int = 0
+    received: int = 0
+
+    def add(self, launches: int, sent: int, received: int) -> None:
+        self.launches += launches
+        self.sent += sent
+        self.received += received
+
+
+class CommReport:
+    """What the collectives inside a `comm_report` or `comm_budget` moved so far, on this rank.
+
+    Attributes:
+        bytes_received, bytes_sent, launches: totals, as `CollectiveRecord` counts them.
+        by_operator, by_op, by_axis, by_line: name -> (launches, bytes received), for the names that `Source` has. What
+            `by_operator` names is what the program called (linear, redistribute, backward); `by_op` names collectives.
+    """
+
+    def __init__(self, max_bytes: int | None = None, max_launches: int | None = None) -> None:
+        self.max_bytes = max_bytes
+        self.max_launches = max_launches
+        self._uses: dict[Source, _Use] = {}
+        self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
+
+    @property
+    def launches(self) -> int:
+        return sum(use.launches for use in self._uses.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(use.sent for use in self._uses.values())
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(use.received for use in self._uses.values())
+
+    @property
+    def by_operator(self) -> dict[str, tuple[int, int]]:
+        return self._by("operator")
+
+    @property
+    def by_op(self) -> dict[str, tuple[int, int]]:
+        return self._by("op")
+
+    @property
+    def by_axis(self) -> dict[str, tuple[int, int]]:
+        return self._by("axis")
+
+    @property
+    def by_line(self) -> dict[str, tuple[int, int]]:
+        return self._by("line")
+
+    def _by(self, field: str) -> dict[str, tuple[int, int]]:
+        found: dict[str, _Use] = {}
+        for source, use in self._uses.items():
+            found.setdefault(getattr(source, field), _Use()).add(use.launches, use.sent, use.received)
+        return {name: (use.launches, use.received) for name, use in found.items()}
+
+    def observe(self, record: CollectiveRecord) -> Callable[[], None]:
+        """Counts one collective, before it moves anything. Raises: CommBudgetError when it would exceed a limit."""
+        call, world = user_call(), current_world()
+        self._check(record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes)
+        self._check(record, call, "launches", self.launches, 1, self.max_launches)
+        source = Source(call.name, record.op, axes_of(world, record.ranks), call.place)
+        self._uses.setdefault(source, _Use()).add(1, record.bytes_sent, record.bytes_received)
+        event = _event(source, record, world)
+        self._events.append(event)
+        return lambda: event.update(dur=time.time_ns() / 1000 - event["ts"])
+
+    def _check(self, record: CollectiveRecord, call: UserCall, unit: str, used: int, more: int, limit: int | None) -> None:
+        if limit is not None and used + more > limit:
+            raise CommBudgetError(
+                f"{call.place}: {described(call, record)} exceeds comm_budget({unit}={limit}), of which {used} are used. It has "
+                f"moved nothing. {_advice(call)} or allow {unit}={used + more}."
+            )
+
+    def report(self) -> str:
+        """A table: what was used by which call over which axes at which line of the program."""
+        rows = [("operator", "collective", "axis", "launches", "received", "sent", "line")]
+        rows += [(*s[:3], str(u.launches), str(u.received), str(u.sent), s.line) for s, u in self._uses.items()]
+        rows.append(("total", "", "", str(self.launches), str(self.bytes_received), str(self.bytes_sent), ""))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        return "\n".join(_table_row(row, widths) for row in rows)
+
+    def trace(self) -> list[dict[str, Any]]:
+        """The collectives as complete events of Chrome's trace format, microseconds since 1970; on CUDA the host's part."""
+        return list(self._events)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write this rank's trace for chrome://tracing or ui.perfetto.dev; several ranks' files open side by side."""
+        save_events(self.trace(), path)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        return f"CommReport(bytes_received={self.bytes_received}, launches={self.launches})"
+
+
+def described(call: UserCall, record: CollectiveRecord) -> str:
+    """A collective and the call that it is part of, as text."""
+    by = "" if call.name == record.op else f" by {call.name}"
+    of = "" if call.operator is None else f" of {call.operator.operands}"
+    return (
+        f"{record.op} over {axes_of(current_world(), record.ranks)} ({len(record.ranks)} ranks, receiving "
+        f"{record.bytes_received} bytes of {str(record.dtype).removeprefix('torch.')}){by}{of}"
+    )
+
+
+def _advice(call: UserCall) -> str:
+    return "Choose shardings that need less," if call.operator is None else f"{call.operator.advice},"
+
+
+def axes_of(world: World, ranks: tuple[int, ...]) -> str:
+    """The mesh axes that a group of ranks runs over, as text; the ranks where they are no axes."""
+    for mesh in world.meshes.values():
+        axes = mesh.axes_over(ranks)
+        if axes is not None:
+            return ",".join(axes)
+    return f"ranks {','.join(map(str, ranks))}"
+
+
+def trace_event(name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]) -> dict[str, Any]:
+    """A complete event of Chrome's trace format, which took no time so far.
+
+    Args:
+        start: microseconds since 1970.
+    """
+    return {"name": name, "cat": op, "ph": "X", "pid": rank, "tid": thread, "ts": start, "dur": 0.0, "args": details}
+
+
+def save_events(events: list[dict[str, Any]], path: str | Path) -> None:
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _event(source: Source, record: CollectiveRecord, world: World) -> dict[str, Any]:
+    details = {"line": source.line, "axis": source.axis, "ranks": list(record.ranks), "dtype": str(record.dtype)}
+    moved = {"bytes_received": record.bytes_received, "bytes_sent": record.bytes_sent}
+    name = f"{source.op} ({source.operator})"
+    return trace_event(name, source.op, world.rank, source.axis, time.time_ns() / 1000, details | moved)
+
+
+def _table_row(row: tuple[str, ...], widths: list[int]) -> str:
+    names, numbers = row[:3], row[3:6]
+    cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
+    return "  ".join([*cells, *(n.rjust(w) for n, w in zip(numbers, widths[3:], strict=True)), row[6]]).rstrip()
+
+
+@contextmanager
+def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterator[CommReport]:
+    """with comm_budget(bytes=..., launches=...) as used: counts this rank's collectives, refuses those beyond a limit.
+
+    The object it yields says what was used so far, during the block and after it. Around a whole `simulate` call it
+    counts all ranks together.
+
+    Args:
+        bytes: how many may be received; no limit by default.
+        launches: how many collectives may be called; no limit by default.
+
+    Raises: CommBudgetError inside the block, before the collective that would exceed a limit moves anything: it names the
+        operator, the layouts, the bytes and the line. Where ranks use different amounts (an uneven all_to_all), only
+        those over the limit raise: leave some room.
+    Communication: none.
+
+    >>> import torch
+    >>> from shardmesh.mesh import comm_budget, current_world, simulate
+    >>> def fn():
+    ...     with comm_budget(bytes=100) as used:
+    ...         current_world().group([0, 1]).all_reduce(torch.ones(10))
+    ...     return used.by_op
+    >>> simulate(2)(fn)()
+    [{'all_reduce': (1, 40)}, {'all_reduce': (1, 40)}]
+    """
+    counted = CommReport(bytes, launches)
+    observers = current_world().observers
+    observers.append(counted.observe)
+    try:
+        yield counted
+    finally:
+        observers.remove(counted.observe)
+
+
+def comm_report() -> Any:
+    """with comm_report() as report: counts this rank's collectives, by operator, by axis and by line of the program.
+
+    Returns: a context manager that yields a `CommReport`: `print(report)` for a table, `report.by_operator`, `by_axis`,
+        `by_line`, and `report.save_trace(path)` for a trace that Perfetto shows. It is a `comm_budget` without limits.
+    Communication: none.
+    """
+    return comm_budget()

@@ -1,0 +1,220 @@
+"""A session: where the groups of a program begin and end, whatever ends it.
+
+    with sm.session():           rank 0   mesh, training ...... meet   close groups of some ranks, then the default group
+        mesh = ...               rank 1   mesh, training .. meet       the same, in the same order
+        train(mesh)
+                                 rank 0   mesh, training ..  PeerError: rank 1 raised ...        closes, waits for nobody
+                                 rank 1   mesh, raises       tells the others                    closes, waits for nobody
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .. import errors
+from ..comm.call_site import user_line
+from ..comm.group import Group, World, current_world
+from ..comm.process import ProcessGroup
+from ..monitor.monitor import watch_of
+from ..monitor.settings import settings, watchdog
+from ..monitor.termination import keep_groups, torch_groups
+from .preemption import ending_in_order, forget
+
+if TYPE_CHECKING:
+    from ..device_mesh import DeviceMesh
+
+
+def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
+    """with session(): whatever ends the block, its process groups are closed, and no rank hangs.
+
+    At the end all ranks wait for each other; then each closes the groups that were made inside, in one order, and the default
+    process group, if it was started inside. After an error it first tells the other ranks, which raise `PeerError`, and waits for
+    nobody. SIGTERM, which else kills at once, raises SystemExit(143) inside, as Ctrl-C raises KeyboardInterrupt. Meshes and
+    tensors that outlive the session say so when they communicate; a new session, or a new mesh, starts afresh.
+
+    Args:
+        timeout: seconds that a rank may keep others waiting until that is an error, as in `watchdog`; inside only.
+        stall_warn: seconds until that is a warning.
+
+    Raises:
+        ValueError: times that are not positive.
+        WatchError: at the end, when the job has failed.
+    Communication: a barrier over all ranks, at an end without an error.
+
+    >>> import shardmesh as sm
+    >>> with sm.session(timeout=600):
+    ...     mesh = sm.init_device_mesh("cpu", (1,))
+    >>> mesh.group()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    shardmesh.mesh.errors.MeshError: DeviceMesh(cpu, axis_0=1) belongs to the session that was opened at ...
+    """
+    return Session(timeout, stall_warn)
+
+
+class Session:
+    """What `session` returns.
+
+    Attributes:
+        place: file:line where it was opened; "" before.
+        is_closed: whether it is over.
+    """
+
+    def __init__(self, timeout: float | None, stall_warn: float | None) -> None:
+        self._times = timeout, stall_warn
+        self._stack = ExitStack()
+        self.place, self.is_closed = "", False
+
+    def __repr__(self) -> str:
+        return f"Session({'closed, ' if self.is_closed else ''}opened at {self.place or 'no line yet'})"
+
+    def __enter__(self) -> Session:
+        if self.place:
+            raise RuntimeError(f"{self!r} cannot be entered again: write `with session():` anew.")
+        with ExitStack() as stack:
+            stack.enter_context(_stalls(*self._times))
+            stack.enter_context(ending_in_order())
+            self._stack = stack.pop_all()
+        self.place = "{}:{}".format(*user_line())
+        self._before = _There(current_world())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        with self._stack:
+            if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+                self._end_together()
+            else:
+                self._break_off(error)
+
+    def _end_together(self) -> None:
+        world = current_world()
+        try:
+            world.group(range(world.size)).barrier()
+        except BaseException as error:
+            self._break_off(error)
+            raise
+        self._close(world, waiting=True)
+
+    def _break_off(self, error: BaseException) -> None:
+        world = current_world()
+        watch = watch_of(world)
+        if watch is not None:
+            watch.raised(error)
+            watch.told = True
+        self._close(world, waiting=False)
+        if watch is not None and not dist.is_initialized():
+            watch.depart()  # whatever was under way, nobody waits for it any more
+
+    def _close(self, world: World, waiting: bool) -> None:
+        self.is_closed = True
+        forget(world)
+        groups, meshes = self._before.groups_since(world), self._before.meshes_since(world)
+        ends_job = self._before.is_job_since()
+        if ends_job and world.watch is not None:
+            world.watch.close()
+        if waiting:
+            self._before.destroy_since(groups)
+        if ends_job:
+            dist.destroy_process_group() if waiting else _abandon_job()
+        self._retire(world, groups, meshes)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+
+    def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
+        """What was made inside refuses to communicate from now on, and is made anew when it is asked for again."""
+        world.meshes = {key: mesh for key, mesh in world.meshes.items() if not _is_in(mesh, meshes)}
+        world._groups = {key: group for key, group in world._groups.items() if not _is_in(group, groups)}
+        world.epoch += 1
+        for group in groups:
+            group.close(self._why(f"the group of ranks {group.ranks}"))
+        for mesh in meshes:
+            mesh.world, mesh._groups, mesh._torch = ClosedWorld(world, self._why(repr(mesh))), {}, None
+
+    def _why(self, what: str) -> str:
+        return f"{what} belongs to the session that was opened at {self.place} and is closed: make a new mesh, and put the tensors on it."
+
+
+class ClosedWorld(World):
+    """The world of a mesh whose session is closed: it has no groups."""
+
+    def __init__(self, world: World, why: str) -> None:
+        super().__init__(world.rank, world.size)
+        self._why = why
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return self._make_group(tuple(ranks))
+
+    def _make_group(self, ranks: tuple[int, ...]) -> NoReturn:
+        raise errors.MeshError(self._why)
+
+
+@contextmanager
+def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
+    """The times of `watchdog`, inside."""
+    here = settings()
+    before = here.warn, here.timeout
+    watchdog(warn, timeout)
+    try:
+        yield
+    finally:
+        here.warn, here.timeout = before
+
+
+class _There:
+    """What there is when a session begins, so that it can tell what was made since."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._groups, self._meshes = list(world._groups.values()), list(world.meshes.values())
+        self._torch = [weakref.ref(handle) for handle in torch_groups()]
+
+    def groups_since(self, world: World) -> list[Group]:
+        """Subgroups in the order of their ranks, those of all ranks last."""
+        known = self._groups if world is self._world else []
+        made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
+        return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
+
+    def meshes_since(self, world: World) -> list[DeviceMesh]:
+        known = self._meshes if world is self._world else []
+        return [mesh for mesh in world.meshes.values() if not _is_in(mesh, known)]
+
+    def is_job_since(self) -> bool:
+        """Whether the default process group was started since."""
+        return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
+
+    def destroy_since(self, groups: Sequence[Group]) -> None:
+        """Destroys torch's groups that these have made, but for the default group."""
+        for group in groups:
+            handle = group._channel and group._channel() if isinstance(group, ProcessGroup) else None
+            if handle is not None and handle is not dist.group.WORLD and self._is_since(handle):
+                dist.destroy_process_group(handle)
+
+    def _is_since(self, handle: Any) -> bool:
+        return all(known() is not handle for known in self._torch)
+
+
+def _is_in(one: object, many: Sequence[object]) -> bool:
+    """By identity: equal meshes of different worlds are different ones."""
+    return any(one is other for other in many)
+
+
+def _abandon_job() -> None:
+    """Ends the default group and all others without waiting for what is under way.
+
+    A group of gloo's waits for its threads when it is taken apart, and those wait for ranks that may never come. So its groups
+    are kept for ever: a few threads that sleep. Other backends can break off what is under way.
+    """
+    keep_groups()
+    if "nccl" in dist.get_backend_config():
+        distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Diagnose from the records of all ranks why a collective cannot complete."""

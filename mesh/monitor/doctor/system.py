@@ -1,0 +1,189 @@
+"""What this host gives to a job: cores, memory, limits, shared memory; and what dead jobs left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..recording.cleanup import is_over
+from ..recording.files import job_folders, parent_folders
+from ..recording.job_directory import is_local, open_page, process_state
+from .network import within
+
+_DISK_S = 3.0  # a folder on a file server that is gone is waited for without end
+_SHARED = "/dev/shm"
+_OF_TORCH = re.compile(r"torch_(\d+)_")  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
+_UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the container (its cgroup) allows; None where there is no limit.
+
+    Attributes:
+        cores: CPU time, in cores.
+        memory: bytes.
+        processes: processes and threads.
+    """
+
+    cores: float | None = None
+    memory: int | None = None
+    processes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A folder in memory: bytes in all and free; both 0 where it is not there or cannot be written."""
+
+    folder: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What a dead job left behind: a file or folder and its bytes."""
+
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What the checks know of the host.
+
+    Attributes:
+        name: the operating system and its version.
+        container: whether this is a container.
+        cores: the cores that this process may run on.
+        memory, available: bytes of memory in all, and those that are free or can be freed; 0 where not known.
+        limits: of the container.
+        open_files: the soft and the hard limit of file descriptors; None is no limit.
+        processes: the limit of the user's processes and threads; None is no limit.
+        shared: shared memory.
+        leftovers: of dead jobs, in shared memory and the folders of the watch.
+    """
+
+    name: str
+    container: bool
+    cores: int
+    memory: int
+    available: int
+    limits: Limits
+    open_files: tuple[int | None, int | None]
+    processes: int | None
+    shared: Space
+    leftovers: tuple[Leftover, ...]
+
+
+def system() -> System:
+    """What this host gives to a job. Takes at most some seconds."""
+    import platform
+
+    memory = meminfo(read("/proc/meminfo"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return System(
+        name=platform.platform(),
+        container=os.path.exists("/.dockerenv") or os.path.exists("/run/.containerenv"),
+        cores=cores,
+        memory=memory.get("MemTotal", 0),
+        available=memory.get("MemAvailable", 0),
+        limits=limits(read),
+        open_files=_limit("RLIMIT_NOFILE"),
+        processes=_limit("RLIMIT_NPROC")[0],
+        shared=within(_DISK_S, _shared_memory, Space(_SHARED, 0, 0)),
+        leftovers=within(_DISK_S, lambda: tuple(leftovers(parent_folders(), Path(_SHARED))), ()),
+    )
+
+
+def read(path: str) -> str:
+    """The text of a file; "" where it cannot be read."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def meminfo(text: str) -> dict[str, int]:
+    """Bytes by name, in the text of /proc/meminfo."""
+    parts = (line.split() for line in text.splitlines())
+    return {name.rstrip(":"): int(size) * 1024 for name, size, *unit in parts if unit == ["kB"]}
+
+
+def _limit(name: str) -> tuple[int | None, int | None]:
+    try:
+        import resource  # which Windows lacks
+    except ImportError:
+        return None, None
+    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(getattr(resource, name)))
+    return soft, hard
+
+
+def _shared_memory() -> Space:
+    if not os.access(_SHARED, os.W_OK):
+        return Space(_SHARED, 0, 0)
+    found = shutil.disk_usage(_SHARED)
+    return Space(_SHARED, found.total, found.free)
+
+
+# ------------------------------------------------------------------------------------------------- cgroups
+
+
+def limits(read: Callable[[str], str]) -> Limits:
+    """What the cgroup of this process and those around it allow: version 2, or 1 where that is mounted.
+
+    Args:
+        read: gives the text of a file, "" where there is none.
+    """
+    groups = dict(line.split(":", 2)[1:] for line in read("/proc/self/cgroup").splitlines())
+    two = [f"/sys/fs/cgroup{folder}" for folder in _upwards(groups.get("", "/"))]
+    one = {c: [f"/sys/fs/cgroup/{c}{f}" for f in _upwards(_of_controller(groups, c))] for c in ("cpu", "memory", "pids")}
+    quotas = [read(f"{folder}/cpu.max").split() for folder in two]
+    quotas += [[read(f"{folder}/cpu.cfs_{part}_us").strip() for part in ("quota", "period")] for folder in one["cpu"]]
+    memory = [read(f"{folder}/memory.max") for folder in two] + [read(f"{f}/memory.limit_in_bytes") for f in one["memory"]]
+    pids = [read(f"{folder}/pids.max") for folder in (*two, *one["pids"])]
+    return Limits(min(_cores(quotas), default=None), min(_numbers(memory), default=None), min(_numbers(pids), default=None))
+
+
+def _of_controller(groups: dict[str, str], controller: str) -> str:
+    return next((folder for names, folder in groups.items() if controller in names.split(",")), "/")
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """"/a/b" -> "/a/b", "/a", "": a container sees its own group as the root, whatever its name outside."""
+    while folder.strip("/"):
+        yield folder
+        folder = folder.rpartition("/")[0]
+    yield ""
+
+
+def _cores(quotas: Iterable[list[str]]) -> Iterator[float]:
+    for quota in quotas:
+        if len(quota) == 2 and all(part.isdecimal() for part in quota):
+            yield int(quota[0]) / int(quota[1])
+
+
+def _numbers(texts: Iterable[str]) -> Iterator[int]:
+    for text in texts:
+        if text.strip().isdecimal() and int(text) < _UNLIMITED:
+            yield int(text)
+
+
+# ------------------------------------------------------------------------------------------------- dead jobs
+
+
+def leftovers(watched: Sequence[Path], shared: Path) -> Iterator[Leftover]:
+    """What jobs left behind of whose processes none lives: pages of the watch, and torch's shared tensors."""
+    for folder in sorted(folder for parent in watched for _, folder in job_folders(parent)):
+        with contextlib.suppress(OSError):  # a job deletes it
+            if is_over(folder) and any(is_local(page) for path in folder.glob("rank*.page") if (page := open_page(path))):
+                yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
+    for file in sorted(shared.glob("torch_*")):
+        found = _OF_TORCH.match(file.name)
+        if found and process_state(int(found[1])) is None:
+            yield Leftover(str(file), file.stat().st_size)

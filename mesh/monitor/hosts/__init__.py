@@ -1,0 +1,1 @@
+"""Share records between the hosts of a job."""

@@ -1,0 +1,353 @@
+"""Between hosts: what the pages of a host's ranks say, through the job's store, to the other hosts and back.
+
+    host-a   pages of ranks 0, 1   --- publish --->   store   --- fetch --->   copies of ranks 0, 1   host-b
+             copies of ranks 2, 3  <--- fetch ----           <--- publish ---   pages of ranks 2, 3
+
+One rank of each host speaks for it, the lowest that lives, over a connection of its own: a question to a store that has become
+unreachable is never answered. What is copied is read like the pages of this host, so that everything else works between hosts as it
+does within one, only later, by a tenth of a second or two. A host that falls silent, or from which the store cannot be reached, is
+marked in the copies; it is an error, on every rank, as soon as a rank waits for one of its ranks.
+
+In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK what the host whose lowest rank this is has to
+say; page/RANK/START a part of a page. Each host reads what all others write, so from 8 hosts on they do it less often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore, TCPStore
+
+from ..diagnosis import diagnose
+from ..recording.files import folder_prefix
+from ..recording.job_directory import Board, boot_id
+from ..recording.recorder import SLOT_WORDS, SLOTS, Seat, unlike
+from ..recording.trace_buffer import H, Page, State
+from ..settings import _seconds
+from ..verdict import Verdict, ranks_text
+from .mirror import Copy, Source, make_copy
+
+if TYPE_CHECKING:
+    from ..monitor import Watch
+
+_LOST_S = 10.0  # silence after which a host counts as lost
+_TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits for others
+_EAGER_S = 0.02
+_FEW_HOSTS = 8
+_FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not speak for its host
+_FAREWELL_S = 1.0  # for the others to hear the last words of a host
+_LONGEST_STEP_S = 0.5  # time in which this process did not run itself says nothing about others
+_OLDEST = 56  # of 64 fingerprints; the slots of those before are about to be overwritten, perhaps while they are copied
+
+
+@dataclass
+class Host:
+    """Another host, as it was last heard of.
+
+    Attributes:
+        head: the name of its words in the store.
+        beat: changes whenever it says something.
+        heard: when it last did, on the clock of exchanges.
+        is_told: whether it knows of a verdict.
+        asked: for stacks, by rank; what the rank's page said was wanted, and the number that the host gave the question.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    beat: int = 0
+    heard: float = 0.0
+    is_told: bool = False
+    copies: dict[int, Copy] = field(default_factory=dict)
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def head(self) -> str:
+        return f"head/{self.ranks[0]}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} ({ranks_text(self.ranks)})"
+
+
+def is_needed(env: Mapping[str, str], size: int) -> bool:
+    """Whether ranks may be on other hosts."""
+    return env.get("LOCAL_WORLD_SIZE") != str(size)
+
+
+def start_relay(watch: Watch, store: Any) -> Relay | None:
+    """The relay of this rank, already running; None where there is one host, or no store that hosts share.
+
+    Args:
+        store: of the default group.
+    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S makes no sense.
+    """
+    inner = store
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    if not isinstance(inner, TCPStore) or not is_needed(os.environ, watch.board.size):
+        return None
+    job = watch.board.folder.name.removeprefix(folder_prefix())
+    relay = Relay(watch, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
+    relay.start()
+    return relay
+
+
+class Relay:
+    """Speaks for this host when this rank has to, and looks for what is different on others."""
+
+    def __init__(self, watch: Watch, store: Any, address: str) -> None:
+        self._watch, self._board, self._address = watch, watch.board, address
+        self._store: Any = store
+        self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
+        self._name = socket.gethostname()
+        self._mine: tuple[int, ...] = ()
+        self._others: list[Host] = []
+        self._sources: dict[int, Source] = {}
+        self._exchanged = self._felt = self._answered = 0.0  # clocks that stand still while this process does
+        self._looked = self._spoke = time.monotonic()
+        self._suspicion: dict[tuple[int, int], int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardmesh-relay", daemon=True)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other hosts, as far as this rank knows."""
+        return bool(self._others)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """The last words of this host, if no other rank of it can say them."""
+        self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(1.5 * _FAREWELL_S)
+
+    # -- the thread of the store ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._mine and not self._over.is_set():
+            self._try_to(self._find_hosts)
+        while self._others and not self._over.wait(self._pause()):
+            if self._is_speaker():
+                self._try_to(self._exchange)
+            else:
+                self._answered = self._felt
+        if self._others and (self._watch.standing() is not None or not self._living()):
+            self._try_to(self._say_farewell)
+        self._store = None  # which may keep a server alive
+
+    def _try_to(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except (RuntimeError, OSError):  # the connection broke, or the folder has gone
+            self._sources.clear()  # what has arrived is not known
+            if not self._over.wait(_TICK_S):
+                with contextlib.suppress(RuntimeError):
+                    self._store = self._store.clone()
+
+    def _find_hosts(self) -> None:
+        """Returns when all ranks have said which host they are on."""
+        size, rank = self._board.size, self._board.rank
+        self._store.set(f"place/{rank}", json.dumps([_host_key(self._board), self._name]))
+        keys = [f"place/{r}" for r in range(size)]
+        while not self._store.check(keys):
+            if self._over.wait(_EAGER_S):
+                return
+        ranks_of: dict[str, list[int]] = {}
+        for r, place in enumerate(self._store.multi_get(keys)):
+            ranks_of.setdefault(place.decode(), []).append(r)
+        hosts = [Host(json.loads(place)[1], tuple(ranks)) for place, ranks in ranks_of.items()]
+        mine = next(h.ranks for h in hosts if rank in h.ranks)
+        self._others = [h for h in hosts if h.ranks != mine]
+        self._mine = mine
+
+    def _pause(self) -> float:
+        waits = any(page.words[H.BLOCKED] for page in self._pages())
+        return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
+
+    def _pages(self) -> list[Page]:
+        return [page for rank in self._mine if (page := self._board.of(rank)) is not None]
+
+    def _living(self) -> list[int]:
+        """The ranks of this host that could speak for it."""
+        oldest = time.monotonic_ns() - _FRESH_NS
+        pages = [page for page in self._pages() if page.words[H.STATE] == State.RUNNING]
+        return [page.words[H.RANK] for page in pages if page is self._board.page or page.words[H.HEARTBEAT] > oldest]
+
+    def _is_speaker(self) -> bool:
+        return self._board.rank == min(self._living(), default=-1)
+
+    def _exchange(self) -> None:
+        self._publish()
+        for host in self._others:
+            self._fetch(host)
+        now = time.monotonic()
+        self._exchanged += min(now - self._spoke, _LONGEST_STEP_S)
+        self._spoke, self._answered = now, self._felt
+
+    def _say_farewell(self) -> None:
+        """The last words of a host. When the job has failed, its store may end with it: so not before the others know why."""
+        self._publish()
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._watch.standing() is not None and self._unaware() and time.monotonic() < deadline:
+            time.sleep(_EAGER_S)
+            self._exchange()
+
+    def _unaware(self) -> list[Host]:
+        """Hosts that have not said that they know of the verdict, but could."""
+        pages = {host.head: self._board.of(host.ranks[0]) for host in self._others}
+        states = {head: State.RUNNING if page is None else page.words[H.STATE] for head, page in pages.items()}
+        return [host for host in self._others if not host.is_told and states[host.head] != State.LOST]
+
+    def _publish(self) -> None:
+        entries: dict[str, Any] = {}
+        said: dict[str, Any] = {"beat": time.monotonic_ns(), "pages": {}, "wanted": self._wanted(), "answers": self._given()}
+        for page in self._pages():
+            rank = page.words[H.RANK]
+            source = self._sources.setdefault(rank, Source(page))
+            entries |= {f"page/{rank}/{start}": data for start, data in source.changed().items()}
+            said["pages"][rank] = list(source.versions.items())
+        verdict = self._watch.standing()
+        said["verdict"] = None if verdict is None else verdict.to_json()
+        entries[f"head/{self._mine[0]}"] = json.dumps(said).encode()
+        self._store.multi_set(list(entries), list(entries.values()))
+
+    def _fetch(self, host: Host) -> None:
+        if not host.beat and not self._store.check([host.head]):
+            return
+        (data,) = self._store.multi_get([host.head])
+        said = json.loads(data)
+        if said["beat"] == host.beat:
+            return
+        parts: dict[str, bytes] = {}
+        while missing := [key for key in self._missing(host, said) if key not in parts]:
+            # Asked for together with the head: if that has changed, so may have parts that were not asked for.
+            data, *values = self._store.multi_get([host.head, *missing])
+            parts |= dict(zip(missing, values, strict=True))
+            if (newer := json.loads(data))["beat"] != said["beat"]:
+                said, parts = newer, {}
+        self._take(host, said, parts)
+
+    def _missing(self, host: Host, said: Any) -> list[str]:
+        return [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
+
+    def _copy(self, host: Host, rank: int) -> Copy:
+        found = host.copies.get(rank)
+        if found is None:
+            try:
+                found = host.copies[rank] = make_copy(self._board.path(rank))
+            except OSError as error:
+                self._watch.give_up(f"no copies of the files of other hosts can be made: {error}")
+                raise
+        return found
+
+    def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
+        """Writes down what a host has said."""
+        host.beat, host.heard = said["beat"], self._exchanged
+        for rank, versions in _versions(said):
+            mine = f"page/{rank}/"
+            self._copy(host, rank).write({int(key[len(mine) :]): data for key, data in parts.items() if key.startswith(mine)}, versions)
+        self._ask(host, said["wanted"])
+        for rank, number in said["answers"].get(str(self._mine[0]), {}).items():
+            host.copies[int(rank)].page.words[H.STACK_GIVEN] = number
+        host.is_told = said["verdict"] is not None
+        if host.is_told and self._watch.standing() is None:
+            self._watch.fail(Verdict.from_json(said["verdict"]))
+
+    # -- questions for stacks ------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> dict[int, int]:
+        """What ranks of this host want to know of those of others."""
+        words = {rank: copy.page.words for host in self._others for rank, copy in host.copies.items()}
+        return {rank: w[H.STACK_WANTED] for rank, w in words.items() if w[H.STACK_WANTED] != w[H.STACK_GIVEN]}
+
+    def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
+        """Passes another host's questions on to the ranks of this one."""
+        for rank in set(map(int, wanted)) & set(self._mine):
+            page, number = self._board.of(rank), wanted[str(rank)]
+            if page is not None and host.asked.get(rank, (0, 0))[1] != number:
+                page.words[H.STACK_WANTED] += 1
+                host.asked[rank] = page.words[H.STACK_WANTED], number
+
+    def _given(self) -> dict[int, dict[int, int]]:
+        """By host and rank, which questions have been answered."""
+        words = {page.words[H.RANK]: page.words for page in self._pages()}
+        return {
+            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][H.STACK_GIVEN] >= at}
+            for host in self._others
+        }
+
+    # -- looking around, by the watchdog -------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Notes which hosts are silent, and compares this rank's collectives with those of its neighbours elsewhere."""
+        now = time.monotonic()
+        self._felt += min(now - self._looked, _LONGEST_STEP_S)
+        self._looked = now
+        if self._others and self._is_speaker():
+            self._note_silence()
+        for seat in self._watch.seats:
+            if not self._watch.alarm[0]:
+                self._compare(seat)
+
+    def _note_silence(self) -> None:
+        unanswered, store = self._felt - self._answered, f"the store at {self._address}"
+        for host in self._others:
+            silent = self._exchanged - host.heard
+            if unanswered > self.lost_after_s:
+                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so hears nothing of {host.text}")
+            elif silent > self.lost_after_s:
+                self._lose(host, f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}")
+
+    def _lose(self, host: Host, reason: str) -> None:
+        """Of all ranks at once, so that an error names them all."""
+        copies = [self._copy(host, rank) for rank in host.ranks]
+        running = [copy for copy in copies if copy.page.words[H.STATE] == State.RUNNING]
+        for copy in running:
+            copy.explain(reason)
+        for copy in running:
+            copy.lose()
+
+    def _compare(self, seat: Seat) -> None:
+        """Main threads compare with what they find when they call: what came from another host is older than that."""
+        for words, row in seat.others:
+            if words[H.PID_SPACE] == 0 and seat.row is not None:
+                sequence = _first_difference(seat, words, row)
+                if sequence is not None:
+                    since = self._suspicion.setdefault((seat.key, sequence), time.monotonic_ns())
+                    verdict = diagnose.judge(self._watch, seat, sequence, since)
+                    if verdict is not None:
+                        self._watch.fail(verdict)
+
+
+def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
+    return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
+
+
+def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
+    """The first collective of the last ones in which a neighbour differs."""
+    size, start = SLOTS * SLOT_WORDS, seat.row or 0
+    ours, theirs = seat.words[start : start + size].tolist(), words[row : row + size].tolist()
+    newest = seat.called - 1
+    differing = []
+    for at in range(0, size, SLOT_WORDS):
+        one, other = ours[at], theirs[at]
+        if one and other and one >> 48 == other >> 48 and (one != other or unlike(ours[at + 1], theirs[at + 1])):
+            age = (newest - (one >> 48)) & 0xFFFF
+            if age < _OLDEST:
+                differing.append(newest - age)
+    return min(differing, default=None)
+
+
+def _host_key(board: Board) -> str:
+    """The same for two ranks exactly if they see the same folder."""
+    return f"{boot_id()}/{board.place}"

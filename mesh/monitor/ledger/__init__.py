@@ -1,0 +1,1 @@
+"""Read the records of a job: as a table, as traces, per step."""

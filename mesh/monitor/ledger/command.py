@@ -1,0 +1,57 @@
+"""`python -m shardmesh ledger`: what the ranks of a job on this host have called, while it runs or after it has crashed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders
+from .ledger import Ledger
+
+EXAMPLE = """\
+  python -m shardmesh ledger
+  python -m shardmesh ledger --last 5 --trace trace.json --flight-recorder dumps && torchfrtrace dumps
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
+    parser = commands.add_parser(
+        "ledger",
+        help="what the ranks of a job call, or have called before they crashed",
+        description="Shows the ranks of a job on this host: what became of each, the collectives that it called last, the one that "
+        "it waits in, and why the job could not go on. The job may be running or have crashed; it notices nothing.",
+        epilog=f"examples:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("folder", metavar="FOLDER", nargs="?", type=Path, help="the job's folder (the newest one on this host)")
+    add("--last", metavar="N", type=int, default=20, help="how many collectives of each rank to show (20)")
+    add("--stragglers", action="store_true", help="show who waited for whom in each step, instead")
+    add("--trace", metavar="FILE", type=Path, help="write all ranks' collectives for ui.perfetto.dev")
+    add("--flight-recorder", metavar="FOLDER", type=Path, help="write them as torch's Flight Recorder does, for torchfrtrace")
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    folder = arguments.folder or newest_job()
+    if folder is None:
+        parser.error(f"there is no job's folder {parent_folder() / folder_prefix()}* on this host; name it if it lies elsewhere")
+    try:
+        found = Ledger.read(folder)
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    print(f"{folder}\n\n{found.stragglers() if arguments.stragglers else found.report(arguments.last)}")
+    if arguments.trace is not None:
+        found.save_trace(arguments.trace)
+    if arguments.flight_recorder is not None:
+        found.save_flight_recorder(arguments.flight_recorder)
+    return 0
+
+
+def newest_job() -> Path | None:
+    """The folder of the user's job that began, or ended, last."""
+    folders = [one for parent in parent_folders() for one in job_folders(parent)]
+    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.page"))]
+    return max(found)[1] if found else None

@@ -1,0 +1,133 @@
+"""The ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read: a pickle for each rank.
+
+    trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
+    rank_0.json   rank_1.json  ...      the same for people and other programs; named so that it takes them for nothing
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..settings import settings
+
+if TYPE_CHECKING:
+    from .ledger import Entry, Ledger
+
+_VERSION = "2.10"
+# Those that torch has, too. What it has not counts as an all_to_all of the bytes that really move, as far as it can compare that.
+_KNOWN = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"})
+
+
+def save(ledger: Ledger, folder: str | Path) -> None:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    for rank, dump in dumps(ledger).items():
+        (Path(folder) / f"trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+        (Path(folder) / f"rank_{rank}.json").write_text(json.dumps(dump, indent=1))
+
+
+def dumps(ledger: Ledger) -> dict[int, dict[str, Any]]:
+    """rank -> what torch would have dumped there. The backend is always called gloo, since the ledger does not know it."""
+    names = _names(ledger)
+    return {rank: _dump(found.entries, names) for rank, found in ledger.ranks.items()}
+
+
+def _names(ledger: Ledger) -> dict[int, str]:
+    """What the groups are called, on all ranks alike, though a mesh may have been made on some of them before the first call."""
+    names: dict[int, str] = {}
+    for found in ledger.ranks.values():
+        for entry in found.entries:
+            names.setdefault(entry.group_key, entry.group)
+    return names
+
+
+def _dump(entries: Sequence[Entry], names: Mapping[int, str]) -> dict[str, Any]:
+    groups = {entry.group_key: entry.ranks for entry in entries}
+    places = {key: place for place, key in enumerate(groups)}
+    return {
+        "version": _VERSION,
+        "comm_lib_version": "",
+        "pg_config": {_uid(key): {"name": _uid(key), "desc": names[key], "ranks": str(list(r))} for key, r in groups.items()},
+        "pg_status": {_uid(key): _status(e for e in entries if e.group_key == key) for key in groups},
+        "entries": [_entry(entry, places[entry.group_key], names[entry.group_key]) for entry in entries],
+    }
+
+
+def _uid(key: int) -> str:
+    return f"{key:016x}"
+
+
+def _status(entries: Iterable[Entry]) -> dict[str, int]:
+    called = list(entries)
+    done = [entry.sequence + 1 for entry in called if not entry.is_under_way]
+    last = called[-1].sequence + 1
+    return {"last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": max(done, default=-1)}
+
+
+def _entry(entry: Entry, group: int, name: str) -> dict[str, Any]:
+    sizes, dtypes = _sizes(entry), [_dtype(entry.dtype)]
+    start, end = int(entry.start * 1e9), None if entry.end is None else int(entry.end * 1e9)
+    return {
+        "record_id": entry.record,
+        "pg_id": group,
+        "process_group": (_uid(entry.group_key), name),
+        "collective_seq_id": entry.sequence + 1,
+        "p2p_seq_id": 0,
+        "op_id": entry.sequence + 1,
+        "profiling_name": _profiling_name(entry),
+        "time_created_ns": start,
+        "input_sizes": [sizes[0]],
+        "output_sizes": [sizes[1]],
+        "input_dtypes": dtypes,
+        "output_dtypes": dtypes,
+        "state": "started" if end is None else "completed",
+        "time_discovered_started_ns": start,
+        "time_discovered_completed_ns": end,
+        "retired": end is not None,
+        "timeout_ms": int(settings().timeout * 1000),
+        "is_p2p": False,
+        "frames": [_frame(entry)],
+    }
+
+
+def _is_known(entry: Entry) -> bool:
+    return entry.op in _KNOWN and (entry.elements is not None or entry.op == "all_to_all")
+
+
+def _profiling_name(entry: Entry) -> str:
+    return f"gloo:{entry.op}" if _is_known(entry) else f"gloo:all_to_all ({entry.op})"
+
+
+def _sizes(entry: Entry) -> tuple[list[int], list[int]]:
+    """Of the input and the output, flat. For an all_to_all without the part that stays, so that sums over ranks agree."""
+    size, n = entry.elements or 0, len(entry.ranks)
+    if not _is_known(entry) or entry.elements is None:
+        item = _item_bytes(entry.dtype)
+        return [entry.bytes_sent // item], [entry.bytes_received // item]
+    return [size], [size * n if entry.op == "all_gather" else size // n if entry.op == "reduce_scatter" else size]
+
+
+def _frame(entry: Entry) -> dict[str, Any]:
+    """The user's line. What stands for the function's name says what torch's format has no place for: reduction and layouts."""
+    file, _, line = entry.place.rpartition(":")
+    return {"name": entry.text, "filename": file, "line": int(line) if line.isdigit() else 0}
+
+
+@lru_cache
+def _empty(dtype: str) -> torch.Tensor:
+    return torch.empty(0, dtype=getattr(torch, dtype))
+
+
+def _dtype(dtype: str) -> str:
+    """As torch's C++ side calls it: "Float" for "float32"."""
+    return _empty(dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
+def _item_bytes(dtype: str) -> int:
+    return _empty(dtype).element_size()

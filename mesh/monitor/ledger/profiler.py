@@ -1,0 +1,20 @@
+"""Redistributions as torch.profiler shows them, with their layouts."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from ..recording.recorder import Note
+
+_NOTHING = nullcontext()  # may be entered many times
+
+
+def named(note: Note) -> AbstractContextManager[object]:
+    """What happens inside is shown as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; nothing while nobody profiles."""
+    if not profiler._is_profiler_enabled:
+        return _NOTHING
+    return profiler.record_function(f"shardmesh::redistribute {note.text}")

@@ -1,0 +1,110 @@
+"""The ledger as a trace that ui.perfetto.dev and chrome://tracing show: a process for each rank, a thread for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...comm.report import save_events, trace_event
+
+if TYPE_CHECKING:
+    from .ledger import Entry, Ledger, RankLedger
+
+_STEPS = 0  # the thread on which a rank's steps are shown; those of groups follow
+_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap need several
+
+
+def save_trace(ledger: Ledger, path: str | Path) -> None:
+    save_events(events(ledger), path)
+
+
+def events(ledger: Ledger) -> list[dict[str, Any]]:
+    """All ranks' collectives and steps as events of Chrome's trace format; times in microseconds since 1970."""
+    ranks = {rank: _Rank(found) for rank, found in ledger.ranks.items()}
+    found = [event for rank in ranks.values() for event in rank.events()]
+    return found + list(_arrows(ledger, ranks))
+
+
+class _Rank:
+    """One rank's part of the trace.
+
+    Attributes:
+        threads: record -> the thread on which its event is.
+    """
+
+    def __init__(self, ledger: RankLedger) -> None:
+        self._ledger = ledger
+        self._names = {_STEPS: "steps"}
+        self.threads: dict[int, int] = {}
+        free: dict[_Lane, float] = {}  # since when
+        numbers: dict[_Lane, int] = {}
+        for entry in ledger.entries:
+            place = next(i for i in count() if free.get((entry.group_key, i), 0.0) <= entry.start)
+            lane = (entry.group_key, place)
+            free[lane] = self.end(entry)
+            self.threads[entry.record] = thread = numbers.setdefault(lane, len(numbers) + 1)
+            self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
+
+    def end(self, entry: Entry) -> float:
+        """When it ended, in seconds; what is under way lasts until the rank last gave a sign of life."""
+        return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        its = self._ledger
+        yield self._named("process_name", 0, f"rank {its.rank} ({its.host or 'simulated'}, {its.state})")
+        yield {"name": "process_sort_index", "ph": "M", "pid": its.rank, "args": {"sort_index": its.rank}}
+        for thread, name in self._names.items():
+            yield self._named("thread_name", thread, name)
+        for entry in its.entries:
+            yield self._event(entry)
+        yield from self._steps()
+
+    def _named(self, what: str, thread: int, name: str) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": self._ledger.rank, "tid": thread, "args": {"name": name}}
+
+    def _event(self, entry: Entry) -> dict[str, Any]:
+        name = entry.op if not entry.layout else f"{entry.op} ({entry.layout})"
+        event = trace_event(name, entry.op, entry.rank, self.threads[entry.record], entry.start * 1e6, _details(entry))
+        return event | {"dur": (self.end(entry) - entry.start) * 1e6}
+
+    def _steps(self) -> Iterator[dict[str, Any]]:
+        steps = self._ledger.steps
+        ends = [step.start for step in steps[1:]] + [max(self._ledger.seen, *(self.end(e) for e in self._ledger.entries), 0.0)]
+        for step, end in zip(steps, ends, strict=False):
+            event = trace_event(f"step {step.number}", "step", self._ledger.rank, _STEPS, step.start * 1e6, {"step": step.number})
+            yield event | {"dur": max(0.0, end - step.start) * 1e6}
+
+
+def _details(entry: Entry) -> dict[str, Any]:
+    return {
+        "collective": f"{entry.group_key:016x}/{entry.sequence}",  # the same on all ranks
+        "line": entry.place,
+        "axis": entry.group,
+        "ranks": list(entry.ranks),
+        "reduction": entry.reduction,
+        "dtype": entry.dtype,
+        "elements": entry.elements,
+        "bytes_received": entry.bytes_received,
+        "bytes_sent": entry.bytes_sent,
+        "lineage": f"{entry.lineage:016x}",
+        "step": entry.step,
+        "under way": entry.is_under_way,
+    }
+
+
+def _arrows(ledger: Ledger, ranks: Mapping[int, _Rank]) -> Iterator[dict[str, Any]]:
+    """From the rank that came last to a collective to those that waited there."""
+    ids = count()
+    for parts in ledger.collectives():
+        last = max(parts.values(), key=lambda entry: entry.start)
+        for rank, entry in parts.items():
+            if entry.start < last.start < ranks[rank].end(entry):
+                arrow = {"name": "waited for", "cat": "wait", "id": next(ids)}
+                yield arrow | _end_of_arrow("s", last, ranks, last.start)
+                yield arrow | _end_of_arrow("f", entry, ranks, last.start) | {"bp": "e"}
+
+
+def _end_of_arrow(phase: str, entry: Entry, ranks: Mapping[int, _Rank], when: float) -> dict[str, Any]:
+    return {"ph": phase, "pid": entry.rank, "tid": ranks[entry.rank].threads[entry.record], "ts": when * 1e6}

@@ -1,0 +1,1 @@
+"""Record every collective of this rank where the other ranks of the job can read it."""

@@ -1,0 +1,39 @@
+"""Deleting what old jobs have left, while other processes do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from pathlib import Path
+
+from .files import claim, is_being_deleted, job_folders
+from .job_directory import is_dead, is_local, open_page
+from .trace_buffer import H, State
+
+_KEPT = 10  # folders of dead jobs that are left for whoever wants to know what happened
+_NEW_S = 60.0
+_LONGEST_S = 0.5  # of one start; the next one goes on
+
+
+def sweep(parent: Path) -> None:
+    """Delete the folders of jobs that are over, except for the newest ones. Never raises, and takes at most about half a second."""
+    began, now = time.monotonic(), time.time()
+    found = sorted(job_folders(parent), reverse=True)
+    jobs = [one for one in found if not is_being_deleted(one[1])]
+    left = [one for one in found if is_being_deleted(one[1])]  # by a process that was killed meanwhile
+    for changed, folder in [*jobs[_KEPT:], *left]:
+        if time.monotonic() - began > _LONGEST_S:
+            return
+        with contextlib.suppress(OSError):  # another process deletes it
+            if now - changed > _NEW_S and is_over(folder):
+                gone = folder if is_being_deleted(folder) else claim(folder)
+                if gone is not None:
+                    shutil.rmtree(gone, ignore_errors=True)
+
+
+def is_over(folder: Path) -> bool:
+    """Whether no process of the job in this folder is left, as far as its pages can tell: those of another container cannot."""
+    pages = [page for path in folder.glob("rank*.page") if (page := open_page(path)) is not None]
+    ours = [page for page in pages if page.words[H.PID_SPACE]]  # not the copies of other hosts' pages
+    return all(is_local(page) and (is_dead(page) or page.words[H.STATE] != State.RUNNING) for page in ours)

@@ -1,0 +1,56 @@
+"""A name for the job that has a default process group, which its ranks find in the group's store without waiting for each other.
+
+    shardmesh/job/0           the name, chosen by whichever rank comes first
+    shardmesh/job/0/rank2     the card of the process that is rank 2
+    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, among the cards: an earlier attempt of a restarted
+    shardmesh/job/1           job has left them, since torchrun keeps one store for all attempts. The next name is this attempt's
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+from collections import Counter
+from typing import Any
+
+from ..startup.rank_info import Card, machine, own_card
+
+_joined: Counter[str] = Counter()
+
+
+def find_name(store: Any, rank: int) -> tuple[str, str] | None:
+    """Return the name and the key that tells whether it turned out to be an earlier attempt's; None with a store that keeps nothing.
+
+    Communication: a few questions to the store; waits for no rank.
+    """
+    card = own_card(rank, {}, 0, os.environ)
+    try:
+        for number in itertools.count():
+            record = f"shardmesh/job/{number}"
+            name = store.compare_set(record, "", secrets.token_hex(8)).decode()
+            if not store.check([f"{record}/stale"]) and _is_ours(store, record, card):
+                _joined[name] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
+                return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
+    except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
+        pass
+    return None
+
+
+def _is_ours(store: Any, record: str, card: Card) -> bool:
+    holder = Card.from_json(store.compare_set(f"{record}/rank{card.rank}", "", card.to_json()))
+    if holder.is_same_process(card) and not _others_are_gone(store, record, card):
+        return True
+    store.set(f"{record}/stale", "1")
+    return False
+
+
+def _others_are_gone(store: Any, record: str, card: Card) -> bool:
+    """Whether a process of this host that had the name has ended. Only torchrun uses a store again."""
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
+        return False
+    here = f"{record}/{machine()}"
+    store.append(here, f"{card.rank} ")
+    ranks = {int(rank) for rank in store.get(here).split()} - {card.rank}
+    cards = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
+    return any(Card.from_json(text).is_gone() for text in cards)

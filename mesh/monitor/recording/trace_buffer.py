@@ -1,0 +1,225 @@
+"""A rank's page: what it does, in memory that other ranks of its host can read, and that a file keeps when it dies.
+
+    header     who it is, its heartbeat, what it is blocked on                       words of 8 bytes, see `H`; from 32 on marks of steps
+    stack      its Python stack, when somebody asked for it
+    groups     for each group: which, and for its last 64 collectives               (fingerprint, lineage, number of the record, route)
+    ring       its last 4096 collectives                                            records of 8 words
+    splits     how much its last all_to_alls sent and expected
+    text       what records point to: calls, places, groups                         only ever appended to
+
+Only its own rank writes to a page (but for one word, with which others ask for its stack), so nothing is locked. A reader may see a
+record half written; what it compares, the fingerprint, is one word, written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond are recorded, but not compared
+RECORDS, RECORD_WORDS = 4096, 8
+_HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
+GROUP_TABLE = (_HEADER_BYTES + STACK_BYTES) // 8  # in words, as the next ones
+SLOT_AREA = GROUP_TABLE + GROUPS * 2
+RING = SLOT_AREA + GROUPS * SLOTS * SLOT_WORDS
+SPLITS = RING + RECORDS * RECORD_WORDS  # of the last few all_to_alls of which nobody else knows how much goes where
+SPLIT_ENTRIES, MOST_SPLITS = 16, 64
+_SPLIT_WORDS = 2 * MOST_SPLITS
+_TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
+PAGE_BYTES = _TEXT + TEXT_BYTES
+MAGIC = 0x7368617264_000000 + PAGE_BYTES  # "shard"; a page of another version has another size
+
+_NO_ROOM = 8  # where the first text stands
+_LONGEST_TEXT = 4096
+
+_pack_record = struct.Struct("8Q").pack_into
+
+
+class H:
+    """Words of the header.
+
+    Times are `time.monotonic_ns()` of the host; `CLOCK` added to one gives nanoseconds since 1970.
+    """
+
+    MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
+    HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
+    BLOCKED, BLOCKED_SINCE = 9, 10  # the record that the main thread waits in, plus 1
+    RECORDS, TEXT_END, GROUPS = 11, 12, 13
+    STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
+    PAUSED, STEP = 17, 18
+    PID_SPACE = 19  # process numbers mean something only within it; 0 in the copy of a page of another host
+    HOST = 20  # a text
+    EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
+    AWARE = 22  # whether the watchdog thread has seen the verdict, and so ends the process by itself
+    CHANNELS = 23  # of messages that the program sends and receives by torch
+    UNMATCHED = 24  # whether some of these are not numbered as their sender or receiver does
+    SEED, DRAWN = 25, 26  # of random numbers by global position, see `sharding/tensor/random.py`
+    THREAD_ERROR = 27  # a text: which thread has raised what
+    RESUMED = 28  # when the last pause ended
+
+
+class State:
+    """What became of a rank's program. LOST is said by others, of a rank on a host that cannot be reached."""
+
+    RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
+
+
+class Record(NamedTuple):
+    """One collective of a rank, as its page has it; times in ns, `end` 0 while it is under way."""
+
+    number: int
+    group: int
+    sequence: int
+    call: str
+    place: str
+    start: int
+    end: int
+    lineage: int
+    sent: int
+    received: int
+
+
+class Page:
+    """A rank's page in some memory of `PAGE_BYTES`: a map of its file, or a bytearray."""
+
+    __slots__ = ("_memory", "_texts", "data", "numbers", "words")
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory  # kept alive
+        self.data = memoryview(memory).cast("B")
+        self.words: Any = self.data.cast("Q")
+        self._texts: dict[str, int] = {}
+        self.numbers = itertools.count()  # of the own rank's records; several threads may write them
+
+    @classmethod
+    def private(cls, rank: int, size: int) -> Page:
+        """A page that nobody else reads."""
+        page = cls(mmap.mmap(-1, PAGE_BYTES))  # memory that is not touched costs nothing
+        page.begin(rank, size)
+        return page
+
+    def begin(self, rank: int, size: int) -> None:
+        words = self.words
+        words[H.RANK], words[H.SIZE], words[H.TEXT_END] = rank, size, 8  # offset 0 means no text
+        self._texts["?"] = self._append(b"?")
+        words[H.MAGIC] = MAGIC
+
+    # -- writing, by its own rank --------------------------------------------------------------------------------------
+
+    def text(self, value: str) -> int:
+        """Where the text stands; it is written the first time. "?" stands for all when there is no room left."""
+        found = self._texts.get(value)
+        if found is None:
+            found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
+            if found != _NO_ROOM:
+                self._texts[value] = found
+        return found
+
+    def _append(self, encoded: bytes) -> int:
+        start = self.words[H.TEXT_END]
+        end = start + 4 + len(encoded)
+        if end > TEXT_BYTES:
+            return _NO_ROOM
+        at = _TEXT + start
+        struct.pack_into("I", self.data, at, len(encoded))
+        self.data[at + 4 : at + 4 + len(encoded)] = encoded
+        self.words[H.TEXT_END] = end
+        return start
+
+    def add_group(self, key: int, description: str) -> int | None:
+        """The number of a new group; None when the table is full."""
+        number = self.words[H.GROUPS]
+        if number >= GROUPS:
+            return None
+        self.words[GROUP_TABLE + 2 * number] = key
+        self.words[GROUP_TABLE + 2 * number + 1] = self.text(description)
+        self.words[H.GROUPS] = number + 1
+        return number
+
+    def write_record(self, number: int, fields: Sequence[int]) -> None:
+        _pack_record(self.data, (RING + (number % RECORDS) * RECORD_WORDS) * 8, *fields)
+        self.words[H.RECORDS] = number + 1
+
+    def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """How many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
+        at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
+        for i, n in enumerate((*sent, *expected)):
+            self.words[at + i] = n
+
+    def splits(self, number: int, size: int) -> tuple[list[int], list[int]]:
+        """(sent, expected) as `write_splits` was given them."""
+        at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
+        return self.words[at : at + size].tolist(), self.words[at + size : at + 2 * size].tolist()
+
+    def write_stack(self, text: str) -> None:
+        encoded = text.encode(errors="replace")[: STACK_BYTES - 8]
+        self.data[_HEADER_BYTES : _HEADER_BYTES + len(encoded)] = encoded
+        self.words[H.STACK_BYTES] = len(encoded)
+        self.words[H.STACK_GIVEN] = self.words[H.STACK_WANTED]
+
+    # -- reading, by anybody -------------------------------------------------------------------------------------------
+
+    def read_text(self, start: int) -> str:
+        if not 0 < start < TEXT_BYTES - 4:
+            return ""
+        (length,) = struct.unpack_from("I", self.data, _TEXT + start)
+        return bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace")
+
+    def read_stack(self) -> str:
+        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[H.STACK_BYTES]]).decode(errors="replace")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there may be groups that are not in the table."""
+        return self.words[H.GROUPS] >= GROUPS
+
+    def find_group(self, key: int) -> int | None:
+        """The number that this rank has given a group; None while it has called nothing on it."""
+        for number in range(self.words[H.GROUPS]):
+            if self.words[GROUP_TABLE + 2 * number] == key:
+                return number
+        return None
+
+    def group_key(self, number: int) -> int:
+        return self.words[GROUP_TABLE + 2 * number]
+
+    def group_text(self, number: int) -> str:
+        return self.read_text(self.words[GROUP_TABLE + 2 * number + 1])
+
+    def record(self, number: int) -> Record | None:
+        """The collective with this number; None when it is no longer there, or not yet."""
+        count = self.words[H.RECORDS]
+        if not max(0, count - RECORDS) <= number < count:
+            return None
+        at = RING + (number % RECORDS) * RECORD_WORDS
+        where, call, place, start, end, lineage, sent, received = self.words[at : at + RECORD_WORDS]
+        return Record(
+            number, where >> 48, where & ((1 << 48) - 1), self.read_text(call), self.read_text(place),
+            start, end, lineage, sent, received,
+        )  # fmt: skip
+
+    def records(self) -> Iterator[Record]:
+        """The collectives that are still there, the oldest first."""
+        count = self.words[H.RECORDS]
+        for number in range(max(0, count - RECORDS), count):
+            found = self.record(number)
+            if found is not None:
+                yield found
+
+    @property
+    def last(self) -> Record | None:
+        return self.record(self.words[H.RECORDS] - 1)
+
+    @property
+    def blocked(self) -> Record | None:
+        """The collective that the rank's main thread waits in."""
+        return self.record(self.words[H.BLOCKED] - 1) if self.words[H.BLOCKED] else None
+
+
+def stable_hash(text: str) -> int:
+    """64 bits that depend on the text alone, in any process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,1 @@
+"""Checks while ranks rendezvous, before any process group exists."""

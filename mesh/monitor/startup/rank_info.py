@@ -1,0 +1,182 @@
+"""What a rank says of itself at start-up: who it is, and all that must be the same on every rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..diagnosis.diagnose import minority, parties_by
+from ..recording.job_directory import boot_id, born, pid_space, process_state
+from ..verdict import ranks_text
+
+# Variables that change what ranks send each other, or with whom they meet: where they differ, ranks hang or compute different
+# bits. Names of interfaces, devices and files are not among them: those differ from host to host in healthy jobs.
+ALIKE = (
+    "TORCH_DISTRIBUTED_DEBUG",  # DETAIL adds collectives of its own
+    "TORCH_DIST_INIT_BARRIER",
+    "TORCH_GLOO_LAZY_INIT",
+    "TORCH_NCCL_RANKS_PER_ROOT",
+    "GLOO_DEVICE_TRANSPORT",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_BUFFSIZE",
+    "NCCL_NTHREADS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NET",
+    "NCCL_IB_DISABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COMM_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+)
+_OWN = "SHARDMESH_"
+_PER_HOST = ("SHARDMESH_WATCH_DIR",)
+_NAMED = 8  # odd ranks whose processes are named
+
+
+@dataclass(frozen=True)
+class Card:
+    """A rank of a job that starts.
+
+    Attributes:
+        rank: as RANK says.
+        host, pid: where it runs.
+        machine: the same for processes that can look each other up by pid.
+        born: when the process started, as its system counts.
+        start: how many times this process has started a default group before.
+        job: what the launcher calls the job; "" where it gives it no name.
+        alike: what must be the same on every rank, WORLD_SIZE first.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    machine: str
+    born: int
+    start: int
+    job: str
+    alike: dict[str, str]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Card:
+        return Card(**json.loads(text))
+
+    @property
+    def place(self) -> str:
+        return f"process {self.pid} on host {self.host}"
+
+    @property
+    def size(self) -> str:
+        return self.alike["WORLD_SIZE"]
+
+    def is_same_process(self, other: Card) -> bool:
+        return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
+
+    def is_gone(self) -> bool:
+        """Whether its process is known to have ended; on other hosts that cannot be known."""
+        if self.machine != machine():
+            return False
+        found = process_state(self.pid)
+        return found is None or found[0] in "ZX" or found[1] != self.born
+
+
+def own_card(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str]) -> Card:
+    pid = os.getpid()
+    return Card(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike))
+
+
+def job_of(env: Mapping[str, str]) -> str:
+    """The launcher's name for the job. torchrun's static rendezvous calls every job "none"."""
+    name = env.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name
+
+
+def machine() -> str:
+    """Return a text that is the same for processes that can look each other up by their process numbers."""
+    return f"{boot_id()}/{pid_space()}"
+
+
+def file_store_fault(store: Any, rank: int) -> str:
+    """Whether another process was this rank in a file store already: it was left by a job that was killed, or ranks are double."""
+    mine = own_card(rank, {}, 0, os.environ)
+    holder = Card.from_json(store.compare_set(f"shardmesh/file/{rank}", "", mine.to_json()))
+    if holder.is_same_process(mine):
+        return ""
+    was = "has ended, so the file was left by a job that was killed" if holder.is_gone() else "has the same rank"
+    return (
+        f"rank {rank} ({mine.place}) finds itself in the file store of init_process_group already: {holder.place} {was}. Remove the "
+        "file before each start, or let torchrun find the ranks (init_method=\"env://\")."
+    )
+
+
+def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Name and value of all that ranks must have alike."""
+    from .... import __version__  # the package builds on this file
+
+    found = {
+        "WORLD_SIZE": str(size),
+        "shardmesh": __version__,
+        "torch": torch.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "device type": device_type,
+        "backend": backend,
+    }
+    if "nccl" in backend and dist.is_nccl_available():  # often another package than torch
+        from torch.cuda import nccl
+
+        found["NCCL"] = ".".join(map(str, nccl.version()))
+    names = sorted(name for name in env if name in ALIKE or (name.startswith(_OWN) and name not in _PER_HOST))
+    return found | {name: env[name] for name in names}
+
+
+def disagreement(cards: Sequence[Card], missing: Sequence[int] = ()) -> str:
+    """What is not the same on these ranks, and whose value is the odd one; "" where they agree.
+
+    Args:
+        missing: ranks that had no time to come, and so no vote.
+    """
+    cards = sorted(cards, key=lambda card: card.rank)
+    names = dict.fromkeys(name for card in cards for name in card.alike)
+    differing = [name for name in names if len({card.alike.get(name) for card in cards}) > 1]
+    if not differing:
+        return ""
+    odd = {rank for name in differing for rank in _odd(cards, name)}
+    who = f"{ranks_text(sorted(odd))} {'does' if len(odd) == 1 else 'do'} not fit the others" if odd else "the ranks do not agree"
+    processes = [f"  rank {card.rank} is {card.place}" for card in cards if card.rank in odd][:_NAMED]
+    if missing and "WORLD_SIZE" not in differing:
+        processes.append(f"  {ranks_text(missing)} had not come yet")
+    return "\n".join([f"{who}:", *(_line(cards, name) for name in differing), *processes, _ADVICE])
+
+
+_ADVICE = "Start every rank with the same number of ranks, versions, device type, backend and settings."
+
+
+def _parties(cards: Sequence[Card], name: str) -> list[list[Card]]:
+    return sorted(parties_by(cards, lambda card: card.alike.get(name)), key=len)
+
+
+def _odd(cards: Sequence[Card], name: str) -> tuple[int, ...]:
+    return minority([[card.rank for card in party] for party in _parties(cards, name)])
+
+
+def _line(cards: Sequence[Card], name: str) -> str:
+    said = []
+    for party in _parties(cards, name):
+        value = party[0].alike.get(name)
+        said.append(f"{ranks_text([card.rank for card in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}")
+    tie = "" if _odd(cards, name) else " (no majority)"
+    return f"  {name}: {', '.join(said)}{tie}"

@@ -1,0 +1,299 @@
+"""The ranks meet at the job's store and agree, before any process group is made.
+
+    rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up would
+                  job        name of the job that came first
+                  0/rank2    the card of the process that is rank 2
+                  0/came     2 0 3 1                      who has come; when all have, each of them says "ready" in return
+                  0/ready    3 1 0 2                      and the last one to do so compares the cards
+                  0/verdict  "go", or what is wrong       the first one stands, and all ranks take it
+                  1/...                                   the next default group of the same job
+
+A rank is "ready" only while its process lives, so cards that an earlier attempt of a restarted job left in the launcher's store
+never count as ranks that have come. A rank that finds such a card of its own ends that roll call with "again".
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from ... import errors
+from ..verdict import ranks_text
+from . import job_store
+from .job_store import Address
+from .progress import Patience
+from .rank_info import Card, disagreement, own_card
+
+TIMEOUT_S = 600.0  # for the last rank to come
+_TO_TELL_S = 2.0  # a rank that cannot start tells the others, if the store can be reached so soon
+_TO_TELL_LATE_S = 8.0  # as one that raises long before the others look for it
+_RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
+_TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that the odd one can be told by votes
+_TO_READ_S = 1.0  # how long the rank that serves the store lets the others read what is wrong, before it ends
+_GO, _AGAIN = "go", "again"
+_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 1e-2  # between looks at the store, in a job of up to _FEW ranks; more ranks look less often,
+_FEW = 100  # so that one store can serve them all
+
+_starts = itertools.count()
+
+
+def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
+    """meet(rank, size, alike) -> the store for a new default group of `size` ranks, all of which are there and agree.
+
+    Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
+    with the same text, within about a second of their arrival. Jobs are told apart by TORCHELASTIC_RUN_ID, which torchrun and
+    `launch` set; a second job with variables set by hand looks like a second process for each of its ranks, and is reported so.
+    Where torchrun may restart processes (--max-restarts), a second process on another host is taken for the first one's successor.
+
+    Args:
+        alike: what must be the same on every rank, by name: see `card.what_must_agree`.
+        timeout: seconds for all ranks to come.
+
+    Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
+    Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
+    """
+    patience, address = Patience(rank, timeout), job_store.address_of(os.environ)
+    while True:
+        card = own_card(rank, alike, next(_starts), os.environ)
+        store, serves = job_store.opened(address, rank, size, patience)
+        try:
+            number = RollCall(store, card, patience, address, serves).run()
+        except dist.DistError as error:  # the rank that serves it has ended, or makes a new one
+            job_store.drop(address)
+            if patience.is_over():
+                raise errors.LaunchEnvironmentError(f"rank {rank} lost the store at {address}: {error}") from error
+            time.sleep(_PAUSE_S)
+        else:
+            return PrefixStore(f"shardmesh/epoch{number}", store)
+
+
+def tell_of_early_errors() -> None:
+    """Have the other ranks told where this one raises before its first mesh and no launcher ends them: they would wait for it."""
+    env = os.environ
+    numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
+        return
+    if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # what a rank starts inherits its RANK, and is none
+        return
+    before, rank_process = sys.excepthook, os.getpid()
+
+    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        before(kind, error, where)
+        if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
+            told(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
+
+    sys.excepthook = tell
+
+
+def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
+    """What all ranks raise because this one cannot start, as far as they can be reached in time."""
+    env = os.environ
+    if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
+        return error
+    rank = int(env["RANK"])
+    patience, address = Patience(rank, seconds), job_store.address_of(env)
+    card = own_card(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
+    try:
+        store, serves = job_store.opened(address, rank, 0, patience)
+        RollCall(store, card, patience, address, serves, f"rank {rank} ({card.place}) cannot start: {error}").run()
+    except errors.LaunchEnvironmentError as found:
+        return found if job_store.is_open(address) else error
+    except dist.DistError:
+        pass
+    return error
+
+
+class RollCall:
+    """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and tells the others why."""
+
+    def __init__(
+        self, store: Store, card: Card, patience: Patience, address: Address, serves: bool, fault: str = ""
+    ) -> None:
+        self.store: Any = PrefixStore("shardmesh/start", store)
+        self.card, self.patience, self.address, self.serves, self.fault = card, patience, address, serves, fault
+        self.size = int(card.size) if card.size.isdecimal() else 0
+
+    def run(self) -> int:
+        """The number of the roll call in which all ranks agreed.
+
+        Raises: LaunchEnvironmentError, with the text that all ranks raise.
+        """
+        self._check_job()
+        for number in itertools.count():
+            keys = PrefixStore(str(number), self.store)
+            if not self._claim(keys):
+                continue
+            verdict = _settle(keys, self.fault) if self.fault else self._take_part(keys)
+            if verdict == _GO and not self.fault:
+                return number
+            if verdict != _AGAIN:
+                self._leave(keys)
+                raise errors.LaunchEnvironmentError(self.fault if verdict == _GO else verdict)
+        raise AssertionError("unreachable")
+
+    # -- who is who ----------------------------------------------------------------------------------------------------
+
+    def _check_job(self) -> None:
+        """Raises: LaunchEnvironmentError when the store is another job's, which goes on."""
+        first = Card.from_json(self.store.compare_set("job", "", self.card.to_json()))
+        if self.card.job and first.job and first.job != self.card.job:
+            self.store.append("strays", f"rank {self.card.rank} of job {self.card.job!r} ({self.card.place}) came here by mistake; ")
+            raise errors.LaunchEnvironmentError(
+                f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, {first.place}, came first), and rank "
+                f"{self.card.rank} ({self.card.place}) is one of job {self.card.job!r}: give each job its own MASTER_ADDR or "
+                "MASTER_PORT (torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
+            )
+
+    def _claim(self, keys: Any) -> bool:
+        """Makes this process the one that is its rank; whether it can take part in this roll call, or must in the next.
+
+        Raises: LaunchEnvironmentError when another process is the same rank, or this one comes too late.
+        """
+        holder = Card.from_json(keys.compare_set(f"rank{self.card.rank}", "", self.card.to_json()))
+        verdict = _read(keys, "verdict")
+        if verdict == _AGAIN:
+            return False
+        if holder == self.card:
+            return self._is_in_time(keys, verdict)
+        if not self._may_follow(holder):
+            raise errors.LaunchEnvironmentError(self._duplicate(keys, holder, verdict))
+        if not verdict:
+            _settle(keys, _AGAIN)
+        return False
+
+    def _is_in_time(self, keys: Any, verdict: str) -> bool:
+        if not verdict:
+            return True
+        if _is_restartable():
+            return False
+        if verdict != _GO:
+            raise errors.LaunchEnvironmentError(verdict)
+        first = Card.from_json(keys.get("first"))
+        raise errors.LaunchEnvironmentError(
+            self.fault
+            or f"rank {self.card.rank} ({self.card.place}) came to {self.address} with WORLD_SIZE={self.card.size}, but a job of "
+            f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. Give every process of one job the "
+            "same WORLD_SIZE, and each job its own MASTER_PORT."
+        )
+
+    def _may_follow(self, holder: Card) -> bool:
+        """Whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
+        elsewhere = holder.machine != self.card.machine
+        return holder.is_same_process(self.card) or holder.is_gone() or (elsewhere and _is_restartable())
+
+    def _duplicate(self, keys: Any, holder: Card, verdict: str) -> str:
+        one, other = sorted((holder, self.card), key=lambda card: (card.host, card.pid))
+        text = (
+            f"two processes are RANK={self.card.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
+            "its own RANK, from 0 to WORLD_SIZE - 1, and each job its own MASTER_PORT. A process that a rank starts inherits its RANK: "
+            "unset it there, if that one is not to take part."
+        )
+        stands = verdict or _settle(keys, text)
+        if stands == _GO:
+            return f"{text} The job has started already, with {holder.place}."
+        self._leave(keys)
+        return stands
+
+    # -- the roll call -------------------------------------------------------------------------------------------------
+
+    def _take_part(self, keys: Any) -> str:
+        """The verdict on all ranks."""
+        first = Card.from_json(keys.compare_set("first", "", self.card.to_json()))
+        if self._sign(keys, "came") == self.size:
+            keys.set(f"all{self.size}", "1")
+        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.card.alike else "")
+
+    def _wait(self, keys: Any, differing: str) -> str:
+        """The verdict on all ranks.
+
+        Args:
+            differing: the key that tells that all have come, on a rank that differs from the first one.
+        """
+        pauses, is_ready, since = self._pauses(), False, time.monotonic()
+        while not (verdict := _read(keys, "verdict")):
+            if not is_ready and keys.check([f"all{self.size}"]):
+                is_ready, pauses = True, self._pauses()
+                if self._sign(keys, "ready") == self.size:
+                    _settle(keys, self._compared(keys) or _GO)
+            if differing and (time.monotonic() - since > _TO_COME_S or keys.check([differing])):
+                _settle_if_any(keys, self._compared(keys))
+            self._be_patient(keys)
+            time.sleep(next(pauses))
+        return verdict
+
+    def _pauses(self) -> Iterator[float]:
+        """Seconds between looks, short at first."""
+        crowd = max(1.0, self.size / _FEW)
+        pause = _FIRST_PAUSE_S
+        while True:
+            yield pause * crowd
+            pause = min(1.5 * pause, _PAUSE_S)
+
+    def _sign(self, keys: Any, roll: str) -> int:
+        """Puts this rank on a roll; how many are on it."""
+        keys.append(roll, f"{self.card.rank} ")
+        return keys.add(f"{roll}/number", 1)
+
+    def _compared(self, keys: Any) -> str:
+        """What differs between those that have come; "" where nothing does."""
+        here = [f"rank{rank}" for rank in _on_roll(keys, "came")]
+        return disagreement([Card.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
+
+    def _be_patient(self, keys: Any) -> None:
+        if self.patience.is_over():
+            _settle(keys, self._too_late(keys))
+        elif self.patience.is_due():
+            self.patience.say(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
+
+    def _awaited(self, keys: Any) -> list[int]:
+        """Ranks that have not come; when all have, those that have not been seen since."""
+        return self._missing(keys, "ready" if keys.check([f"all{self.size}"]) else "came")
+
+    def _missing(self, keys: Any, roll: str) -> list[int]:
+        return sorted(set(range(self.size)) - _on_roll(keys, roll))
+
+    def _too_late(self, keys: Any) -> str:
+        missing = self._awaited(keys)
+        return (
+            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.patience.timeout:.0f} s. Look at what "
+            f"{'it' if len(missing) == 1 else 'they'} printed, and whether the launcher on every host was given the same address and "
+            "the same number of ranks."
+        )
+
+    def _leave(self, keys: Any) -> None:
+        """This rank knows the verdict. The one that serves the store waits for the others to read it."""
+        keys.add("left", 1)
+        deadline = time.monotonic() + _TO_READ_S
+        while self.serves and keys.add("left", 0) < max(self.size, 2) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+
+
+def _is_restartable() -> bool:
+    """Whether torchrun may have replaced processes of this job, so that cards of earlier ones are no mistake."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _read(keys: Any, name: str) -> str:
+    return keys.get(name).decode() if keys.check([name]) else ""
+
+
+def _on_roll(keys: Any, roll: str) -> set[int]:
+    return set(map(int, _read(keys, roll).split()))
+
+
+def _settle(keys: Any, verdict: str) -> str:
+    """The verdict that stands: this one, unless there was one."""
+    return keys.compare_set("verdict", "", verdict).decode()
+
+
+def _settle_if_any(keys: Any, verdict: str) -> None:
+    if verdict:
+        _settle(keys, verdict)

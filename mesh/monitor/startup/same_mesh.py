@@ -1,0 +1,150 @@
+"""Whether all ranks make the same meshes, in the same order, found out without waiting for any of them.
+
+    rank 0   mesh 0 is (dp=2, tp=2)   first in the store: what it says stands
+    rank 1   mesh 0 is (dp=2, tp=2)   the same
+    rank 2   mesh 0 is (dp=4)         another: waits a moment for the rest to come, and says who is odd
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
+
+from ... import errors
+from ...comm.call_site import user_line
+from ..diagnosis.diagnose import minority, parties_by
+from ..monitor import watch_of
+from ..settings import settings
+from ..verdict import Seen, Verdict, composed, ranks_text
+from .rank_info import file_store_fault
+
+if TYPE_CHECKING:
+    from ...comm.group import World
+    from ...device_mesh import DeviceMesh
+
+_TO_COME_S = 0.3  # how long to wait for other ranks before those that differ are told apart by votes
+_PAUSE_S = 0.01
+_FIELDS = ("device type", "shape", "axis names", "rank order")
+
+
+@dataclass(frozen=True)
+class Made:
+    """One rank's call of `init_device_mesh`.
+
+    Attributes:
+        text: the mesh, for people.
+        fields: what must be the same on every rank, by the names in `_FIELDS`.
+        place: file:line in the user's program.
+    """
+
+    rank: int
+    text: str
+    fields: dict[str, Any]
+    place: str
+
+
+class _Meshes:
+    """The meshes that this rank has made in one world, and where the ranks compare them."""
+
+    def __init__(self, world: World) -> None:
+        self.known: set[str] = set()
+        self.store = _store_of(world)
+
+
+_meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
+
+
+def compare(mesh: DeviceMesh) -> None:
+    """Compares a mesh that `init_device_mesh` has made with what the other ranks made as theirs.
+
+    Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the group's store is a file that
+        another job has left.
+    Communication: two messages to the store of the default group, for each new mesh; waits for nobody unless ranks differ.
+    """
+    world = mesh.world
+    if world.size == 1 or settings().mode == "off":
+        return
+    if world not in _meshes:
+        _meshes[world] = _Meshes(world)
+    meshes = _meshes[world]
+    fields = _fields_of(mesh)
+    key = json.dumps(fields)
+    if meshes.store is None or key in meshes.known:
+        return
+    line = user_line()
+    made = Made(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
+    keys = PrefixStore(str(len(meshes.known)), meshes.store)
+    meshes.known.add(key)
+    with contextlib.suppress(dist.DistError):  # a store that is gone: the next collective tells what happened
+        _compare(world, keys, key, made, len(meshes.known))
+
+
+def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
+    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()  # thousands of ranks would fill the store
+    values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order
+    return dict(zip(_FIELDS, values, strict=True))
+
+
+def _store_of(world: World) -> Any:
+    """A part of the default group's store for one world; None where that cannot be had, or does nothing (torch's fake one)."""
+    accessor = getattr(distributed_c10d, "_get_default_store", None)
+    if accessor is None:
+        return None
+    store = accessor()
+    if isinstance(_whole(store), FileStore) and (fault := file_store_fault(store, world.rank)):
+        raise errors.LaunchEnvironmentError(fault)
+    job = getattr(world, "job", "")
+    return PrefixStore(f"shardmesh/meshes/{job}", store) if job else None
+
+
+def _whole(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _compare(world: World, keys: Any, key: str, made: Made, number: int) -> None:
+    keys.append("made", json.dumps(asdict(made)) + "\n")
+    if keys.compare_set("first", "", key) == key.encode():
+        return
+    verdict = Verdict.from_json(keys.compare_set("verdict", "", _judged(_all_made(world, keys), number).to_json()))
+    watch = watch_of(world)
+    raise verdict.error() if watch is None else watch.failed(verdict)
+
+
+def _all_made(world: World, keys: Any) -> list[Made]:
+    """What the ranks have made that come within a moment."""
+    deadline = time.monotonic() + _TO_COME_S
+    while True:
+        made = {}
+        for line in keys.get("made").splitlines():
+            one = Made(**json.loads(line))
+            made[one.rank] = one
+        if len(made) == world.size or time.monotonic() > deadline:
+            return [made[rank] for rank in sorted(made)]
+        time.sleep(_PAUSE_S)
+
+
+def _judged(made: list[Made], number: int) -> Verdict:
+    parties = sorted(parties_by(made, lambda one: json.dumps(one.fields)), key=len)
+    odd = minority([[one.rank for one in party] for party in parties])
+    usual, other = parties[-1][0].fields, parties[0][0].fields
+    field = next(name for name in _FIELDS if usual[name] != other[name])
+    rest = [one.rank for one in made if one.rank not in odd]
+    who = f"{ranks_text(odd)} made another mesh than {ranks_text(rest)}" if odd else "the ranks made different meshes"
+    seen = sorted(made, key=lambda one: one.rank not in odd)
+    said = f"{who} as mesh {number} of the program: they differ in {field}."
+    lines = [f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}" for party in parties]
+    advice = (
+        "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
+        "DeviceMesh(device_type, array_of_ranks), which only those need."
+    )
+    return Verdict("mesh", odd, field, tuple(Seen(one.rank, one.text, one.place) for one in seen), composed(said, advice, lines))

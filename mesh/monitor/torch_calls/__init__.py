@@ -1,0 +1,1 @@
+"""Record the program's own calls of torch.distributed."""

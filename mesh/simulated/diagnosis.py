@@ -1,0 +1,127 @@
+"""Verdicts in the simulated world, where everything is known: who called what, who waits for whom, who has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import CollectiveMismatchError, DeadlockError, at, short
+from ..monitor.diagnosis.diagnose import connected, minority, worst_correspondent
+from ..monitor.diagnosis.history import left_the_order
+from ..monitor.diagnosis.verdict_text import OTHER_VALUES, RULE, numbers_drawn
+from ..monitor.recording.recorder import unlike
+from ..monitor.recording.trace_buffer import H
+from ..monitor.verdict import Seen, Verdict, composed, ranks_text
+
+if TYPE_CHECKING:
+    from .rendezvous import Call
+
+_FIELDS = ("operation", "agree", "layout", "lineage")
+
+
+class Wait(NamedTuple):
+    """A rank that waits: its collective, the group, who of it has not come, and its line in the program."""
+
+    rank: int
+    call: Call
+    ranks: Sequence[int]
+    missing: list[int]
+    place: str | None
+
+
+def different_collectives(
+    problem: str, ranks: Sequence[int], calls: Sequence[Call], places: Sequence[str | None]
+) -> CollectiveMismatchError:
+    blamed, field = _odd(ranks, calls), _field(calls)
+    who: dict[str, list[int]] = {}
+    for rank, call, place in zip(ranks, calls, places, strict=True):
+        who.setdefault(f"{call}{at(place)}", []).append(rank)
+    lines = [f"  ranks {members} call {text}" for text, members in who.items()]
+    seen = tuple(Seen(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
+    advice = RULE
+    if field == "lineage":
+        advice = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
+    text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
+    return CollectiveMismatchError(text, Verdict("mismatch", blamed, field, seen, text))
+
+
+def _blame(blamed: Sequence[int]) -> str:
+    return f"; the odd one: {ranks_text(blamed)}" if blamed else ""
+
+
+def _fields(call: Call) -> list[object]:
+    return [call.op, call.agree, call.note, call.lineage]
+
+
+def _field(calls: Sequence[Call]) -> str:
+    first = _fields(calls[0])
+    for call in calls:
+        for name, one, other in zip(_FIELDS, first, _fields(call), strict=True):
+            if one != other:
+                return _name_of_agreed(calls[0], call) if name == "agree" else name
+    return ""
+
+
+def _name_of_agreed(one: Call, other: Call) -> str:
+    for mine, theirs in zip(one.agree, other.agree, strict=False):
+        if mine != theirs:
+            return _name_of_value(mine)
+    return "shape"
+
+
+def _name_of_value(value: object) -> str:
+    if not isinstance(value, str):
+        return "dtype"
+    if value.startswith("src="):
+        return "source"
+    return "shape" if value.endswith("elements") else "reduction"
+
+
+def _odd(ranks: Sequence[int], calls: Sequence[Call]) -> tuple[int, ...]:
+    parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
+    if len(parties) == 1:
+        return worst_correspondent(ranks, list(_messages(calls)))
+    return minority([[rank for rank, _ in party] for party in parties])
+
+
+def _messages(calls: Sequence[Call]) -> Iterator[tuple[int, int, bool]]:
+    """(place of the sender, of the receiver, whether both say the same of it), for each message that one of them speaks of."""
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            if i != j:
+                sent, expected = _amounts(sender, receiver, i, j)
+                if sent or expected:
+                    yield i, j, sent == expected
+
+
+def _amounts(sender: Call, receiver: Call, i: int, j: int) -> tuple[int, int]:
+    """How much goes from the one to the other, as each says; one more than the elements where nothing may go, too."""
+    if sender.op == "all_to_all":
+        return sender.buffers[3][j], receiver.buffers[2][i]
+    _, x, dst, _ = sender.buffers
+    out, _, _, src = receiver.buffers
+    return (x.numel() + 1 if dst == j else 0), (out.numel() + 1 if src == i else 0)
+
+
+def _alike(one: Call, other: Call) -> bool:
+    return _fields(one)[:3] == _fields(other)[:3] and not unlike(one.lineage, other.lineage)
+
+
+def no_rank_can_go_on(waits: Sequence[Wait], finished: Sequence[int]) -> DeadlockError:
+    """Every rank waits, or has finished."""
+    blamed = _who_keeps_waiting(waits, set(finished))
+    lines = [f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}" for w in waits]
+    if finished:
+        lines.append(f"  ranks {list(finished)} have finished")
+    seen = tuple(Seen(w.rank, str(w.call), w.place or "") for w in waits) + tuple(Seen(r, "has finished", "") for r in finished)
+    text = composed(f"no simulated rank can go on{_blame(blamed)}.", RULE, lines)
+    return DeadlockError(text, Verdict("deadlock", blamed, "order", seen, text))
+
+
+def _who_keeps_waiting(waits: Sequence[Wait], finished: set[int]) -> tuple[int, ...]:
+    """Those that have finished, if they are fewer than those that wait for them, or the other way round; else who waits elsewhere."""
+    gone = sorted({r for w in waits for r in w.missing if r in finished})
+    if gone:
+        return minority([gone, [w.rank for w in waits if not finished.isdisjoint(w.missing)]])
+    pages = {w.rank: w.call.page for w in waits if w.call.page is not None}
+    return left_the_order(pages, {rank: page.words[H.RECORDS] - 1 for rank, page in pages.items()}) if pages else ()

@@ -1,0 +1,192 @@
+"""Where simulated ranks meet: what must agree between them, and the data that moves.
+
+    rank 0   Call("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --.
+    rank 1   Call("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+--  move([call of 0, call of 1])
+
+All ranks' memory is this process's, so the last rank to arrive moves everybody's data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..monitor.diagnosis.diagnose import connected
+from ..monitor.recording.recorder import unlike
+from ..monitor.recording.trace_buffer import Page
+from . import diagnosis as verdict
+
+_FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A rank's arrival at a collective.
+
+    Attributes:
+        agree: what must agree between ranks.
+        note: what it belongs to, as text; must agree, too.
+        lineage: how the value was made; 0 where that is not known.
+        page: the rank's ledger; None where nothing is noted down.
+    """
+
+    op: str
+    agree: tuple[Any, ...]
+    buffers: tuple[Any, ...]
+    note: str = ""
+    lineage: int = 0
+    page: Page | None = None
+
+    def __str__(self) -> str:
+        words = [str(a).removeprefix("torch.") for a in self.agree]
+        if self.op == "all_to_all":
+            words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
+        if self.op == "permute":
+            words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
+        return f"{self.op}({', '.join(words)})" + (f" for {self.note}" if self.note else "")
+
+
+Move = Callable[[list[Call]], Any]
+
+
+class Meeting:
+    """The ranks of one group on their way through one collective."""
+
+    __slots__ = ("calls", "error", "result")
+
+    def __init__(self) -> None:
+        self.calls: dict[int, Call] = {}
+        self.result: Any = None
+        self.error: Exception | None = None
+
+    def complete(self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]) -> None:
+        """Everybody is here: moves the data, or has the error that each of them raises."""
+        calls = [self.calls[r] for r in ranks]
+        try:
+            problem = _disagreement(ranks, calls)
+            if problem is not None:
+                raise verdict.different_collectives(problem, ranks, calls, list(map(place_of, ranks)))
+            # Inference mode may write to both kinds of tensors; outside it, inference tensors refuse.
+            with torch.inference_mode():
+                self.result = move(calls)
+        except Exception as error:
+            self.error = error
+
+
+def like(x: Tensor) -> tuple[torch.dtype, str]:
+    return x.dtype, f"{x.numel()} elements"
+
+
+def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
+    """What does not fit between the calls, if anything."""
+    first = calls[0]
+    if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
+        return "ranks call different collectives"
+    if len(connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))) > 1:
+        return "ranks call the same collective for values that were made differently"
+    if first.op == "all_to_all":
+        return _wrong_split(ranks, calls)
+    return _wrong_pair(ranks, calls) if first.op == "permute" else None
+
+
+def _wrong_split(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            sent, expected = sender.buffers[3][j], receiver.buffers[2][i]
+            if sent != expected:
+                return f"rank {ranks[i]} sends {sent} elements to rank {ranks[j]}, which expects {expected}"
+    return None
+
+
+def _wrong_pair(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
+    for i, call in enumerate(calls):
+        _, x, dst, src = call.buffers
+        wrong = None if dst is None else _wrong_sent(ranks, calls, i, dst, x.numel())
+        if wrong is not None:
+            return wrong
+        if src is not None and calls[src].buffers[2] != i:
+            other = _named(ranks, calls[src].buffers[2])
+            return f"rank {ranks[i]} expects from rank {ranks[src]}, which sends to {other}"
+    return None
+
+
+def _wrong_sent(ranks: tuple[int, ...], calls: list[Call], i: int, dst: int, sent: int) -> str | None:
+    out, _, _, src = calls[dst].buffers
+    if src != i:
+        return f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
+    if sent != out.numel():
+        return f"rank {ranks[i]} sends {sent} elements to rank {ranks[dst]}, which expects {out.numel()}"
+    return None
+
+
+def _named(ranks: tuple[int, ...], place: int | None) -> str:
+    return "none" if place is None else f"rank {ranks[place]}"
+
+
+# Moving data: first all results, then all writes, because an out may overlap an x (as in an in-place all_gather).
+
+
+def move_all_gather(calls: list[Call]) -> None:
+    everything = torch.cat([c.buffers[1].reshape(-1) for c in calls])
+    for c in calls:
+        c.buffers[0].view(-1).copy_(everything)
+
+
+def _fold(xs: list[Tensor], op: str) -> Tensor:
+    return functools.reduce(_FOLD[op], xs)
+
+
+def move_reduce_scatter(calls: list[Call]) -> None:
+    total = _fold([c.buffers[1].reshape(-1) for c in calls], calls[0].agree[0])
+    for c, part in zip(calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True):
+        c.buffers[0].view(-1).copy_(part)
+
+
+def move_all_reduce(calls: list[Call]) -> None:
+    total = _fold([c.buffers[0].reshape(-1) for c in calls], calls[0].agree[0])
+    for c in calls:
+        c.buffers[0].view(-1).copy_(total)
+
+
+def move_all_to_all(calls: list[Call]) -> None:
+    arrived: list[list[Tensor]] = [[] for _ in calls]
+    for c in calls:
+        _post(c.buffers[1].reshape(-1), c.buffers[3], arrived)
+    for c, flat in zip(calls, [torch.cat(parts) if parts else None for parts in arrived], strict=True):
+        if flat is not None:
+            c.buffers[0].view(-1).copy_(flat)
+
+
+def _post(x: Tensor, splits: Sequence[int], arrived: list[list[Tensor]]) -> None:
+    """Puts the parts of x before those they go to. Most are empty, among many ranks: those are left off."""
+    if x.numel():
+        for part, box in zip(x.split(list(splits)), arrived, strict=True):
+            if part.numel():
+                box.append(part)
+
+
+def move_broadcast(calls: list[Call]) -> None:
+    src = calls[0].buffers[1]
+    for i, c in enumerate(calls):
+        if i != src:
+            c.buffers[0].copy_(calls[src].buffers[0])
+
+
+def move_permute(calls: list[Call]) -> None:
+    arrived = [None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone() for c in calls]
+    for c, flat in zip(calls, arrived, strict=True):
+        if flat is not None:
+            c.buffers[0].view(-1).copy_(flat)
+
+
+def move_nothing(calls: list[Call]) -> None:
+    """A barrier."""
+
+
+def move_bytes(calls: list[Call]) -> list[bytes]:
+    return [c.buffers[0] for c in calls]

@@ -1,0 +1,122 @@
+"""Reading one piece of a file: its bytes compared with their CRC-32, straight into the memory of the tensor where it can be.
+
+    torch.save's container      | data.pkl, byteorder, ... | the elements, in order of memory      | version, directory |
+                                  head, to a buffer          to the tensor that is being loaded      tail, to a buffer
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.box import box_shape, box_size
+from ..agreement import CheckpointError
+from . import files
+from .manifest import Piece, Stored
+
+_HEAD_BYTES = 4096  # of a piece: more than what torch.save writes before the elements
+_RECORD, _RECORD_BYTES = b"PK\x03\x04", 30  # the signature of a record in the container, and the bytes before its name
+
+
+def read_tensor(stored: Stored, piece: Piece, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Return a piece of a tensor as a tensor on the host: `into`, a contiguous one, if it could be read there.
+
+    Raises:
+        CheckpointError: the file is missing, short or damaged; names it, and the leaf.
+    """
+    head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
+    box = piece.box or ()
+    start = None if piece.crc is None else _start_of_elements(head)  # without a CRC another program wrote it, as it liked
+    if start is None or start + box_size(box) * dtype.itemsize > piece.length:
+        return _as_torch_loads(stored, piece, dtype)
+    x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
+    elements = memoryview(x.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    tail = memoryview(bytearray(piece.length - start - len(elements)))
+    _read_into(stored, piece, start, elements, tail)
+    _check_crc(stored, piece, head[:start], elements, tail)
+    return x
+
+
+def read_value(stored: Stored, piece: Piece) -> bytes:
+    """Return the bytes of a piece.
+
+    Raises:
+        CheckpointError: as `read_tensor`.
+    """
+    data = _read(stored, piece, 0, piece.length)
+    _check_crc(stored, piece, data)
+    return data
+
+
+def value_of(stored: Stored, name: str, data: bytes) -> Any:
+    """Return a value that is no tensor, from its bytes.
+
+    Raises:
+        CheckpointError: it is not one that is read without running code that the file names.
+    """
+    return _unpacked(stored, stored.entries[name].pieces[0], partial(torch.load, io.BytesIO(data), weights_only=True))
+
+
+def _start_of_elements(head: bytes) -> int | None:
+    """Return where the elements begin in what `torch.save` wrote of one contiguous tensor; None if it does not look like that."""
+    name = head.find(b"/data/0")
+    record = head.rfind(_RECORD, 0, max(name, 0))
+    if record < 0 or sys.byteorder.encode() not in head[:record]:  # the content of the record "byteorder"
+        return None
+    lengths = head[record + _RECORD_BYTES - 4 : record + _RECORD_BYTES]  # of the record's name and of its padding
+    return record + _RECORD_BYTES + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+def _as_torch_loads(stored: Stored, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """Return what `torch.load` makes of a piece."""
+    found: Callable[[], Any] = partial(torch.load, io.BytesIO(read_value(stored, piece)), map_location="cpu", weights_only=True)
+    x = _unpacked(stored, piece, found)
+    if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
+        raise CheckpointError(_damaged(stored, piece, f"it has {type(x).__name__} {getattr(x, 'shape', '')} in the place of {piece.box}"))
+    return x
+
+
+def _read(stored: Stored, piece: Piece, start: int, length: int) -> bytes:
+    data = bytearray(length)
+    _read_into(stored, piece, start, memoryview(data))
+    return bytes(data)
+
+
+def _read_into(stored: Stored, piece: Piece, start: int, *views: memoryview) -> None:
+    """Fill the views, one after the other, with the bytes of a piece from `start`."""
+    path, size = stored.folder / piece.file, stored.sizes.get(piece.file)
+    try:
+        got = files.read_into(path, piece.offset + start, views)
+    except OSError as error:
+        raise CheckpointError(f"{path}, which has part of {piece.name!r}, cannot be read ({error.strerror}); load another step") from error
+    if got < sum(map(len, views)):
+        has = f"it has {path.stat().st_size} bytes" + ("" if size is None else f" of {size}")
+        raise CheckpointError(_damaged(stored, piece, has))
+
+
+def _check_crc(stored: Stored, piece: Piece, *parts: bytes | memoryview) -> None:
+    """Raise an error unless the parts, one after the other, have the piece's CRC-32, if there is one."""
+    crc = 0
+    for part in parts if piece.crc is not None else ():
+        crc = zlib.crc32(part, crc)
+    if piece.crc not in (None, crc):
+        where = f"{piece.offset}:{piece.offset + piece.length}"
+        raise CheckpointError(_damaged(stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"))
+
+
+def _damaged(stored: Stored, piece: Piece, how: str) -> str:
+    return f"{stored.folder / piece.file}, which has part of {piece.name!r}, is damaged: {how}; load another step"
+
+
+def _unpacked(stored: Stored, piece: Piece, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:
+        raise CheckpointError(_damaged(stored, piece, f"torch.load says {error}")) from error

@@ -1,0 +1,212 @@
+"""Reading boxes: each piece of a file once per node, by a rank that needs it, which sends the others on the node what they need.
+
+    stored   rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
+    wanted   ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
+
+It goes in rounds of a bounded number of bytes. What is read where is worked out by all ranks alike; a rank that cannot read says so before
+the others wait for it. A rank that shares with no other (over gloo) reads all that it needs itself, in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....kernels.box import Box, box_origin, box_shape, box_size, full_box, intersect, slices
+from ....mesh.comm.group import Group
+from ...layout.layout import Layout
+from ..agreement import everywhere
+from . import pieces
+from .manifest import Piece, Stored
+
+ROUND_BYTES = 256 << 20  # read by a node before its ranks exchange what they have
+
+Parts = dict[int, Box | None]  # rank -> which box of a piece it needs; None for all of a value
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A piece, who reads it, and who needs which part of it."""
+
+    piece: Piece
+    dtype: torch.dtype | None
+    parts: Parts
+    reader: int
+
+    def nbytes(self, rank: int) -> int:
+        """How much of it a rank gets."""
+        if rank not in self.parts:
+            return 0
+        box = self.parts[rank]
+        return self.piece.length if box is None or self.dtype is None else box_size(box) * self.dtype.itemsize
+
+
+@dataclass
+class Loaded:
+    """What has arrived on this rank: the boxes of tensors that it wanted, and values as bytes."""
+
+    boxes: dict[str, Box]
+    tensors: dict[str, Tensor]
+    values: dict[str, bytes] = field(default_factory=dict)
+
+    def memory_of(self, reading: Reading, rank: int) -> Tensor | None:
+        """Where a piece goes that this rank needs all of, if it can be read there: one block of host memory."""
+        box, name = reading.parts.get(rank), reading.piece.name
+        if box is None or box != reading.piece.box:
+            return None
+        place = self.tensors[name][slices(box, box_origin(self.boxes[name]))]
+        return place if place.device.type == "cpu" and place.is_contiguous() else None
+
+    def put(self, reading: Reading, rank: int, data: Tensor) -> None:
+        """A part arrives: a box of a tensor, or the bytes of a value."""
+        box, name = reading.parts[rank], reading.piece.name
+        if box is None:
+            self.values[name] = bytes(data.numpy())
+        else:
+            self.tensors[name][slices(box, box_origin(self.boxes[name]))].copy_(data)
+
+
+def box_of(layout: Layout, rank: int) -> Box | None:
+    """What a rank holds; None outside the mesh."""
+    mesh: Any = layout.mesh
+    coordinate = mesh.coordinate_of(rank)
+    return None if coordinate is None else layout.box_at(coordinate)
+
+
+def readings(
+    stored: Stored, wanted: Mapping[str, Layout | None], values: Mapping[str, Sequence[int]], ranks: Sequence[int]
+) -> list[Reading]:
+    """What is read by which of these ranks: tensors by layout, None for all of it on each rank; values with the ranks that need them."""
+    load, boxes, found = dict.fromkeys(ranks, 0), {}, []
+    for name, layout in wanted.items():
+        entry = stored.entries[name]
+        key = layout or entry.shape
+        if key not in boxes:
+            boxes[key] = {rank: full_box(entry.shape or ()) if layout is None else box_of(layout, rank) for rank in ranks}
+        for piece in entry.pieces:
+            found += _reading(piece, entry.dtype, _needed(piece, boxes[key]), load)
+    for name, needing in values.items():
+        for piece in stored.entries[name].pieces:
+            found += _reading(piece, None, {rank: None for rank in needing if rank in load}, load)
+    return found
+
+
+def _needed(piece: Piece, boxes: Mapping[int, Box | None]) -> Parts:
+    common = ((rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None)
+    return {rank: box for rank, box in common if box is not None}
+
+
+def _reading(piece: Piece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]) -> list[Reading]:
+    """By the rank that needs it and has least to read so far; not at all where nobody needs it."""
+    if not parts:
+        return []
+    reader = min(parts, key=load.__getitem__)
+    load[reader] += piece.length
+    return [Reading(piece, dtype, parts, reader)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def read(stored: Stored, plan: Sequence[Reading], group: Group, rank: int, loaded: Loaded, device: torch.device) -> None:
+    """Read and exchange on the ranks of a node; `loaded` has afterwards what this rank wanted.
+
+    Raises:
+        CheckpointError: a file is missing, short or damaged: names it, and the leaf.
+
+    Communication: for each round in which ranks need the same pieces, one all_gather of small objects and one all_to_all.
+    """
+    failure: Exception | None = None
+    for these in _rounds(plan):
+        sends: list[list[Tensor]] = [[] for _ in group.ranks]
+        work = partial(_read_mine, stored, these, group.ranks, rank, loaded, sends, failure)
+        if any(len(reading.parts) > 1 for reading in these):
+            everywhere(group, work)
+            _exchange(these, group, rank, loaded, sends, device)
+        elif failure is None:  # told in the next round in which the others wait, or at the end
+            failure = _failure(work)
+    if failure is not None:
+        raise failure
+
+
+def _failure(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+
+
+def _rounds(plan: Sequence[Reading]) -> Iterator[list[Reading]]:
+    these, nbytes = [], 0
+    for reading in plan:
+        if these and nbytes + reading.piece.length > ROUND_BYTES:
+            yield these
+            these, nbytes = [], 0
+        these.append(reading)
+        nbytes += reading.piece.length
+    if these:
+        yield these
+
+
+def _read_mine(
+    stored: Stored,
+    these: Sequence[Reading],
+    ranks: Sequence[int],
+    rank: int,
+    loaded: Loaded,
+    sends: list[list[Tensor]],
+    failure: Exception | None,
+) -> None:
+    """Reads what falls to this rank: its own part goes to its place, the others' into `sends`. Raises an earlier failure."""
+    if failure is not None:
+        raise failure
+    for reading in these:
+        if reading.reader == rank:
+            memory = loaded.memory_of(reading, rank)
+            data = _data(stored, reading, memory)
+            for place, other in enumerate(ranks):
+                if other in reading.parts and not (other == rank and data is memory):
+                    part = _part(data, reading, other)
+                    if other == rank:
+                        loaded.put(reading, rank, part)
+                    else:
+                        sends[place].append(part.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _data(stored: Stored, reading: Reading, into: Tensor | None) -> Tensor:
+    """A piece as a tensor, `into` if it could be read there; of a value, its bytes."""
+    if reading.dtype is None:
+        return torch.frombuffer(bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8)
+    return pieces.read_tensor(stored, reading.piece, reading.dtype, into)
+
+
+def _part(data: Tensor, reading: Reading, rank: int) -> Tensor:
+    box, whole = reading.parts[rank], reading.piece.box
+    return data if box is None or whole is None else data[slices(box, box_origin(whole))]
+
+
+def _exchange(
+    these: Sequence[Reading], group: Group, rank: int, loaded: Loaded, sends: Sequence[Sequence[Tensor]], device: torch.device
+) -> None:
+    arriving = [[r for r in these if r.reader == other and other != rank and rank in r.parts] for other in group.ranks]
+    outgoing = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]).to(device)
+    splits = [sum(r.nbytes(rank) for r in readings) for readings in arriving]
+    incoming = torch.empty(sum(splits), dtype=torch.uint8, device=device)
+    group.all_to_all(incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends])
+    at, incoming = 0, incoming.cpu()
+    for reading in (r for readings in arriving for r in readings):
+        stop = at + reading.nbytes(rank)
+        loaded.put(reading, rank, _as_box(incoming[at:stop], reading, rank))
+        at = stop
+
+
+def _as_box(data: Tensor, reading: Reading, rank: int) -> Tensor:
+    box = reading.parts[rank]
+    if box is None or reading.dtype is None:
+        return data
+    return data.clone().view(reading.dtype).reshape(box_shape(box))  # a copy, since a view may not begin between its elements

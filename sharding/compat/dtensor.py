@@ -1,0 +1,84 @@
+"""Names of `torch.distributed.tensor` for what has another name or another form here; docs/from_dtensor.md has the whole list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Self
+
+from ...mesh.comm.group import CollectiveRecord, Observer, current_world
+from ..debug.visualize import visualize
+from ..tensor.sharded_tensor import ShardedTensor
+
+DTensor = ShardedTensor
+
+# What torch calls the collectives that have another name here.
+_OWN_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+
+
+class CommCounts(Counter[str]):
+    """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast" ...
+
+    They can be asked for by torch's operators, too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
+    """
+
+    def __missing__(self, key: Any) -> int:
+        name = ".".join(str(key).split(".")[1:2]) or str(key)
+        return self.get(_OWN_NAMES.get(name, name), 0)
+
+
+class CommDebugMode:
+    """with CommDebugMode() as mode: counts the collectives of this rank inside the block, anew each time it is entered.
+
+    `comm_budget` counts bytes as well, and says which lines they belong to.
+
+    Example:
+        >>> with CommDebugMode() as mode:
+        ...     y = x.redistribute([Replicate()])
+        >>> mode.get_total_counts(), mode.get_comm_counts()
+    """
+
+    def __init__(self) -> None:
+        self.comm_counts = CommCounts()
+        self._observers: list[Observer] = []
+
+    def get_total_counts(self) -> int:
+        """How many collectives were launched."""
+        return sum(self.comm_counts.values())
+
+    def get_comm_counts(self) -> CommCounts:
+        """How many of each kind."""
+        return self.comm_counts
+
+    def _count(self, record: CollectiveRecord) -> None:
+        self.comm_counts[record.op] += 1
+
+    def __enter__(self) -> Self:
+        self.comm_counts.clear()
+        self._observers = current_world().observers
+        self._observers.append(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._observers.remove(self._count)
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode({dict(self.comm_counts)})"
+
+
+def visualize_sharding(x: ShardedTensor, header: str = "", use_rich: bool = False) -> None:
+    """Print which ranks hold which part of a tensor: on the first rank of its mesh, and nothing for an empty tensor.
+
+    Args:
+        x: a tensor of any number of dims; see `visualize`.
+        header: a line to print first.
+        use_rich: taken as torch takes it; the picture is text either way.
+
+    Communication: none.
+    """
+    if x.numel() and x.mesh.coordinate == (0,) * x.mesh.ndim:
+        print(*([header] if header else []), visualize(x), sep="\n")

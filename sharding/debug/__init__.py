@@ -1,0 +1,1 @@
+"""Look at layouts, plans, memory and values."""

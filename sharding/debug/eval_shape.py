@@ -1,0 +1,304 @@
+"""`eval_shape`: what a program would do on a mesh that is not here: layouts, bytes moved, memory. No data, no devices.
+
+Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank of all, alone:
+(dp=128, tp=8)                                        |                 collectives are counted and move nothing,
+                                                      f                 tensors have shapes and no values,
+                                                      v                 memory is followed as it comes and goes
+Layout on AbstractMesh   <---  out   ---   ShardedTensor on "meta"
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ...mesh import context
+from ...mesh.abstract_mesh import AbstractMesh, axes_text
+from ...mesh.comm import call_site
+from ...mesh.comm.null import null_world
+from ...mesh.comm.report import CommReport, comm_report
+from ...mesh.device_mesh import DeviceMesh, init_device_mesh
+from ..layout.layout import Layout, told_apart
+from ..tensor.sharded_tensor import ShardedTensor
+from .peak_memory import PeakMemory
+
+# What torch says where a tensor on "meta" is asked for values.
+_NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What `eval_shape` found. `print` shows it as a table.
+
+    Attributes:
+        result: what the function returned: a `Layout` for each `ShardedTensor`, plain tensors on "meta", the rest as it is.
+        report: what the function communicated, by operator, collective, axis and line; see `comm_report`.
+        peak_bytes: the most bytes of tensors that were alive at one time on this rank, arguments included.
+        argument_bytes, result_bytes: bytes of the arguments and of the result on this rank. Shared memory counts once.
+        mesh: the mesh.
+        rank: whose numbers these are.
+    """
+
+    result: Any = field(repr=False)
+    report: CommReport
+    peak_bytes: int
+    argument_bytes: int
+    result_bytes: int
+    mesh: AbstractMesh
+    rank: int
+
+    def __str__(self) -> str:
+        memory = {"arguments": self.argument_bytes, "result": self.result_bytes, "peak": self.peak_bytes}
+        rows = [(name, f"{count:,}", "") for name, count in memory.items()]
+        moved = {**self.report.by_axis, "moved in all": (self.report.launches, self.report.bytes_received)}
+        rows += [(_moved_over(axis), f"{count:,}", f"in {calls:,} launches") for axis, (calls, count) in moved.items()]
+        names, counts = (max(len(row[i]) for row in rows) for i in range(2))
+        lines = [f"{name:{names}}  {count:>{counts}} bytes  {calls}".rstrip() for name, count, calls in rows]
+        return "\n".join([f"rank {self.rank} of ({axes_text(self.mesh.shape, self.mesh.axis_names)})", *lines])
+
+
+def _moved_over(axis: str) -> str:
+    return axis if axis == "moved in all" else f"received over {axis}"
+
+
+def eval_shape(
+    f: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None, rank: int = 0, **kwargs: Any
+) -> Evaluated:
+    """eval_shape(f, *args) -> Evaluated: run `f` without data, as one rank of a mesh of any size.
+
+    Args:
+        f: any function, or a module.
+        args, kwargs: any pytree of: a `Layout` (a `ShardedTensor` of that layout), a `ShardedTensor`, a plain tensor, an
+            `nn.Module`, a `torch.optim` optimizer, a mesh. Of these `f` gets copies on "meta", on a "meta" mesh, and what it does
+            to them changes nothing outside. Anything else `f` gets as it is.
+        mesh: the mesh, an `AbstractMesh` or any other; by default the largest that an argument lies on, else that of
+            `with mesh:`. Inside, it is the mesh that is meant where none is given.
+        rank: the rank whose part is looked at. Where dims do not divide evenly the last rank's part is the smallest.
+
+    Returns:
+        Layouts, bytes moved, bytes held. Plans are made for the topology of the mesh given.
+
+    Raises:
+        TypeError: no mesh to be found.
+        ValueError: an argument on a mesh that is no part of it.
+        MeshError: no such rank.
+        RuntimeError: `f` reads a value, as `.item()` does. There are none.
+
+    Communication: none; nothing is allocated for tensors on "meta".
+
+    Example:
+        >>> mesh = sm.AbstractMesh((128, 8), ("dp", "tp"))
+        >>> x, w = sm.Layout.of(mesh, P("dp"), (4096, 1024)), sm.Layout.of(mesh, P("tp"), (8192, 1024))
+        >>> sm.eval_shape(torch.nn.functional.linear, x, w).result
+        f32[4096, 8192] @ P('dp', 'tp') on (dp=128, tp=8)
+    """
+    given = (f, args, kwargs)
+    root = _root_mesh(mesh, given)
+    with null_world(prod(root.shape), rank):
+        inside = _Inside(root)
+        with inside.mesh, PeakMemory("meta") as memory:
+            function, args, kwargs = inside.entered(given)
+            argument_bytes = memory.live
+            memory.peak = argument_bytes
+            with comm_report() as report:
+                result = _called(function, args, kwargs)
+            sizes = memory.peak, argument_bytes, memory.of(_tensors_of(result))
+        return Evaluated(inside.left(result), report, *sizes, inside.abstract, rank)
+
+
+# -- which mesh --------------------------------------------------------------------------------------------------------
+
+
+def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
+    """The mesh to run on.
+
+    Raises:
+        TypeError: none is given, no argument lies on one, and there is none around.
+    """
+    if mesh is not None:
+        if not isinstance(mesh, AbstractMesh):
+            raise TypeError(f'eval_shape(mesh={mesh!r}): write a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))')
+        return mesh
+    found = max(_meshes_of(given), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None)
+    if found is not None:
+        return found
+    try:
+        return context.given_or_current(None)
+    except TypeError:
+        raise TypeError(
+            "eval_shape: no argument lies on a mesh; give mesh=, such as "
+            'mesh=sm.AbstractMesh((128, 8), ("dp", "tp")), or give layouts on one, sm.Layout.of(mesh, P("dp"), shape)'
+        ) from None
+
+
+def _meshes_of(tree: Any) -> Iterator[AbstractMesh]:
+    for leaf in pytree.tree_leaves(tree):
+        for x in (leaf, *_held_by(leaf)):
+            if isinstance(x, AbstractMesh):
+                yield x
+            elif isinstance(x, ShardedTensor):
+                yield x._layout.mesh
+            elif isinstance(x, Layout):
+                yield x.mesh
+
+
+def _held_by(holder: Any) -> Iterator[Any]:
+    """The tensors, layouts and meshes of a module or an optimizer."""
+    if isinstance(holder, Optimizer):
+        yield from _parts_of(holder.param_groups)
+        yield from _parts_of(list(holder.state.values()))
+    elif isinstance(holder, nn.Module):
+        for module in holder.modules():
+            yield from _parts_of(vars(module))
+
+
+def _parts_of(tree: Any) -> Iterator[Any]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, (Tensor, Layout, AbstractMesh)):
+            yield leaf
+        elif not isinstance(leaf, nn.Module) and hasattr(leaf, "__dict__") and not callable(leaf):
+            yield from (x for x in vars(leaf).values() if isinstance(x, (Tensor, Layout, AbstractMesh)))
+
+
+def _tensors_of(tree: Any) -> list[Tensor]:
+    found = [x for leaf in pytree.tree_leaves(tree) for x in (leaf, *_held_by(leaf))]
+    return [x for x in found if isinstance(x, Tensor)]
+
+
+# -- in and out --------------------------------------------------------------------------------------------------------
+
+
+class _Inside:
+    """Where the function runs: a mesh on "meta", and what becomes of things on the way in and out.
+
+    Attributes:
+        mesh: the mesh inside.
+        abstract: the same mesh outside.
+        copies: id of what was given -> its copy, as `copy.deepcopy` keeps them.
+    """
+
+    def __init__(self, root: AbstractMesh) -> None:
+        self.mesh = init_device_mesh("meta", root.shape, axis_names=root.axis_names)
+        self.mesh.topology = root.topology
+        self.abstract = root if type(root) is AbstractMesh else AbstractMesh(root.shape, root.axis_names)
+        self.copies: dict[int, Any] = {}
+
+    def entered(self, tree: Any) -> Any:
+        """The tree with what lies on a mesh outside replaced by the like inside."""
+        return pytree.tree_map(self._enter, tree)
+
+    def _enter(self, x: Any) -> Any:
+        if id(x) in self.copies:
+            return self.copies[id(x)]
+        if isinstance(x, (nn.Module, Optimizer)):
+            return self._holder(x)
+        if isinstance(x, AbstractMesh):
+            return self._mesh_for(x)
+        if isinstance(x, Layout):
+            return self._of_layout(x)
+        return self._tensor(x) if isinstance(x, Tensor) else x
+
+    def _holder(self, holder: Any) -> Any:
+        """A deep copy of a module or optimizer, without values but for single numbers, such as the count of an optimizer's steps."""
+        for part in _held_by(holder):
+            if not _is_number(part):
+                self.copies[id(part)] = self._layout_for(part) if isinstance(part, Layout) else self._enter(part)
+        return copy.deepcopy(holder, self.copies)
+
+    def _tensor(self, x: Tensor) -> Tensor:
+        made = self._without_values(x)
+        if isinstance(x, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=False)
+        if x.requires_grad:
+            made.requires_grad_()
+        if x.is_leaf and x.grad is not None:
+            made.grad = self._without_values(x.grad)
+        self.copies[id(x)] = made
+        return made
+
+    def _without_values(self, x: Tensor) -> Tensor:
+        return self._of_layout(x._layout) if isinstance(x, ShardedTensor) else _like(x)
+
+    def _of_layout(self, layout: Layout) -> ShardedTensor:
+        at = self._layout_for(layout)
+        return ShardedTensor._make_guarded(torch.empty(at.local_shape, dtype=at.dtype, device="meta"), at, 0)
+
+    def _layout_for(self, layout: Layout) -> Layout:
+        return Layout.of(self._mesh_for(layout.mesh), layout.spec, layout.shape, layout.dtype)
+
+    def _mesh_for(self, mesh: AbstractMesh) -> DeviceMesh:
+        found = _part_like(self.mesh, mesh)
+        if found is None:
+            here, there = told_apart(self.abstract, mesh)
+            raise ValueError(
+                f"eval_shape runs on {here}, and an argument lies on {there}, whose axes are not among these; give mesh=, one "
+                "that has all the axes, and arguments on it or on parts of it such as mesh['tp']"
+            )
+        return found
+
+    def left(self, tree: Any) -> Any:
+        """The tree with what lies on the mesh inside replaced by the like outside."""
+        return pytree.tree_map(self._leave, tree)
+
+    def _leave(self, x: Any) -> Any:
+        if isinstance(x, ShardedTensor):
+            return Layout.of(self._outside(x._layout.mesh), x._layout.spec, x._layout.shape, x._layout.dtype)
+        if isinstance(x, AbstractMesh):
+            return self._outside(x)
+        return _like(x) if isinstance(x, Tensor) else x
+
+    def _outside(self, mesh: AbstractMesh) -> AbstractMesh:
+        return _part_like(self.abstract, mesh) or AbstractMesh(mesh.shape, mesh.axis_names)
+
+
+def _part_like(whole: Any, mesh: AbstractMesh) -> Any:
+    """The part of a mesh that has the axes of another; None where there is none."""
+    sizes = dict(zip(whole.axis_names, whole.shape, strict=True))
+    if any(sizes.get(name) != size for name, size in zip(mesh.axis_names, mesh.shape, strict=True)):
+        return None
+    return whole if mesh.axis_names == whole.axis_names else whole[mesh.axis_names]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.ndim == 0 and x.device.type == "cpu"
+
+
+def _like(x: Tensor) -> Tensor:
+    """A plain tensor without values."""
+    return torch.empty_like(x.detach(), device="meta")
+
+
+# -- the call ----------------------------------------------------------------------------------------------------------
+
+
+def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return f(*args, **kwargs)
+    except (RuntimeError, TypeError) as error:  # NotImplementedError is a RuntimeError
+        if not any(words in str(error) for words in _NO_VALUES):
+            raise
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise RuntimeError(
+            f"{_line_of(error.__traceback__)}: eval_shape runs without values, and this line reads some ({reason}). Keep what reads "
+            "values (.item(), bool(x), nonzero, a mask as an index) out of the function, or give it the number as an argument."
+        ) from error
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """The innermost line of an error that is neither ours nor torch's."""
+    found = "eval_shape"
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith(call_site._INNER):
+            found = f"{file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,1 @@
+"""Check that replicas are bitwise equal."""

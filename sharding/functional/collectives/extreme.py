@@ -1,0 +1,99 @@
+"""The largest or smallest value over the ranks of some axes, with gradients.
+
+The gradient goes to the ranks that hold the extreme value, in equal parts:
+
+    [1 5] [3 5]  ->  [3 5] [3 5]          gradients [g h] on each: [0 h] [2g h]   (h + h over two holders)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensor.autograd.engine_hooks import transforming, with_memory, with_tangents
+from ..named_axes import Axes
+from .linear_maps import Finish, Reduce, apply, check_forward_mode
+
+
+class Extreme:
+    """max or min over axes.
+
+    Attributes:
+        axes: the axes.
+        kind: "max" or "min".
+        sum: the map that adds gradients up.
+    """
+
+    def __init__(self, axes: Axes, kind: str) -> None:
+        self.axes, self.kind, self.sum = axes, kind, Reduce(axes)
+
+    def start(self, x: Tensor) -> Finish:
+        """Launch it; what waits for it and gives the result."""
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        work = self.axes.group.all_reduce(out, self.kind, async_op=True)
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return out
+
+        return wait
+
+    def shares(self, x: Tensor, out: Tensor) -> Tensor:
+        """How much of the result's gradient each of this rank's elements gets: 1 / number of holders, or 0."""
+        mine = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
+        return mine / apply(mine, self.sum)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: Extreme, ready: Finish | None) -> Tensor:
+        out = (op.start(x) if ready is None else ready)()
+        ctx.op = op
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
+        return apply(grads[0], ctx.op.sum) * shares, None, None
+
+
+class _PickTransformed(torch.autograd.Function):
+    """The same in the form that `torch.func` asks for."""
+
+    @staticmethod
+    def forward(x: Tensor, op: Extreme) -> Tensor:
+        return op.start(with_memory(x))()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op = inputs[1]
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Pick.backward(ctx, *grads)[:2]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        with with_tangents():
+            shares = ctx.op.shares(*(t.detach() for t in ctx.saved_tensors))
+            return apply(tangents[0] * shares, ctx.op.sum)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor, op: Extreme) -> tuple[Tensor, Any]:
+        return pick(x.movedim(in_dims[0], -1), op), -1
+
+
+def pick(x: Tensor, op: Extreme, travel: Any = None, ready: Finish | None = None) -> Tensor:
+    """The extreme value, differentiable any number of times; see `linear.apply`."""
+    if transforming():
+        check_forward_mode(op.axes)
+        return _PickTransformed.apply(x, op)  # type: ignore[return-value]
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Pick.apply(x, op, ready)  # type: ignore[return-value]
+    return (op.start(x) if ready is None else ready)()

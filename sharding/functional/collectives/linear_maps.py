@@ -1,0 +1,362 @@
+"""Linear maps over the parts of all ranks: what collectives do, and what their gradients do.
+
+Each has a transpose, which is one of them again, so that they can be differentiated any number of times:
+
+    Reduce      [a] [b]  ->  [a+b] [a+b]          transpose: Reduce
+    Gather      [a] [b]  ->  [a b] [a b]          transpose: Scatter (the gradient of a replicated value is pending)
+    Scatter     [a b] [c d]  ->  [a+c] [b+d]      transpose: Gather
+    Exchange    [a b] [c d]  ->  [a c] [b d]      transpose: Exchange back
+    Swap        the same of rows, one for each rank
+    Permute     [a] [b]  ->  [0] [a]              transpose: Permute the other way
+    Broadcast   [a] [b]  ->  [a] [a]              transpose: ReduceTo (the sum where it came from, zeros elsewhere)
+    KeepFirst   [a] [a]  ->  [a] [0]              transpose: KeepFirst
+
+All work on dims counted from the front, so that a batch dim of `torch.func.vmap` may follow at the end.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....mesh.comm.transforms import outside_of_transforms
+from ....mesh.comm.work import Work
+from ....mesh.simulated.simulate import SimulatedWorld
+from ...layout.bounded_cache import keep
+from ...layout.layout import Layout, chunk
+from ...layout.spec import P
+from ...redistribute.executor import Runner
+from ...redistribute.redistribution_map import runner
+from ...tensor.autograd import engine_hooks
+from ...tensor.transforms import Linear, under_transforms
+from ..named_axes import Axes
+
+Finish = Callable[[], Tensor]
+
+
+class LinearMap(Linear):
+    """A linear map over the ranks of some axes.
+
+    Attributes:
+        axes: the axes.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+
+    def batched(self, count: int) -> LinearMap:
+        return self  # a dim at the end goes along
+
+    @abstractmethod
+    def start(self, x: Tensor) -> Finish:
+        """Launch it; what waits for it and gives the result, a new tensor."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.start(x)()
+
+
+def finish(work: Work | None, out: Tensor) -> Finish:
+    """What waits for the work and gives `out`."""
+
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return out
+
+    return wait
+
+
+class Reduce(LinearMap):
+    """The sum, on every rank."""
+
+    @property
+    def transpose(self) -> LinearMap:
+        return self
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        self.axes.group.all_reduce(out)
+        return out
+
+    def start(self, x: Tensor) -> Finish:
+        out = x.clone(memory_format=torch.contiguous_format)
+        return finish(self.axes.group.all_reduce(out, async_op=True), out)
+
+
+class Laid(LinearMap):
+    """A linear map that is a redistribution on the mesh of the axes."""
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__(axes)
+        self._runners: dict[Any, Runner] = {}
+
+    @abstractmethod
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
+        """The layouts before and after, for a part of this shape."""
+
+    def _runner(self, x: Tensor) -> Runner:
+        key = (x.shape, x.dtype)
+        found = self._runners.get(key)
+        if found is None:
+            found = keep(self._runners, key, runner(*self.layouts(x.shape, x.dtype)))
+        return found
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self._runner(x)(x)
+        return out.clone() if self.axes.size == 1 else out
+
+    def start(self, x: Tensor) -> Finish:
+        wait = self._runner(x).start([x])
+        return (lambda: wait().clone()) if self.axes.size == 1 else wait
+
+
+class Gather(Laid):
+    """Every rank's part along a dim, one after the other, on every rank; parts of these lengths."""
+
+    def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
+        super().__init__(axes)
+        self.dim, self.lengths = dim, lengths
+        self._straight = _lie_in_order(axes, dim, lengths)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._straight:
+            return super().__call__(x)
+        out = x.new_empty((self.axes.size * x.shape[0], *x.shape[1:]))
+        self.axes.group.all_gather(out, x.contiguous())
+        return out
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return Scatter(self.axes, self.dim, self.lengths)
+
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
+        split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
+        return split, split.replicated
+
+
+class Scatter(Laid):
+    """The sum, of which each rank has its part along a dim."""
+
+    def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
+        super().__init__(axes)
+        self.dim, self.lengths = dim, lengths
+        self._straight = _lie_in_order(axes, dim, lengths)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._straight:
+            return super().__call__(x)
+        out = x.new_empty((self.lengths[0], *x.shape[1:]))
+        self.axes.group.reduce_scatter(out, x.contiguous())
+        return out
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return Gather(self.axes, self.dim, self.lengths)
+
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
+        split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
+        return split.replace(P(unreduced=self.axes.mesh.axis_names)), split
+
+
+def _lie_in_order(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
+    """Whether equal parts lie one after the other in the order of the group, so that nothing is packed: the shortest way."""
+    return dim == 0 and axes.order is None and len(set(lengths)) == 1
+
+
+class Exchange(Laid):
+    """Split along one dim before, along another one after: `all_to_all`.
+
+    Attributes:
+        before: the dim that is split before, and the lengths of its parts.
+        after: the dim that is split after, and the lengths of its parts.
+    """
+
+    def __init__(self, axes: Axes, before: tuple[int, tuple[int, ...]], after: tuple[int, tuple[int, ...]]) -> None:
+        super().__init__(axes)
+        self.before, self.after = before, after
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return Exchange(self.axes, self.after, self.before)
+
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
+        whole = list(shape)
+        whole[self.before[0]], whole[self.after[0]] = sum(self.before[1]), sum(self.after[1])
+        one, other = (split_layout(self.axes, *side, whole, dtype) for side in (self.before, self.after))
+        return one, other
+
+
+class Permute(LinearMap):
+    """Parts go from rank to rank; who receives nothing has zeros.
+
+    Attributes:
+        pairs: (source, destination) places along the axes, each at most once on either side.
+    """
+
+    def __init__(self, axes: Axes, pairs: tuple[tuple[int, int], ...]) -> None:
+        super().__init__(axes)
+        self.pairs = pairs
+        to = dict(pairs)
+        back = {d: s for s, d in pairs}
+        self._dst, self._src = self._in_group(to.get(axes.index)), self._in_group(back.get(axes.index))
+
+    def _in_group(self, place: int | None) -> int | None:
+        return None if place is None else self.axes.place_in_group(place)
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return Permute(self.axes, tuple((d, s) for s, d in self.pairs))
+
+    def start(self, x: Tensor) -> Finish:
+        given = x.contiguous()
+        out = torch.zeros_like(given) if self._src is None else torch.empty_like(given)
+        work = self.axes.group.permute(out, given, dst=self._dst, src=self._src, async_op=True)
+        return finish(work, out)
+
+
+class Broadcast(LinearMap):
+    """One rank's part, on every rank.
+
+    Attributes:
+        source: its place along the axes.
+    """
+
+    def __init__(self, axes: Axes, source: int) -> None:
+        super().__init__(axes)
+        self.source = source
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return ReduceTo(self.axes, self.source)
+
+    def start(self, x: Tensor) -> Finish:
+        out = x.clone(memory_format=torch.contiguous_format)
+        return finish(self.axes.group.broadcast(out, self.axes.place_in_group(self.source), async_op=True), out)
+
+
+class ReduceTo(LinearMap):
+    """The sum on one rank, zeros on the others."""
+
+    def __init__(self, axes: Axes, place: int) -> None:
+        super().__init__(axes)
+        self.place = place
+
+    @cached_property
+    def transpose(self) -> LinearMap:  # type: ignore[override]
+        return Broadcast(self.axes, self.place)
+
+    def start(self, x: Tensor) -> Finish:
+        out = x.clone(memory_format=torch.contiguous_format)
+        wait = finish(self.axes.group.all_reduce(out, async_op=True), out)
+        return wait if self.axes.index == self.place else lambda: wait().zero_()
+
+
+class KeepFirst(LinearMap):
+    """What the first rank has there, zeros elsewhere: a replicated value as a pending sum. Nothing moves."""
+
+    @property
+    def transpose(self) -> LinearMap:
+        return self
+
+    def start(self, x: Tensor) -> Finish:
+        out = x.clone() if self.axes.index == 0 else torch.zeros_like(x)
+        return lambda: out
+
+
+class Swap(LinearMap):
+    """Row i of every rank goes to rank i; as many rows as ranks.
+
+        [a b] [c d]  ->  [a c] [b d]
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__(axes)
+        self._by_group = self._by_place = None
+        if axes.order is not None:
+            with outside_of_transforms():
+                self._by_group, self._by_place = torch.tensor([axes.order.index(i) for i in range(axes.size)]), torch.tensor(axes.order)
+
+    @property
+    def transpose(self) -> LinearMap:
+        return self
+
+    def start(self, x: Tensor) -> Finish:
+        given = x.contiguous() if self._by_group is None else x.index_select(0, self._by_group.to(x.device))
+        out = torch.empty_like(given)
+        wait = finish(self.axes.group.all_to_all(out, given, async_op=True), out)
+        by_place = self._by_place
+        return wait if by_place is None else lambda: wait().index_select(0, by_place.to(out.device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._by_group is not None:
+            return self.start(x)()
+        given = x.contiguous()
+        out = torch.empty_like(given)
+        self.axes.group.all_to_all(out, given)
+        return out
+
+
+# -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+def split_layout(axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """A tensor of this shape, cut along `dim` over the axes into parts of these lengths."""
+    whole = list(shape)
+    whole[dim] = sum(lengths)
+    names = axes.mesh.axis_names
+    return Layout.of(axes.mesh, P(*[None] * dim, names, sizes={names: tuple(lengths)}), whole, dtype)
+
+
+def even_lengths(total: int, parts: int) -> tuple[int, ...]:
+    """Lengths of the parts into which `torch.chunk` cuts, empty ones included."""
+    return tuple(stop - start for start, stop in (chunk(0, total, parts, i) for i in range(parts)))
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+
+class _Recorded(torch.autograd.Function):
+    """A linear map with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: LinearMap, travel: torch.dtype | None, ready: Finish | None) -> Tensor:
+        ctx.op, ctx.travel = op, travel
+        return op(x) if ready is None else ready()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = engine_hooks.with_memory(grads[0])
+        if ctx.travel is None or ctx.travel is grad.dtype:
+            return apply(grad, ctx.op.transpose), None, None, None
+        return apply(grad.to(ctx.travel), ctx.op.transpose).to(grad.dtype), None, None, None
+
+
+def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
+    """The linear map, differentiable any number of times.
+
+    Args:
+        travel: dtype in which the gradient goes back; by default its own.
+        ready: gives the result, where it is under way already.
+
+    Raises: RuntimeError for torch's forward mode on simulated ranks.
+    """
+    if engine_hooks.transforming():
+        check_forward_mode(op.axes)
+        return under_transforms(x, op, travel)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Recorded.apply(x, op, travel, ready)  # type: ignore[return-value]
+    return op(x) if ready is None else ready()
+
+
+def check_forward_mode(axes: Axes) -> None:
+    """Raises: RuntimeError for torch's forward mode on simulated ranks."""
+    if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
+        raise RuntimeError(
+            "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
+            "mode per process, which the first rank to leave would end for all; use sm.jvp, sm.jacfwd, sm.hessian"
+        )

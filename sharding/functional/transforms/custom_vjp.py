@@ -1,0 +1,374 @@
+"""`custom_vjp`: a function with a gradient of its own, by JAX's names.
+
+    @sm.custom_vjp
+    def log1pexp(x): ...                                          the function
+
+    log1pexp.defvjp(lambda x: (log1pexp(x), x),                   forward, and what backward needs
+                    lambda x, g: (g * (1 - 1 / (1 + x.exp())),))  backward: a gradient for each argument
+
+Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside of parts, whose types are followed through
+`bwd` as through any backward (`custom.py`). Second derivatives are those of `fwd` and `bwd`: if the first ones are to be differentiated,
+`fwd` is run once more, with gradients, for what `bwd` needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...ops import dispatch
+from ...redistribute.autograd import redistribute_local
+from ...tensor.autograd import engine_hooks
+from ...tensor.convert import from_local
+from ...tensor.random import replay_random
+from ...tensor.sharded_tensor import ShardedTensor
+from ..collectives.apply import checker_here
+from ..collectives.linear_maps import KeepFirst, apply
+from ..named_axes import Mapping, current_mapping
+from ..signature import paths_of
+
+
+class custom_vjp:
+    """custom_vjp(f) -> f, whose gradient `f.defvjp(fwd, bwd)` gives: any function of trees of tensors, inside and outside of `shard_map`.
+
+    Args:
+        fun: the function. It runs where nothing is differentiated.
+        nondiff_argnums: the arguments without gradient, such as functions and numbers; any objects.
+        nondiff_argnames: the same by name.
+
+    Raises:
+        AttributeError: when called: `defvjp` was not.
+        TypeError, ValueError: in backward, what `bwd` returns is no gradient for each argument: names the function and the argument.
+        ShardingTypeError: the same for its type, inside a mapped function: see `defvjp`.
+        NotImplementedError: inside a transform of torch.func.
+
+    Communication: that of `fun`, or of `fwd` and `bwd`.
+
+    Example:
+        >>> @sm.custom_vjp
+        ... def clipped(x):
+        ...     return x
+        >>> clipped.defvjp(lambda x: (x, None), lambda _, g: (g.clamp(-1, 1),))
+        >>> sm.grad(lambda x: (clipped(x) ** 3).sum())(torch.tensor([0.5, 2.0]))
+        tensor([0.7500, 1.0000])
+    """
+
+    def __init__(self, fun: Callable[..., Any], nondiff_argnums: Sequence[int] = (), nondiff_argnames: Sequence[str] = ()) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun, self.fwd, self.bwd = fun, None, None
+        self.signature = _signature(fun)
+        self.names = [] if self.signature is None else list(self.signature.parameters)
+        unknown = [name for name in nondiff_argnames if name not in self.names]
+        if unknown:
+            raise ValueError(f"custom_vjp({self.name}): nondiff_argnames has {unknown[0]!r}, and the arguments are {self.names}")
+        given = (nondiff_argnums,) if isinstance(nondiff_argnums, int) else nondiff_argnums
+        self.nondiff = sorted({*given, *(self.names.index(name) for name in nondiff_argnames)})
+
+    @property
+    def name(self) -> str:
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    def defvjp(self, fwd: Callable[..., tuple[Any, Any]], bwd: Callable[..., Sequence[Any]]) -> None:
+        """Say how the function is differentiated.
+
+        Args:
+            fwd: takes the function's arguments, and returns its result and what `bwd` needs: any tree.
+            bwd: takes the arguments without gradient, what `fwd` kept for it, and the gradient of the result, and returns a tuple with a
+                gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may lie in any way. Inside a mapped
+                function the gradient of the result is of the dual type (varying <-> varying, replicated <-> pending), and that of an
+                argument must be of the type dual to it. For an argument that is replicated that is this rank's share; one that is
+                replicated itself, as JAX asks for it, is taken as the whole gradient.
+        """
+        self.fwd, self.bwd = fwd, bwd
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fwd is None or self.bwd is None:
+            raise AttributeError(f"custom_vjp({self.name}) is called and has no gradient yet; {self.name}.defvjp(fwd, bwd) gives it one")
+        given = self._by_position(args, kwargs)
+        leaves, tree = pytree.tree_flatten([x for i, x in enumerate(given) if i not in self.nondiff])
+        if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            return self.fun(*given)
+        if engine_hooks.transforms_active():
+            raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
+        return _Call(self, given, leaves, tree).run()
+
+
+    def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """All arguments, as `fwd` takes them."""
+        left = kwargs
+        if self.signature is not None:
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, left = bound.args, bound.kwargs
+        if left:
+            name = next(iter(left))
+            raise TypeError(f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position")
+        return args
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(fun)
+    except ValueError:  # of a builtin
+        return None
+
+
+@dataclass
+class Site:
+    """What a call of a mapped function whose types were followed has found out about the gradients of a custom function in it.
+
+    Attributes:
+        whole: by tensor, the axes along which its gradient is whole on every rank, and has to be shared out.
+    """
+
+    whole: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+
+class _Call:
+    """One call of a custom function.
+
+    Attributes:
+        args, leaves, tree: the arguments, without those that are differentiated; the leaves of these, without tensors; their tree.
+        numbers, layouts: of the tensors among the leaves: their places, and how those lie that are sharded.
+        mapping, site: of the mapped function around it.
+        tags: of sharded tensors, what is known of them while types are followed.
+        out_tree, outs, out_numbers, out_layouts, out_tags: the same of the result.
+    """
+
+    def __init__(self, custom: custom_vjp, args: Sequence[Any], leaves: Sequence[Any], tree: Any) -> None:
+        self.custom, self.leaves, self.tree = custom, list(leaves), tree
+        self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
+        self.numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.layouts = [_layout(leaves[i]) for i in self.numbers]
+        self.mapping = current_mapping()
+        self.site = None if self.mapping is None else _site(self.mapping)
+        self.replay = replay_random()[1]
+        self.tags: dict[int, Any] = {}
+        self.likes: list[_Like] = []
+        self.outs: list[Any] = []
+        self.out_tree: Any = None
+        self.out_numbers: list[int] = []
+        self.out_layouts: list[Layout | None] = []
+        self.out_tags: list[Any] = []
+
+    def run(self) -> Any:
+        tensors = [self.leaves[i] for i in self.numbers]
+        checker = checker_here()
+        self.tags = {} if checker is None else {i: checker.of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
+        for i, j in enumerate(self.numbers):  # not kept: the node would keep its own arguments
+            self.leaves[j] = i
+        outs = _CustomVJP.apply(self, *map(dispatch.part_of, tensors))
+        outs = (outs,) if isinstance(outs, Tensor) else outs
+        found = list(self.outs)
+        for i, layout, tag, x in zip(self.out_numbers, self.out_layouts, self.out_tags, outs, strict=True):
+            found[i] = x if layout is None else ShardedTensor._make(x, layout)
+            if tag is not None and checker is not None:
+                checker.note(found[i], tag)
+        return pytree.tree_unflatten(found, self.out_tree)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The function's arguments, from its tensors."""
+        leaves, checker = list(self.leaves), checker_here()
+        for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True)):
+            leaves[j] = tensors[i] if layout is None else ShardedTensor._make(tensors[i], layout)
+            if checker is not None and i in self.tags:
+                checker.note(leaves[j], self.tags[i])
+        branches = iter(pytree.tree_unflatten(leaves, self.tree))
+        return [x if i in self.custom.nondiff else next(branches) for i, x in enumerate(self.args)]
+
+    def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        pair = self.custom.fwd(*self.arguments(tensors))  # type: ignore[misc]
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"custom_vjp({self.custom.name}): fwd returned {_kind(pair)}; return a pair of the result and what bwd needs")
+        return pair[0], pair[1]
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def backward(self, residuals: Any, cotangents: Sequence[Tensor]) -> list[Any]:
+        """The gradients of the tensors."""
+        custom, given = self.custom, list(self.outs)
+        for i, layout, g in zip(self.out_numbers, self.out_layouts, cotangents, strict=True):
+            given[i] = g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
+        nondiff = [self.args[i] for i in custom.nondiff]
+        found = custom.bwd(*nondiff, residuals, pytree.tree_unflatten(given, self.out_tree))  # type: ignore[misc]
+        branches = self._branches()
+        if not isinstance(found, (tuple, list)) or len(found) != len(branches):
+            raise TypeError(
+                f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
+                f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for each, None for zero"
+            )
+        grads: list[Any] = [None] * len(self.leaves)
+        for (name, branch), gradient in zip(branches, found, strict=True):
+            self._spread(name, branch, gradient, grads)
+        return [
+            None if grads[j] is None else self._shared(i, self._checked(i, grads[j], layout))
+            for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True))
+        ]
+
+    def _branches(self) -> list[tuple[str, Any]]:
+        """The arguments to differentiate: the name of each, and its tree with the numbers of its leaves."""
+        known, places = self.custom.names, [i for i in range(len(self.args)) if i not in self.custom.nondiff]
+        trees = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
+        return [(known[i] if i < len(known) else str(i), tree) for i, tree in zip(places, trees, strict=True)]
+
+    def argument_name(self, i: int) -> str:
+        """What to call a tensor among the arguments."""
+        index = self.numbers[i]
+        for name, branch in self._branches():
+            members = pytree.tree_leaves(branch)
+            if index in members:
+                return repr(name) + paths_of(branch)[members.index(index)]
+        return str(i)
+
+    def described(self) -> str:
+        """The function and its line, for messages."""
+        code = getattr(inspect.unwrap(self.custom.bwd), "__code__", None)  # type: ignore[arg-type]
+        place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "
+        return f"{place}bwd of custom_vjp({self.custom.name})"
+
+    def _spread(self, name: str, branch: Any, gradient: Any, grads: list[Any]) -> None:
+        """Put the leaves of an argument's gradient where the argument's are."""
+        if gradient is None:
+            return
+        members, tree = pytree.tree_flatten(branch)
+        leaves, given = pytree.tree_flatten(gradient)
+        if given != tree:
+            what = f"{self.described()} gives argument {name!r}"
+            raise TypeError(f"{what} a gradient that is no tree like it, {_kind(gradient)}; return one, or None for zero")
+        for j, g in zip(members, leaves, strict=True):
+            grads[j] = g
+
+    def _checked(self, i: int, g: Any, layout: Layout | None) -> Tensor:
+        """The gradient of a tensor as it flows: of a sharded one, laid out as the dual.
+
+        Raises: TypeError or ValueError where it is none.
+        """
+        shape = self.likes[i].shape if layout is None else layout.shape
+        if isinstance(g, (int, float)) and not shape:
+            g = torch.tensor(g, dtype=self.likes[i].dtype, device=self.likes[i].device)
+        if not isinstance(g, Tensor) or g.shape != shape or (layout is None and isinstance(g, ShardedTensor)):
+            raise self._no_gradient(i, g, shape)
+        if layout is None:
+            return g
+        if not isinstance(g, ShardedTensor):
+            g = from_local(g, layout.mesh, P(), shape=g.shape)  # type: ignore[arg-type]
+        return redistribute_local(dispatch.known_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
+
+    def _no_gradient(self, i: int, g: Any, shape: torch.Size) -> Exception:
+        """The error of what cannot be the gradient of a tensor of this shape."""
+        what = f"{self.described()} gives argument {self.argument_name(i)}"
+        if not isinstance(g, Tensor):
+            return TypeError(f"{what} {_kind(g)} as its gradient; return a tensor, or None for zero")
+        if g.shape != shape:
+            return ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
+        return TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")  # type: ignore[attr-defined]
+
+    def _shared(self, i: int, g: Tensor) -> Tensor:
+        """A gradient that is whole on every rank as a share of it."""
+        axes = () if self.site is None else self.site.whole.get(i, ())
+        return self.as_share(g, axes) if axes else g
+
+    def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """What the first rank adds to a sum, and the others do not, of a gradient that is the same on every rank of these axes."""
+        mapping: Any = self.mapping
+        return apply(g, KeepFirst(mapping.axes(axes)))
+
+
+class _Like(NamedTuple):
+    """What a tensor is like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class _CustomVJP(torch.autograd.Function):
+    """The node of a call."""
+
+    is_followed = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+        ctx.call, ctx.count = call, len(tensors)
+        call.likes = [_Like(x.shape, x.dtype, x.device) for x in tensors]
+        result, residuals = call.forward(tensors)
+        outs, call.out_tree = pytree.tree_flatten(result)
+        kept, ctx.kept_tree = pytree.tree_flatten(residuals)
+        ctx.kept, ctx.kept_layouts, saved, own = list(kept), {}, list(tensors), False
+        for i, x in enumerate(kept):
+            if isinstance(x, Tensor):
+                local, ctx.kept_layouts[i] = dispatch.part_of(x), _layout(x)
+                ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
+                own = own or ctx.kept[i] == len(saved)
+                saved += [local] if ctx.kept[i] == len(saved) else []
+        ctx.recomputes = own  # second derivatives: what is saved is no argument, and was made without gradients
+        call.out_numbers = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
+        call.out_layouts = [_layout(outs[i]) for i in call.out_numbers]
+        checker = checker_here()
+        call.out_tags = [
+            checker.of(outs[i]) if checker is not None and layout is not None else None
+            for i, layout in zip(call.out_numbers, call.out_layouts, strict=True)
+        ]
+        results = [dispatch.part_of(outs[i]) for i in call.out_numbers]
+        call.outs = [None if i in call.out_numbers else x for i, x in enumerate(outs)]
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])
+        ctx.set_materialize_grads(False)
+        ctx.likes = [_Like(x.shape, x.dtype, x.device) for x in results]
+        return tuple([x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call, saved = ctx.call, ctx.saved_tensors
+        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.likes, strict=True)]
+        if ctx.recomputes and torch.is_grad_enabled():
+            with call.replay, nullcontext() if call.mapping is None else call.mapping.entered():
+                _, residuals = call.forward(saved[: ctx.count])
+        else:
+            leaves = list(ctx.kept)
+            for i, layout in ctx.kept_layouts.items():
+                leaves[i] = saved[leaves[i]] if layout is None else ShardedTensor._make(saved[leaves[i]], layout)
+            residuals = pytree.tree_unflatten(leaves, ctx.kept_tree)
+        return None, *call.backward(residuals, given)
+
+
+def _site(mapping: Mapping) -> Site | None:
+    """What is known of this call from the first call of the mapped function; None where types are not followed."""
+    if engine_hooks.current_backward() >= 0:
+        return None
+    if mapping.checker is not None:
+        site = Site()
+        if mapping.recording:
+            mapping.seeds.append(site)
+        return site
+    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
+    mapping.cursor += isinstance(found, Site)
+    return found if isinstance(found, Site) else None
+
+
+def _layout(x: Any) -> Layout | None:
+    return x._layout if isinstance(x, ShardedTensor) else None
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {list(x.shape)}"
+    return f"a {type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list, dict)) else repr(x)

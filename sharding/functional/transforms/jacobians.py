@@ -1,0 +1,164 @@
+"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, by one batch of directions (or cotangents)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ....kernels.box import slices
+from ...tensor.sharded_tensor import ShardedTensor
+from ..trees import without_none
+from .forward import jvp
+from .gradients import vjp
+from .parts import Results, layout_with, same_type
+from .vmap import vmap
+
+Argnums = int | Sequence[int]
+
+
+def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """jacfwd(f) -> a function that gives the Jacobian of f, by forward mode: one direction for every element of the argument, in a batch.
+
+    Args:
+        fun: a function of trees of real tensors, which returns a tree (with `has_aux` a pair of that and anything).
+        argnums: the argument or arguments with respect to which.
+
+    Returns:
+        A function of f's arguments. For each leaf `y` of the result a tree like the argument (for several `argnums` a tuple of trees) with
+        a leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` lie as in the result, dims of `x` are whole.
+
+    Raises: TypeError for an argument that is not made of real floating tensors.
+
+    Communication: twice that of f, for the whole batch at once.
+
+    Example:
+        >>> sm.jacfwd(lambda x: x.sin())(x)
+    """
+
+    @functools.wraps(fun)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        arguments = _Arguments("jacfwd", argnums, args, lambda *given: fun(*given, **kwargs))
+        basis = _basis(arguments.leaves)
+        kept: list[Results] = []
+
+        def push(*tangents: Any) -> Any:
+            _, out, *aux = jvp(arguments.call, arguments.leaves, tangents, has_aux)
+            kept[:] = map(Results.of, aux)
+            return out, [each.tensors for each in kept]
+
+        columns, aux = vmap(push, 0, (-1, None))(*basis)
+        found = pytree.tree_map(lambda column: arguments.tree_of(_cut(column, -1, arguments.leaves)), columns)
+        return (found, kept[0].rebuilt(aux[0])) if has_aux else found
+
+    return jacobian
+
+
+def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """jacrev(f) -> a function that gives the Jacobian of f, by reverse mode: one cotangent for every element of the result, in a batch.
+
+    Args and returns: as `jacfwd`, but that dims of `x` lie as in the argument, and dims of `y` are whole.
+
+    Raises: TypeError for an argument, or a result, that is not made of real floating tensors.
+
+    Communication: that of f, and of its backward for the whole batch at once.
+    """
+
+    @functools.wraps(fun)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        arguments = _Arguments("jacrev", argnums, args, lambda *given: fun(*given, **kwargs))
+        result, back, *aux = vjp(arguments.call, *arguments.leaves, has_aux=has_aux)
+        outs, tree = without_none(result)
+        _check_real("jacrev", "result", outs)
+        rows = vmap(lambda *cotangents: back(tree.filled(cotangents)))(*_basis(outs))
+        by_leaf = [_cut(row, 0, outs) for row in rows]
+        found = tree.filled([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
+        return (found, *aux) if has_aux else found
+
+    return jacobian
+
+
+def hessian(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """hessian(f) -> a function that gives the second derivatives of f: `jacfwd(jacrev(f))`.
+
+    For each leaf `y` of the result a tree of trees like the argument, with leaves of shape `[*y.shape, *x1.shape, *x2.shape]`.
+
+    Communication: that of f and of its backward, twice, for all elements of result and argument at once.
+    """
+    return jacfwd(jacrev(fun, argnums, has_aux), argnums, has_aux)
+
+
+class _Arguments:
+    """The arguments of a function, of which some are to be differentiated.
+
+    Attributes:
+        leaves: of those, flat.
+        call: the function of the leaves.
+    """
+
+    def __init__(self, name: str, argnums: Argnums, args: Sequence[Any], fun: Callable[..., Any]) -> None:
+        self.is_one = isinstance(argnums, int)
+        nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        self.leaves, self.tree = without_none([args[i] for i in nums])
+        _check_real(name, "argument", self.leaves)
+
+        def call(*leaves: Any) -> Any:
+            given = list(args)
+            for i, branch in zip(nums, self.tree.filled(leaves), strict=True):
+                given[i] = branch
+            return fun(*given)
+
+        self.call = call
+
+    def tree_of(self, leaves: Sequence[Any]) -> Any:
+        """These as the differentiated argument or arguments are."""
+        branches = self.tree.filled(leaves)
+        return branches[0] if self.is_one else tuple(branches)
+
+
+def _check_real(name: str, what: str, leaves: Sequence[Any]) -> None:
+    for i, x in enumerate(leaves):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            kind = f"{x.dtype} tensor" if isinstance(x, Tensor) else repr(x)
+            raise TypeError(f"{name}: leaf {i} of the {what} is a {kind}; Jacobians are of real floating tensors")
+
+
+def _basis(leaves: Sequence[Any]) -> list[Any]:
+    """For each leaf a batch of directions, as many as all leaves have elements: the unit ones in its own rows, zeros in the others."""
+    total, first, found = sum(x.numel() for x in leaves), 0, []
+    for x in leaves:
+        found.append(same_type(_unit_rows(x, first, total), x))
+        first += x.numel()
+    return found
+
+
+def _unit_rows(x: Any, first: int, total: int) -> Any:
+    if not isinstance(x, ShardedTensor):
+        return _placed(torch.arange(x.numel(), device=x.device).view(x.shape), first, total, x.dtype)
+    layout = layout_with(x._layout, 0, (), total)
+    if x.mesh.coordinate is None:
+        return ShardedTensor._make(torch.empty(0, dtype=x.dtype, device=x.device), layout)
+    whole = x._layout.replace(x.spec.with_unreduced({}))
+    places = torch.arange(x.numel(), device=x.device).view(x.shape)[slices(whole.box)]
+    rows = ShardedTensor._make(_placed(places, first, total, x.dtype), layout_with(whole, 0, (), total))
+    return rows.redistribute(layout.spec)
+
+
+def _placed(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tensor:
+    """Zeros, and in each column a one in the row that is its place."""
+    rows = torch.arange(total, device=places.device).view(-1, *[1] * places.ndim)
+    return (rows == places + first).to(dtype)
+
+
+def _cut(x: Any, dim: int, leaves: Sequence[Tensor]) -> list[Any]:
+    """The parts of a batch dim that belong to the leaves, each with the dims of its leaf in place of it."""
+    first, found = 0, []
+    for leaf in leaves:
+        part = x.narrow(dim, first, leaf.numel())
+        first += leaf.numel()
+        found.append(part.squeeze(dim) if leaf.ndim == 0 else part.unflatten(dim, leaf.shape))
+    return found

@@ -1,0 +1,86 @@
+"""Trees of tensors as transforms of torch.func take them: flat lists of parts, from which the same trees are made again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...layout.layout import Layout
+from ...tensor.sharded_tensor import ShardedTensor
+from ..named_axes import current_mapping
+from ..types.type_checker import unfollowed
+
+
+def with_part(x: Any, part: Tensor) -> Any:
+    """A tensor like this one with another part of the same layout; with the type that is known of it inside a mapped function."""
+    out = part
+    if isinstance(x, ShardedTensor):
+        out = ShardedTensor._make(part, x._layout.replace(dtype=part.dtype))
+        out._lineage = x._lineage
+    return same_type(out, x)
+
+
+def same_type(out: Any, *sources: Any) -> Any:
+    """The same tensor, noted to be of the type of what is made of these."""
+    mapping = current_mapping()
+    if mapping is not None and mapping.checker is not None:
+        checker = mapping.checker
+        with unfollowed():
+            tag = checker.joined(iter(sources), checker.replicated)
+        checker.note(out, tag)
+    return out
+
+
+class Results(NamedTuple):
+    """What a function has returned.
+
+    Attributes:
+        leaves: its leaves.
+        tree: its shape.
+        at: which leaves are tensors.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    at: list[int]
+
+    @staticmethod
+    def of(value: Any) -> Results:
+        """The results that make up this tree."""
+        leaves, tree = pytree.tree_flatten(value)
+        return Results(leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)])
+
+    @property
+    def tensors(self) -> list[Any]:
+        return [self.leaves[i] for i in self.at]
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(x, "_local", x) for x in self.tensors)
+
+    def with_parts(self, parts: Sequence[Tensor]) -> Any:
+        """The tree with other parts, laid out alike."""
+        return self.rebuilt([with_part(x, part) for x, part in zip(self.tensors, parts, strict=True)])
+
+    def rebuilt(self, tensors: Sequence[Any]) -> Any:
+        """The tree with other tensors."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.at, tensors, strict=True):
+            leaves[i] = x
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+def layout_with(layout: Layout, dim: int, cuts: Any, size: int) -> Layout:
+    """The layout with one more dim, at this place."""
+    spec = layout.spec.of_cuts([*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim:]], layout.pending)
+    return Layout.of(layout.mesh, spec, (*layout.shape[:dim], size, *layout.shape[dim:]), layout.dtype)
+
+
+def layout_without(layout: Layout, dim: int) -> Layout:
+    """The layout without one of its dims."""
+    cuts = [cut for d, cut in enumerate(layout.spec.cuts) if d != dim]
+    shape = [n for d, n in enumerate(layout.shape) if d != dim]
+    return Layout.of(layout.mesh, layout.spec.of_cuts(cuts, layout.pending), shape, layout.dtype)

@@ -1,0 +1,65 @@
+"""Gradients inside a transform: by a level of `torch.func`, which can be batched and carry tangents.
+
+Outside of transforms, gradients are those of plain autograd (`gradients.py`). Inside one, a tensor cannot be made to require grad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...tensor.autograd import backward
+from ...tensor.transforms import on_own_level
+from ..named_axes import current_mapping
+from ..types.type_checker import unfollowed
+from .parts import Results, with_part
+
+Run = Callable[[list[Any]], tuple[Sequence[Tensor], Any]]
+
+
+class Pullback:
+    """A function of parts, run once, whose gradients can be asked for any number of times.
+
+    Args:
+        run: takes tensors, and returns those to be differentiated and the value, any tree.
+        leaves: the tensors that it takes.
+
+    Attributes:
+        outs: what is to be differentiated.
+        value: the value.
+    """
+
+    def __init__(self, run: Run, leaves: Sequence[Tensor]) -> None:
+        self._leaves = leaves
+        kept: list[Results] = []
+
+        def inside(*parts: Tensor) -> Any:
+            outs, value = run([with_part(x, part) for x, part in zip(leaves, parts, strict=True)])
+            kept[:] = Results.of([backward.summable(out) for out in outs]), Results.of(value)
+            return kept[0].parts, kept[1].parts
+
+        parts = Results.of(list(leaves)).parts
+        found: Any = torch.func.vjp(partial(on_own_level, inside), *parts, has_aux=True)
+        outs, self._back, values = found
+        self.outs: list[Tensor] = kept[0].with_parts(outs)
+        self.value = kept[1].with_parts(values)
+
+    def __call__(self, seeds: Sequence[Any]) -> list[Any]:
+        """The gradients of the leaves, each as its leaf lies.
+
+        Args:
+            seeds: for each of `outs`; None for where backward of a scalar starts from.
+        """
+        with unfollowed() if current_mapping() is not None else nullcontext():
+            parts = tuple(_start(out, seed) for out, seed in zip(self.outs, seeds, strict=True))
+            return list(backward._laid_out(self._leaves, self._back(parts)))
+
+
+def _start(out: Any, seed: Any) -> Tensor:
+    started = backward._seed(out, seed)
+    return torch.ones_like(out) if started is None else started

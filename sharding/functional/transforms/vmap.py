@@ -1,0 +1,422 @@
+"""`vmap`: a function of one example, for all of a batch at once.
+
+    x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
+    x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has examples of its own
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ....mesh import context
+from ....mesh.comm.call_site import DESCRIBERS, OperatorCall
+from ....mesh.device_mesh import DeviceMesh
+from ...layout.layout import Layout
+from ...layout.spec import Cut, P
+from ...ops import dispatch
+from ...ops.lineage import mixed, seed_of
+from ...ops.plain_operands import tensors_in
+from ...redistribute.autograd import redistribute_local, redistribute_locals
+from ...tensor.autograd.engine_hooks import is_transformed
+from ...tensor.convert import from_local
+from ...tensor.sharded_tensor import ShardedTensor
+from ...tensor.transforms import own_level
+from ..inputs import inner_layout, only_axes
+from ..outputs import made_with
+from ..signature import paths_of
+from ..types.type_checker import unfollowed
+from ..types.types import ShardingTypeError, place
+from .batch import Batch, current_batch, split_over
+from .parts import layout_with, layout_without, same_type
+
+Axes = Any  # an int, None, or a tree of them for the upper part of the arguments'
+Cuts = tuple[Cut, ...]
+
+
+def vmap(
+    fun: Callable[..., Any],
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: str | Sequence[str] | None = None,
+    *,
+    randomness: str = "error",
+) -> Callable[..., Any]:
+    """vmap(f) -> f of a batch: `f` sees one example, and every operator works on all of them at once.
+
+    Arguments and results are trees of plain and sharded tensors. What communicates inside `f` (redistributions, mapped functions,
+    collectives by axis name) does so once for the whole batch.
+
+        rank 0   x = [x0 x1]        f(x0) f(x1)
+        rank 1   x = [x2 x3]   ->   f(x2) f(x3)        where the mapped dim is split, each rank has its own examples
+
+    Args:
+        fun: a function of one example. Where the mapped dim is split over some axes, an example lies on the mesh of the others (on none:
+            plain tensors), and everything sharded that `fun` uses must be an argument.
+        in_axes: the mapped dim of every argument; None for what is the same for all examples. Keyword arguments are mapped over dim 0.
+        out_axes: where the batch is in every result; None for a result that does not depend on the example.
+        axis_name: not supported; a mapped dim has no name for collectives here.
+        axis_size: the number of examples; needed where no argument is mapped.
+        spmd_axis_name: the axis (or axes) over which the mapped dim is to be split, `()` for none; arguments are redistributed for that. By
+            default it is split as in the arguments.
+        randomness: of random operators, as in `torch.func.vmap`: "error", "same" for all examples, or on plain tensors "different".
+
+    Returns:
+        A function of batches. The batch dim of a result is split as those of the arguments.
+
+    Raises:
+        ValueError: axes that do not fit the arguments; mapped dims of different sizes, or split differently.
+        NotImplementedError: `axis_name`.
+        ShardingTypeError: where examples are split, a plain tensor that requires grad and is no argument: its gradient would be that of
+            this rank's examples.
+
+    Communication: that of redistributing arguments where mapped dims must be split, and that of `fun`.
+
+    Example:
+        >>> per_example = sm.vmap(sm.grad(loss), in_axes=(None, 0))(params, batch)
+    """
+    if axis_name is not None:
+        raise NotImplementedError(
+            f"vmap(axis_name={axis_name!r}): a mapped dim has no name for collectives; reduce over the batch outside of vmap, or use "
+            "shard_map"
+        )
+    names = (spmd_axis_name,) if isinstance(spmd_axis_name, str) else spmd_axis_name and tuple(spmd_axis_name)
+    return functools.update_wrapper(_Batched(fun, in_axes, out_axes, axis_size, names, randomness), fun, updated=())  # type: ignore[return-value]
+
+
+class _Batched:
+    """A function of batches; see `vmap`."""
+
+    def __init__(self, fun: Any, in_axes: Axes, out_axes: Axes, axis_size: int | None, names: Any, randomness: str) -> None:
+        self.fun, self.in_axes, self.out_axes, self.axis_size = fun, in_axes, out_axes, axis_size
+        self.names, self.randomness = names, randomness
+        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self._seed = seed_of(f"vmap {self.name}")
+        self._looked_at: set[Any] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        axes = self._axes(args, kwargs, leaves)
+        size = self._size(leaves, axes, args, kwargs)
+        cuts, mesh = self._split(leaves, axes)
+        run = _Run(self, size, cuts, mesh)
+        leaves = run.laid_out(leaves, axes)
+        out = run(leaves, axes, tree)
+        sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
+        return made_with(mixed(self._seed, sharded), out) if sharded else out
+
+    # -- what is mapped ------------------------------------------------------------------------------------------------
+
+    def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
+        """The mapped dim of every leaf, from the front."""
+        given = axes_for("in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args)
+        given += [0] * (len(leaves) - len(given))
+        for i, (leaf, axis) in enumerate(zip(leaves, given, strict=True)):
+            if axis is None or leaf is None:
+                given[i] = None
+            elif not isinstance(leaf, Tensor) or not -leaf.ndim <= axis < leaf.ndim:
+                what = f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
+                path = self._paths(args, kwargs)[i]
+                raise ValueError(f"{path} {what}, and in_axes map it over dim {axis}; give None for what all examples take")
+            else:
+                given[i] = axis % leaf.ndim
+        return given
+
+    def _paths(self, args: Any, kwargs: Any) -> list[str]:
+        return [f"vmap({self.name}): argument {path}" for path in [*paths_of(args), *paths_of(kwargs)]]
+
+    def _size(self, leaves: list[Any], axes: list[int | None], args: Any, kwargs: Any) -> int:
+        sizes = {i: leaf.shape[axis] for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)) if axis is not None}
+        wanted = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
+        if not wanted:
+            raise ValueError(f"vmap({self.name}): in_axes={self.in_axes} map no argument; give axis_size=")
+        if len(wanted) > 1:
+            paths = self._paths(args, kwargs)
+            told = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
+            also = "" if self.axis_size is None else f"; axis_size={self.axis_size}"
+            raise ValueError(f"vmap({self.name}): mapped dims must have one size ({told}{also})")
+        return wanted.pop()
+
+    # -- how it is split -----------------------------------------------------------------------------------------------
+
+    def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
+        """How the mapped dim is cut, and on which mesh."""
+        sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
+        mapped = [(x._layout, axis) for x, axis in zip(leaves, axes, strict=True) if isinstance(x, ShardedTensor) and axis is not None]
+        split = [(layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]]
+        found = dict.fromkeys((layout.mesh, cuts) for layout, cuts in split)
+        if self.names == ():
+            return (), None
+        if self.names:
+            mesh: Any = sharded[0].mesh if sharded else context.given_or_current(None)
+            self._check_names(mesh)
+            same = [cuts for _, cuts in found if tuple(a for cut in cuts for a in cut.axes) == self.names]
+            return same[0] if same else (Cut(self.names),), mesh
+        if len(found) > 1:
+            told = ", ".join(str(layout) for layout, _ in split)
+            raise ValueError(
+                f"vmap({self.name}): the mapped dims are split differently ({told}); redistribute them alike, or write spmd_axis_name="
+            )
+        return next(((cuts, mesh) for mesh, cuts in found), ((), None))  # type: ignore[return-value]
+
+    def _check_names(self, mesh: DeviceMesh) -> None:
+        unknown = [name for name in self.names if name not in mesh.axis_names]
+        if unknown:
+            raise ValueError(f"vmap({self.name}): spmd_axis_name={unknown[0]!r} is not an axis of {mesh}")
+
+    def first_time(self, key: Any) -> bool:
+        """Whether a call with this signature has not been looked at for tensors that are no arguments."""
+        if key in self._looked_at:
+            return False
+        self._looked_at.add(key)
+        return True
+
+
+class _Run:
+    """One call.
+
+    Attributes:
+        count: this rank's number of examples.
+        batch: how examples are split; None where they are not.
+    """
+
+    def __init__(self, owner: _Batched, size: int, cuts: Cuts, mesh: DeviceMesh | None) -> None:
+        self.owner, self.size, self.cuts, self.mesh = owner, size, cuts, mesh
+        self.count, self.batch = size, None
+        if mesh is None:
+            return
+        if mesh.coordinate is None:
+            where = f"rank {mesh.world.rank} is outside {mesh} and has no examples"
+            raise RuntimeError(f"vmap({owner.name}): {where}; call it on the ranks of the mesh")
+        axes = tuple(axis for cut in cuts for axis in cut.axes)
+        rest = tuple(axis for axis in mesh.axis_names if axis not in axes)
+        self.batch = Batch.inside(current_batch(), mesh, axes, mesh[rest] if rest else None)
+        self.count = Layout.of(mesh, P.of_cuts([cuts], {}), (size,)).local_shape[0]
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
+        """The leaves with the batch cut as it is to be, and everything else whole along its axes; if it is split, tensors as sharded ones.
+
+        Communication: that of redistributing those that lie otherwise, in buckets.
+        """
+        mesh, out = self.mesh, list(leaves)
+        if mesh is not None:
+            out = [from_local(x, mesh, P(), shape=x.shape) if _is_plain(x) else x for x in leaves]
+        moving, pairs = [], []
+        for i, (x, axis) in enumerate(zip(out, axes, strict=True)):
+            if isinstance(x, ShardedTensor):
+                dst = self._target(x._layout, axis)
+                if dst is not x._layout:
+                    moving.append(i)
+                    pairs.append((x._layout, dst))
+        if moving:
+            parts = _redistributed(self.owner.name, [dispatch.known_local(out[i]) for i in moving], pairs)
+            for i, part, (_, dst) in zip(moving, parts, pairs, strict=True):
+                out[i] = ShardedTensor._make(part, dst)
+        return out
+
+    def _target(self, layout: Layout, axis: int | None) -> Layout:
+        spec = layout.spec
+        if self.batch is not None:
+            if layout.mesh is not self.mesh:
+                other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
+                raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
+            spec = only_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
+        cuts = [self.cuts if d == axis else cut for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)]
+        return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
+
+    def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
+        """This rank's part with its mapped dim, and how one example lies; None for a plain one."""
+        if not isinstance(x, ShardedTensor):
+            return x, axis, None
+        layout, part = x._layout, dispatch.known_local(x)
+        if self.batch is not None:
+            if self.batch.inner is None:
+                return part, axis, None
+            manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
+            layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
+        elif x.mesh.coordinate is None and axis is not None:  # a part of nothing, for each example
+            return part.unsqueeze(-1).expand(*part.shape, self.count), part.ndim, layout_without(layout, axis)
+        return part, axis, layout if axis is None else layout_without(layout, axis)
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, leaves: list[Any], axes: list[int | None], tree: Any) -> Any:
+        owner: _Batched = self.owner
+        found: list[Any] = []
+        examples = [self._example(x, axis) for x, axis in zip(leaves, axes, strict=True)]
+        mapped = [i for i, (_, axis, _) in enumerate(examples) if axis is not None]
+
+        def of_one(*batched: Tensor) -> tuple[Tensor, ...]:
+            given = [part for part, _, _ in examples]
+            for i, part in zip(mapped, batched, strict=False):
+                given[i] = part
+            inside = [_made(part, how[2], x) for part, how, x in zip(given, examples, leaves, strict=True)]
+            args, kwargs = pytree.tree_unflatten(inside, tree)
+            with own_level(owner.randomness), self._within(inside, examples):
+                out = owner.fun(*args, **kwargs)
+            found[:] = self._results(out)
+            return tuple(part for axis, part, _, _ in found[1] if axis is not None) or (batched[0],)
+
+        parts, dims = [examples[i][0] for i in mapped], [examples[i][1] or 0 for i in mapped]
+        if not parts:  # axis_size= alone
+            parts, dims = [torch.zeros(self.size)], [0]
+        nothing = self.count == 0
+        if nothing:  # torch takes no batch of nothing: one example of zeros, which is taken off again
+            parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
+        batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
+        out_tree, described = found
+        outs = [self._out(part if axis is None else next(batched), axis, layout, x, nothing) for axis, part, layout, x in described]
+        return pytree.tree_unflatten(outs, out_tree)
+
+    @contextmanager
+    def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
+        """What the function of one example runs in."""
+        if self.batch is None:
+            yield
+            return
+        key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in zip(inside, examples, strict=True))
+        looking = torch.is_grad_enabled() and self.owner.first_time(key)
+        with split_over(self.batch), self.batch.inner or nullcontext(), _Outsiders(inside) if looking else nullcontext():
+            yield
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def _results(self, out: Any) -> tuple[Any, list[Any]]:
+        """The tree of the results, and for each leaf: where its batch goes, its part, how it lies, the leaf itself."""
+        leaves, tree = pytree.tree_flatten(out)
+        axes = axes_for("out_axes", self.owner.out_axes, out)
+        paths = [f"vmap({self.owner.name}): result {path}".rstrip() for path in paths_of(out)]
+        return tree, [self._result(*each) for each in zip(paths, leaves, axes, strict=True)]
+
+    def _result(self, path: str, x: Any, axis: int | None) -> tuple[Any, ...]:
+        if isinstance(x, (bool, int, float, complex)):
+            x = torch.as_tensor(x)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{path} is {x!r}, neither a tensor nor a number")
+        layout, part = (x._layout, dispatch.known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
+        if axis is None:
+            if torch._C._functorch.maybe_get_level(part) == torch._C._functorch.maybe_current_level():  # type: ignore[attr-defined]
+                raise ValueError(f"{path} depends on the example, and out_axes say None, which is for what does not; give a dim")
+            return None, part, layout, x
+        if not -x.ndim - 1 <= axis <= x.ndim:
+            raise ValueError(f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at dim {axis}")
+        if self.batch is not None and layout is not None and layout.mesh is not self.batch.inner:
+            raise ValueError(
+                f"{path} lies on {layout.mesh}, and examples lie on {self.batch.inner}, since they are split over {list(self.batch.axes)}; "
+                "pass sharded tensors as arguments, with None in in_axes"
+            )
+        return axis % (x.ndim + 1), part, layout, x
+
+    def _out(self, out: Tensor, axis: int | None, layout: Layout | None, example: Any, nothing: bool) -> Any:
+        """A result with its batch."""
+        if axis is not None:
+            out = out.narrow(0, 0, 0) if nothing else out
+            outside = layout is not None and layout.mesh.coordinate is None  # type: ignore[attr-defined]
+            out = out.reshape(-1)[:0] if outside else out.movedim(0, axis)
+        if layout is None and self.batch is None:
+            return same_type(out, example)
+        if self.batch is not None:
+            layout = self._on_whole_mesh(example, layout)
+        whole: Any = layout if axis is None or layout is None else layout_with(layout, axis, self.cuts, self.size)
+        return same_type(ShardedTensor._make(out, whole.replace(dtype=out.dtype)), example)
+
+    def _on_whole_mesh(self, example: Tensor, layout: Layout | None) -> Layout:
+        return Layout.of(self.mesh, P() if layout is None else layout.spec, example.shape, example.dtype)  # type: ignore[arg-type]
+
+
+def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
+    """A batch of one example of zeros, with the empty batch behind it in the graph."""
+    return (x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)]) + x.sum()).to(x.dtype)
+
+
+def _made(part: Any, layout: Layout | None, x: Any) -> Any:
+    """What the function sees of an argument."""
+    if layout is None:
+        return same_type(part, x) if isinstance(part, Tensor) else part
+    out = ShardedTensor._make(part, layout)
+    out._lineage = x._lineage
+    return same_type(out, x)
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor)
+
+
+def _redistributed(name: str, parts: list[Tensor], pairs: list[tuple[Layout, Layout]]) -> list[Tensor]:
+    if len(pairs) == 1:
+        return [redistribute_local(parts[0], *pairs[0])]
+    return redistribute_locals(parts, pairs)
+
+
+def _describe(frame: dict[str, Any]) -> OperatorCall:
+    """The arguments that do not lie as `vmap` wants them, for `sm.implicit` and reports."""
+    pairs = frame["pairs"]
+    advice = ", ".join(f"{src} to {dst.spec}" for src, dst in pairs)
+    return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in pairs), f"Redistribute {advice} before the call")
+
+
+DESCRIBERS[_redistributed.__code__] = _describe
+
+
+class _Outsiders(TorchFunctionMode):
+    """Looks for plain tensors that require grad and are no arguments: where examples are split, each rank would have a gradient of its
+    own examples."""
+
+    def __init__(self, inside: Sequence[Any]) -> None:
+        super().__init__()
+        self._known = {id(getattr(x, "_local", x)) for x in inside}
+        with unfollowed():
+            self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") not in ("__get__", "detach"):
+            for x in tensors_in((*args, *(kwargs or {}).values())):
+                if self._is_from_outside(x):
+                    raise ShardingTypeError(
+                        f"{place()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose "
+                        "examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
+                        "argument, with None in in_axes, or use it detached: x.detach()"
+                    )
+        return func(*args, **(kwargs or {}))
+
+    def _is_from_outside(self, x: Tensor) -> bool:
+        if isinstance(x, ShardedTensor) or is_transformed(x) or not x.requires_grad or id(x) in self._known:
+            return False
+        return x.is_leaf or x.grad_fn._sequence_nr() < self._first  # type: ignore[union-attr]
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+def axes_for(what: str, axes: Axes, tree: Any) -> list[int | None]:
+    """The axis of every leaf of a tree, from axes for it or for whole branches of it.
+
+    Raises: ValueError where the two trees do not match; TypeError for what is no axis.
+    """
+    found: list[int | None] = []
+    _spread(what, axes, tree, found)
+    return found
+
+
+def _spread(what: str, axes: Axes, tree: Any, found: list[int | None]) -> None:
+    if axes is None or (isinstance(axes, int) and not isinstance(axes, bool)):
+        found += [axes] * len(pytree.tree_leaves(tree))
+        return
+    if not isinstance(axes, (tuple, list, dict)):
+        raise TypeError(f"{what}: {axes!r} is no axis; write an int, None, or a tree of them")
+    same = type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys()
+    if not same and not (isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)) and len(axes) == len(tree)):
+        raise ValueError(f"{what}={axes!r} do not match what they describe, {pytree.tree_flatten(tree)[1]}; give one for each branch")
+    for one, branch in [(axes[k], tree[k]) for k in tree] if same else zip(axes, tree, strict=True):
+        _spread(f"{what}[...]", one, branch, found)

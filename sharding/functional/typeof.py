@@ -1,0 +1,105 @@
+"""`typeof`: the layout of a sharded tensor, and inside a mapped function the axes over which a value varies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout.layout import Layout, dtype_name
+from ..layout.spec import P
+from ..tensor.autograd import engine_hooks
+from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
+from ..tensor.sharded_tensor import typeof as layout_of
+from .named_axes import Mapping, captures_here, current_mapping
+from .types.types import Type
+
+
+@dataclass(frozen=True)
+class LocalType:
+    """What is known of a value inside a mapped function.
+
+    Attributes:
+        shape: of this rank's part; of a tensor that stays global over some axes, its shape there.
+        dtype: the element type.
+        layout: how it lies over the axes that stay global; None where there are none.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: Layout | None = None
+    _type: Type | None = None
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError where nobody follows types."""
+        return self._known().varying
+
+    vma = varying
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """The manual axes over which the value is a share of a sum. Raises: as `varying`."""
+        return self._known().pending
+
+    @property
+    def spec(self) -> P | None:
+        """The spec of the layout."""
+        return None if self.layout is None else self.layout.spec
+
+    def _known(self) -> Type:
+        if self._type is None:
+            raise RuntimeError(
+                "typeof inside a mapped function: over which axes the value varies is not known. With check=False nobody follows types; "
+                "else this was not asked when the signature was first seen: use shard_map(check='always')"
+            )
+        return self._type
+
+    def __str__(self) -> str:
+        found = self._type or Type.of(frozenset())
+        marks = [f"{letter}:{', '.join(sorted(axes))}" for letter, axes in (("V", found.varying), ("U", found.pending)) if axes]
+        text = f"{dtype_name(self.dtype)}{list(self.shape)}" + (f"{{{'; '.join(marks)}}}" if marks else "")
+        return text if self.layout is None else text + f"{self.layout}".removeprefix(f"{dtype_name(self.dtype)}{list(self.shape)}")
+
+    __repr__ = __str__
+
+
+def typeof(x: Any) -> Any:
+    """typeof(x) -> the `Layout` of a sharded tensor: mesh, spec, global shape and dtype.
+
+    Inside a mapped function, the `LocalType` of any tensor: shape and dtype of this rank's part and the manual axes over which it
+    varies, `typeof(x).varying`, printed as JAX does.
+
+    Raises:
+        TypeError: a plain tensor outside of mapped functions, or no tensor.
+
+    Communication: none.
+
+    Example:
+        >>> typeof(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)]))
+        f32[8, 3] @ P('x', None) on (x=4), local [2, 3]
+        >>> shard_map(lambda x: (print(typeof(x)), x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
+        f32[2, 3]{V:x}
+    """
+    mapping = current_mapping()
+    if mapping is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
+        return layout_of(x)  # type: ignore[arg-type]
+    captures = captures_here()
+    x = x if captures is None else captures.of(x)
+    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(mapping, x))
+
+
+def _type_of(mapping: Mapping, x: Tensor) -> Type | None:
+    """The type of a value: followed, or remembered from when it was; None where it is not known."""
+    if engine_hooks.current_backward() >= 0:  # a piece that runs again
+        return None
+    if mapping.checker is not None:
+        type_ = mapping.checker.of(x).type
+        if mapping.recording:
+            mapping.seeds.append(type_)
+        return type_
+    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
+    mapping.cursor += 1
+    return found if isinstance(found, Type) else None

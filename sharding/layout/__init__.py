@@ -1,0 +1,1 @@
+"""Layouts: which part of a tensor each rank holds."""

@@ -1,0 +1,391 @@
+"""Layouts: mesh + spec + global shape + dtype, and the box of the tensor that each rank holds."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.box import Box, box_size
+from ...mesh.abstract_mesh import AbstractMesh, unravel
+from ...mesh.comm.transforms import outside_of_transforms
+from .bounded_cache import keep
+from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
+
+_DTYPE_NAMES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+_LIMIT = 8192  # layouts kept on a mesh, counting each spelling
+
+
+class Layout:
+    """All that is needed to say which box of a global tensor each rank holds.
+
+    Immutable and interned on its mesh: equal layouts are the same object, so comparing and hashing them costs nothing.
+    Make one with `Layout.of`. The mesh keeps the last few thousand with all that was decided for them, and the others only as
+    long as a tensor has them.
+
+    Attributes:
+        mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
+        spec: a `P` with one entry per tensor dim, which has sizes only where they are not those of equal parts.
+        shape: the global shape.
+        dtype: the element type.
+
+    Example:
+        >>> mesh = AbstractMesh((2, 4), ("dp", "tp"))
+        >>> Layout.of(mesh, P("dp", "tp"), (5, 8)).box_at((1, 0))
+        ((3, 5), (0, 2))
+    """
+
+    mesh: AbstractMesh
+    spec: P
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def __init__(self, mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.mesh, self.spec, self.shape, self.dtype = mesh, spec, shape, dtype
+        self.runners: dict[Any, Any] = {}  # destination (and options) -> compiled redistribution
+        self.decisions: dict[Any, Any] = {}  # operator and arguments -> how to run it, filled by `dispatch`
+
+    @staticmethod
+    def of(mesh: AbstractMesh, where: Any, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Layout:
+        """The layout of a `dtype` tensor of global `shape`, laid out on `mesh` as `where` (a `P`, placements, or a sharding on this
+        mesh) says.
+
+        Raises:
+            ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers;
+                sizes that are not one for each rank of their axes, or do not add up to the dim.
+
+        Communication: none.
+        """
+        where = tuple(where) if type(where) is list else where
+        key = (where, tuple(shape), dtype)
+        try:
+            layout = mesh._layouts.get(key)  # under whatever spelling it was asked for before
+        except TypeError:  # one that cannot be hashed
+            return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
+        if layout is None:
+            if isinstance(where, Sharding):
+                _check_on(mesh, where)
+            layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
+            keep(mesh._layouts, key, layout, _LIMIT)
+        return layout
+
+    def is_spelled(self, where: Any) -> bool:
+        """Whether a `P` or placements are known to say how this layout lies; False where that is not known yet."""
+        try:
+            key = (tuple(where) if type(where) is list else where, self.shape, self.dtype)
+            return self.mesh._layouts.get(key) is self
+        except TypeError:
+            return False
+
+    def replace(
+        self, spec: Any = None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+    ) -> Layout:
+        """This layout with some parts changed; `spec` is a `P` or placements."""
+        if spec is None and shape is None and (dtype is None or dtype is self.dtype):
+            return self
+        return Layout.of(
+            self.mesh,
+            self.spec if spec is None else spec,
+            self.shape if shape is None else shape,
+            self.dtype if dtype is None else dtype,
+        )
+
+    def passing(self, spec: P) -> Layout:
+        """This layout with another spec, kept only as long as somebody holds it: for the many that a planner tries."""
+        key = (spec, self.shape, self.dtype)
+        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, passing=True)
+
+    # -- what the spec says -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """The spec as torch spells it: one placement per mesh axis."""
+        return spec_to_placements(self.spec, self.mesh.axis_names)
+
+    @cached_property
+    def pending(self) -> dict[str, str]:
+        """Axis -> kind, for the axes with a pending reduction."""
+        return dict(self.spec.unreduced)
+
+    @cached_property
+    def only_sums(self) -> bool:
+        """Whether nothing is pending but sums."""
+        return all(kind == "sum" for _, kind in self.spec.unreduced)
+
+    @cached_property
+    def dim_of(self) -> dict[str, int]:
+        """Axis -> the dim it splits."""
+        return {axis: dim for dim, axes in enumerate(self.spec.dims) for axis in axes}
+
+    @cached_property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """The axes of more than one rank on which every rank holds the same values."""
+        named = set(self.spec.axes)
+        return tuple(a for a in self.mesh.axis_names if a not in named and self.mesh.size(a) > 1)
+
+    @cached_property
+    def is_fully_replicated(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return all(self.mesh.size(axis) == 1 for axis in self.spec.axes)
+
+    @cached_property
+    def replicated(self) -> Layout:
+        """The same tensor with every rank holding all of it."""
+        return self.replace(P())
+
+    @cached_property
+    def dual(self) -> Layout:
+        """The layout in which this tensor's gradient flows: pending(sum) <-> replicated, sharded <-> itself.
+
+        Along an axis that is pending with another kind than sum, every rank's own value has its own gradient.
+        """
+        pending = {a: EACH for a, kind in self.spec.unreduced if kind != "sum"}
+        pending.update(dict.fromkeys(self.replicated_axes, "sum"))
+        return self.replace(self.spec.with_unreduced(pending))
+
+    @cached_property
+    def grad(self) -> Layout:
+        """The layout in which this tensor's gradient is kept: that of the tensor, with every sum reduced."""
+        return self.replace(self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"}))
+
+    # -- boxes --------------------------------------------------------------------------------------------------------
+
+    def box_at(self, coordinate: Sequence[int]) -> Box:
+        """The half-open interval per dim held by the rank at `coordinate` of the mesh."""
+        box = []
+        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+            start, stop = (0, size) if sized is None else sized.part_at(coordinate)
+            for axis, parts in chunked:
+                start, stop = chunk(start, stop, parts, coordinate[axis])
+            box.append((start, stop))
+        return tuple(box)
+
+    @cached_property
+    def _cutting(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
+        """Per dim its parts of given sizes, if it has them, and the number and size of each axis that chunks those."""
+        return tuple(self._cutting_of(cuts) for cuts in self.spec.cuts)
+
+    def _cutting_of(self, cuts: Sequence[Cut]) -> tuple[_SizedCut | None, tuple[tuple[int, int], ...]]:
+        axes = [[(self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes] for cut in cuts]
+        if not cuts or cuts[0].sizes is None:
+            return None, tuple(axis for (axis,) in axes)
+        return _SizedCut(tuple(axes[0]), tuple(accumulate(cuts[0].sizes, initial=0))), tuple(a for (a,) in axes[1:])
+
+    def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """`(coordinate, box)` of every rank, in mesh order."""
+        for flat in range(math.prod(self.mesh.axis_sizes)):
+            coordinate = unravel(flat, self.mesh.axis_sizes)
+            yield coordinate, self.box_at(coordinate)
+
+    @cached_property
+    def box(self) -> Box:
+        """This rank's box; empty for a rank outside the mesh."""
+        coordinate = getattr(self.mesh, "coordinate", None)
+        return ((0, 0),) * max(1, len(self.shape)) if coordinate is None else self.box_at(coordinate)
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        """Shape of this rank's box; `(0,)` for a rank outside the mesh."""
+        if getattr(self.mesh, "coordinate", None) is None:
+            return torch.Size((0,))
+        return torch.Size(stop - start for start, stop in self.box)
+
+    @cached_property
+    def largest_local_numel(self) -> int:
+        """Elements of the largest box."""
+        return math.prod(self.largest_local_shape)
+
+    @cached_property
+    def largest_local_shape(self) -> tuple[int, ...]:
+        """Per dim the length of the longest part: of evenly cut intervals the first is."""
+        lengths = []
+        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+            length = size if sized is None else sized.longest
+            for _, parts in chunked:
+                length = -(-length // parts)
+            lengths.append(length)
+        return tuple(lengths)
+
+    @cached_property
+    def has_empty_part(self) -> bool:
+        """Whether the box of some rank has no elements."""
+        if self.spec.sizes or any(len(axes) > 1 for axes in self.spec.dims):
+            return any(box_size(box) == 0 for _, box in self.boxes())
+        return box_size(self.box_at([n - 1 for n in self.mesh.shape])) == 0  # no part is smaller than the last
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def meta(self) -> torch.Tensor:
+        """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
+        with outside_of_transforms(), torch.inference_mode(False):  # it outlives transform and mode
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def __str__(self) -> str:
+        """The same text on every rank, for errors."""
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True))
+        return f"{dtype_name(self.dtype)}{list(self.shape)} @ {self.spec} on ({sizes})"
+
+    @cached_property
+    def stamp(self) -> int:
+        """A number for the layout, the same on every rank of its mesh."""
+        return zlib.crc32(f"{self} {self.mesh.ranks.tobytes()}".encode())
+
+    def __repr__(self) -> str:
+        inside = getattr(self.mesh, "coordinate", None) is not None
+        return f"{self}, local {list(self.local_shape)}" if inside else str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_layout, (self.mesh, self.spec, tuple(self.shape), self.dtype)
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+
+class _SizedCut(NamedTuple):
+    """A dim cut into parts of given sizes.
+
+    Attributes:
+        axes: `(number, size)` of the mesh axes whose ranks hold the parts, major to minor.
+        bounds: where each part starts, and where the last one stops.
+    """
+
+    axes: tuple[tuple[int, int], ...]
+    bounds: tuple[int, ...]
+
+    def part_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
+        """The interval of the rank at a coordinate of the mesh."""
+        part = 0
+        for axis, size in self.axes:
+            part = part * size + coordinate[axis]
+        return self.bounds[part], self.bounds[part + 1]
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest part."""
+        return max(stop - start for start, stop in pairwise(self.bounds))
+
+
+def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """`Layout.of` by a name that `torch.load` can be told to trust."""
+    return Layout.of(mesh, spec, shape, dtype)
+
+
+def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """The `index`-th of `parts` pieces of `[start, stop)`, cut as `torch.chunk` cuts: equal pieces, the last ones short
+    or empty."""
+    step = -(-(stop - start) // parts)
+    low = min(start + index * step, stop)
+    return low, min(low + step, stop)
+
+
+def _check_on(mesh: AbstractMesh, sharding: Sharding) -> None:
+    """Raises: ValueError where the sharding is one on another mesh."""
+    if sharding.mesh is not mesh and sharding.mesh != mesh:
+        one, other = told_apart(sharding.mesh, mesh)
+        raise ValueError(
+            f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh"
+        )
+
+
+def told_apart(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
+    """The names of two meshes for an error, with their ranks where the names alone are the same."""
+    if repr(one) != repr(other):
+        return repr(one), repr(other)
+    return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a dtype: `f32`, `bf16`, `i64`."""
+    return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, passing: bool = False) -> Layout:
+    if spec.sizes:
+        spec = _normal(mesh, spec, shape)
+    key = (spec, shape, dtype)
+    layout = mesh._layouts.get(key) or mesh._held_layouts.get(key)
+    if layout is None:
+        _check_average(spec, dtype)
+        layout = mesh._held_layouts[key] = Layout(mesh, spec, shape, dtype)
+    return layout if passing else keep(mesh._layouts, key, layout, _LIMIT)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _normal(mesh: AbstractMesh, spec: P, shape: torch.Size) -> P:
+    """The same boxes with as few sizes as can say it: equal parts have none.
+
+    Raises:
+        ValueError: sizes that do not fit the mesh or the shape.
+    """
+    cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
+    return P.of_cuts(cuts, dict(spec.unreduced))
+
+
+def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
+    """One dim's cuts, with the sizes given to as few axes as possible: the others cut what is left evenly."""
+    (axes, sizes), *rest = spec.cuts[dim]
+    if sizes is None:
+        return [Cut(axes), *rest]
+    _check_sizes(mesh, spec, dim, shape)
+    for count in range(len(axes) + 1):
+        inner = [mesh.size(axis) for axis in axes[count:]]
+        each = math.prod(inner)
+        merged = tuple(sum(sizes[i : i + each]) for i in range(0, len(sizes), each))
+        if _chunked(merged, inner) == sizes:
+            break
+    outer = [Cut(axes[:count], merged)] if count else []
+    return [*outer, *[Cut((axis,)) for axis in axes[count:]], *rest]
+
+
+def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of the parts of parts, when each interval is chunked by one axis after the other."""
+    for n in parts:
+        lengths = tuple(
+            stop - start for length in lengths for start, stop in (chunk(0, length, n, i) for i in range(n))
+        )
+    return lengths
+
+
+def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> None:
+    axes, sizes = spec.cuts[dim][0]
+    given, count = len(sizes or ()), mesh.size(axes)
+    where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
+    if given != count:
+        raise ValueError(
+            f"{spec} gives {given} sizes for dim {dim}, and ({where}) cuts it into {count} parts; write {count} sizes, one "
+            "for each rank of the axis (of several axes, for each combination of their ranks), 0 for an empty part"
+        )
+    if sum(sizes or ()) != shape[dim]:
+        raise ValueError(
+            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, together {sum(sizes or ())} elements, but dim {dim} "
+            f"of {list(shape)} has {shape[dim]}; write sizes that add up to {shape[dim]}"
+        )
+
+
+def _check_average(spec: P, dtype: torch.dtype) -> None:
+    averaged = [axis for axis, kind in spec.unreduced if kind == "avg"]
+    if averaged and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(
+            f"{spec} leaves an average pending over {averaged[0]!r} for a tensor of {dtype_name(dtype)}, and the average of "
+            "integers is not an integer; use Partial('sum'), or convert the tensor to a floating dtype first"
+        )

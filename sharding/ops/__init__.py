@@ -1,0 +1,1 @@
+"""Operators on sharded tensors: dispatch, strategies, and the rules they follow."""

@@ -1,0 +1,155 @@
+"""Operators on a rank outside a tensor's mesh: it holds an empty part, and the same graph behind it.
+
+A tensor on another mesh may depend on the result, and backward through a redistribution between two meshes takes the
+ranks of both. So a tensor requires grad here where it does elsewhere, and backward walks the same way: operators run on
+stand-ins, meta tensors of the global shapes.
+
+    part (0,)  --->  stand-in [4, 8] on "meta"  --- the operator --->  stand-in [4, 16]  --->  part (0,)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout.layout import Layout
+from ..layout.spec import P
+from ..tensor.autograd.engine_hooks import transforming
+from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.transforms import Linear, under_transforms
+from .rules.registry import RESULT_IS_VIEW, functions
+from .strategy import FOUND, Decision, name_of, with_values
+
+_CASTS = frozenset(functions("to", "type"))
+
+
+def run(
+    func: Callable[..., Any],
+    decision: Decision,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    local_args: Any,
+    local_kwargs: Any,
+    operands: list[Any],
+) -> Any:
+    """The operator's results, empty here; of whole values nothing is known.
+
+    Raises:
+        NotImplementedError: the shape of a result depends on values.
+    """
+    _check_shapes_known(decision)
+    first = operands[0]
+    if func in RESULT_IS_VIEW or func in _CASTS:  # what requires grad depends on the first operand alone
+        return _wrapped(decision, _example(decision), first, lambda t: first._local.view_as(first._local).to(t.dtype))
+    if not _in_graph(operands):
+        return first if decision.in_place else _wrapped(decision, _example(decision), first, _part_on(first))
+    whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
+    whole_args, whole_kwargs = with_values(args, kwargs, whole)
+    result = func(*whole_args, **whole_kwargs)
+    if not decision.in_place:
+        return _wrapped(decision, result, first, _part_on(first))
+    first._local.copy_(_part_on(first)(whole[0]))
+    first._sync_requires_grad()
+    return first
+
+
+class _StandIn(torch.autograd.Function):
+    """A tensor of another shape and device, without values, that stands for this one in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
+        ctx.shape, ctx.device = x.shape, x.device
+        return x.new_empty(shape, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return _stand_in(grads[0], ctx.shape, ctx.device), None, None
+
+
+class _StandsFor(Linear):
+    """The same under transforms of torch.func: zeros, of another shape and device."""
+
+    def __init__(self, before: tuple[Sequence[int], Any], after: tuple[Sequence[int], Any]) -> None:
+        self.before, self.after = before, after
+
+    @property
+    def transpose(self) -> _StandsFor:
+        return _StandsFor(self.after, self.before)
+
+    def batched(self, count: int) -> _StandsFor:
+        return _StandsFor(*(((*shape, count), device) for shape, device in (self.before, self.after)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self.after[0], device=self.after[1])
+
+
+def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
+    if transforming():
+        return under_transforms(x, _StandsFor((x.shape, x.device), (shape, device)))
+    return _StandIn.apply(x, shape, device)  # type: ignore[return-value]
+
+
+def _in_graph(operands: Sequence[ShardedTensor]) -> bool:
+    return transforming() or (torch.is_grad_enabled() and any(x._local.requires_grad for x in operands))
+
+
+def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
+    device = x.mesh.device
+    return lambda whole: _stand_in(whole, (0,), device)
+
+
+def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
+    """A result of which this rank, outside the mesh, has an empty part, with the graph of what it is made of behind it."""
+    on = _part_on(sources[0])
+    parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
+    if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
+        return ShardedTensor._make(torch.empty(0, dtype=layout.dtype, device=sources[0].mesh.device), layout)
+    whole = sum(_stand_in(part.to(layout.dtype), layout.shape, "meta") for part in parts)
+    return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
+
+
+def _check_shapes_known(decision: Decision) -> None:
+    if decision.outputs is FOUND and decision.example is None:
+        raise NotImplementedError(
+            f"{name_of(decision.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
+            "does not have them"
+        )
+
+
+def _example(decision: Decision) -> Any:
+    """Meta tensors like the operator's results."""
+    if decision.outputs is FOUND:
+        return decision.example
+    if decision.outputs is None or decision.in_place:
+        return None
+    return decision.outputs.meta if type(decision.outputs) is Layout else [layout.meta for layout in decision.outputs]
+
+
+def _wrapped(decision: Decision, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
+    """The whole results as `ShardedTensor`s of which this rank has an empty part."""
+    if decision.outputs is FOUND:
+        return each_tensor(result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)))
+    if decision.outputs is None:
+        return None
+    if type(decision.outputs) is Layout:
+        return ShardedTensor._make(part(result), decision.outputs)
+    parts = zip(result, decision.outputs, strict=True)
+    return decision.container([ShardedTensor._make(part(t), layout) for t, layout in parts])
+
+
+def whole_like(tensor: Tensor, layout: Layout) -> Layout:
+    """The layout of a tensor of which every rank holds all."""
+    return Layout.of(layout.mesh, P(), tensor.shape, tensor.dtype)
+
+
+def each_tensor(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """The same nested tuples and lists with every tensor converted."""
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    if not isinstance(tree, (tuple, list)):
+        return tree
+    items = [each_tensor(item, convert) for item in tree]
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

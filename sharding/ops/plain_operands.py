@@ -1,0 +1,245 @@
+"""Plain tensors beside sharded ones inside prepared modules: masks and positions that a model makes itself count as replicated.
+
+    mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing in it depends on the rank
+    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is taken as replicated
+
+The first time that a line meets such an operand, the ranks of the mesh compare its bits. What is trusted after that: the same line, with
+the same operator, shapes, dtypes and layouts, makes operands that are the same on every rank.
+
+A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. Whether one runs is read
+off the stack, and only when an operator meets a plain tensor: other operators pay nothing, and recomputation in backward, exceptions
+and threads need no care.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm.call_site import user_line
+from ...mesh.comm.group import World
+from ...mesh.device_mesh import DeviceMesh
+from ..debug.replicas.compare import ReplicaError, compare
+from ..debug.replicas.copies import Copy
+from ..functional.named_axes import current_mapping
+from ..layout.bounded_cache import keep
+from ..layout.layout import dtype_name
+from ..layout.spec import P
+from ..tensor.autograd import engine_hooks
+from ..tensor.from_dtensor import is_dtensor
+from ..tensor.prepared import is_prepared
+from ..tensor.sharded_tensor import ShardedTensor
+from .rules.registry import writes_first_operand
+from .strategy import name_of
+
+_MOST = 1 << 16  # signatures that are remembered per mesh
+
+# Per world and mesh, what has been compared. The mesh is known by its hash: a reference to it would keep the world alive.
+_compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
+
+
+class _ThreadState(threading.local):
+    implicit_replication = False
+
+
+thread_state = _ThreadState()
+
+
+def may_replicate() -> bool:
+    """Return whether a plain operand may count as replicated here: in a method of a prepared module, or in backward, where
+    recomputation runs the lines of forward again."""
+    return engine_hooks.current_backward() != -1 or _in_prepared_module()
+
+
+def _in_prepared_module() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self" and is_prepared(_self_of(frame)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _self_of(frame: FrameType) -> Any:
+    found = frame.f_locals
+    owner = found.get("self")
+    if type(found) is dict:  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+        found.clear()
+    return owner
+
+
+def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded: Sequence[ShardedTensor]) -> bool:
+    """Compare plain operands between the ranks of a mesh, unless this line has done so before.
+
+    Args:
+        func: the operator.
+        plain: its plain operands.
+        sharded: its sharded ones, on one mesh.
+
+    Returns:
+        False where the operands are not to be taken as replicated: in backward, on a line that no forward has compared.
+
+    Raises:
+        ReplicaError: on every rank of the mesh: they differ.
+
+    Communication: the first time a line does this with these shapes, dtypes and layouts, an all_gather of about 100 bytes.
+    """
+    mesh: DeviceMesh = sharded[0].mesh
+    if mesh.coordinate is None:
+        return True
+    file, line = user_line()
+    shapes = tuple((x.dtype, x.shape, x.requires_grad) for x in plain)
+    signature = (file, line, name_of(func), shapes, tuple(x._layout.stamp for x in sharded))
+    compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
+    if signature in compared:
+        return True
+    if not _in_prepared_module():
+        return False
+    if mesh.size() > 1:
+        _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
+    keep(compared, signature, True, _MOST)
+    return True
+
+
+def _compare(what: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    from .implicit_comm import implicit  # which watches the dispatch, which asks here
+
+    group = mesh.group()
+    copies = [Copy(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
+    try:
+        with implicit("allow"):
+            compare(f"{what}: a plain tensor beside a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)
+    except ReplicaError as error:
+        advice = (
+            "If it is this rank's part of something, say so with ShardedTensor.from_local(t, mesh, placements); random numbers that are "
+            "the same on every rank are those of sm.rand and the like"
+        )
+        raise ReplicaError(f"{error} {advice}", error.path, error.ranks, error.index) from None
+
+
+# -- the operands ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor beside a `ShardedTensor` is taken as replicated: every rank must hold the same values.
+
+    Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
+
+    Communication: none by itself.
+    """
+    before = thread_state.implicit_replication
+    thread_state.implicit_replication = True
+    try:
+        yield
+    finally:
+        thread_state.implicit_replication = before
+
+
+def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return the arguments with plain tensors made `ShardedTensor`s where they count as replicated.
+
+    Raises:
+        ReplicaError: on every rank: inside a prepared module, for operands that differ between ranks.
+        RuntimeError: a plain operand on "meta", or in backward one that no forward has compared.
+
+    Communication: inside prepared modules, that of `_check_replicated`.
+    """
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
+    plain = [x for x in tensors if is_plain_operand(x)]
+    if not plain or not sharded:
+        return args, kwargs
+    if not thread_state.implicit_replication:
+        written = writes_first_operand(func) and args[0] is plain[0]
+        numbers = not written and all(is_one_element(x) for x in plain)
+        if not numbers and not may_replicate():
+            if written:
+                refuse(plain[0], func)
+            return args, kwargs
+        if any(x.is_meta for x in plain):
+            refuse_without_value(func, sharded)
+        if not numbers and not _check_replicated(func, plain, sharded):
+            refuse(plain[0], func)
+    return replicated_arguments(args, kwargs)
+
+
+def is_plain_operand(x: Any) -> bool:
+    """Return whether this is a plain tensor that is not just a number."""
+    return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and (x.ndim > 0 or x.requires_grad)
+
+
+def is_one_element(x: Tensor) -> bool:
+    """Return whether a plain tensor has one element and no gradient: it is taken as a number is, whatever its number of dims."""
+    return x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
+
+
+def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with their plain tensors made `ShardedTensor`s on the mesh of the others."""
+    mesh = next((t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
+    if mesh is None:
+        return args, kwargs
+    return _replicate_plain(args, mesh), dict(zip(kwargs, _replicate_plain(kwargs.values(), mesh), strict=True))
+
+
+def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
+    out: list[Any] = []
+    for item in items:
+        if type(item) in (list, tuple):
+            item = type(item)(_replicate_plain(item, mesh))
+        elif is_plain_operand(item):
+            item = ShardedTensor.from_local(item, mesh, P())
+        out.append(item)
+    return out
+
+
+def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among arguments, also those in lists, tuples and dicts."""
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from tensors_in(item)
+        elif isinstance(item, dict):
+            yield from tensors_in(item.values())
+
+
+def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
+    """For a plain tensor on "meta" beside sharded ones with values: an operator with it would do nothing, silently.
+
+    Raises:
+        RuntimeError: always, except where those are on "meta" as well.
+    """
+    if not all(x._local.is_meta for x in operands):
+        raise RuntimeError(
+            f"{name_of(func)}: a plain tensor on 'meta', which has no value, beside ShardedTensors on {operands[0].device}. Code that "
+            "places a number where it finds x.device in C++, as torch's gradient clipping and GradScaler do, finds 'meta': use "
+            "sm.clip_grad_norm_ or sm.GradScaler, or make the number a ShardedTensor"
+        )
+
+
+def refuse(tensor: Tensor, func: Any) -> NoReturn:
+    """Raise a RuntimeError: it is not said how the plain tensor lies."""
+    kind = "torch's DTensor" if is_dtensor(tensor) else "a plain tensor"
+    what = f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
+    if tensor.ndim == 0:
+        raise RuntimeError(
+            f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
+            "device_put(t, mesh, P())"
+        )
+    if current_mapping() is not None:
+        raise RuntimeError(f"{what}, inside a mapped function, which works on parts: pass the ShardedTensor as an argument")
+    raise RuntimeError(
+        f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "
+        "ShardedTensor.from_local(t, mesh, placements), or take plain tensors as replicated inside "
+        "`with sm.implicit_replication():`"
+    )

@@ -1,0 +1,1 @@
+"""Rules of operators on single elements."""

@@ -1,0 +1,56 @@
+"""Adding in place: `x += y` leaves x as it lies, also where x is pending, and needs no communication for that.
+
+    x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
+    x += 10                            [11 12] | [3 4]        on the first rank alone
+    x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
+    x += 10                            [11 12] | [13 14]      on every rank, as for an average and a minimum
+
+What is added lies as x does: a replicated y is taken on one rank, a split one padded with zeros, a sum that is pending over the
+same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum) y must be replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....layout.layout import Layout
+from ..decomposition_utils import layout_of
+from ..notation import Rule
+from ..registry import rule
+from .pointwise import broadcast, is_operand
+
+_EXTREMES = {"max", "min"}
+
+
+def _accumulated(func: Callable[..., Any], input: Any, other: Any, **kwargs: Any) -> Rule:
+    if not is_operand(input):
+        return broadcast(other)
+    shifted = _shifts_extreme(layout_of(input), layout_of(other) if is_operand(other) else None)
+    if is_operand(other):
+        return broadcast(input, other, linear=((0, 1),), additive=(1,), transparent=shifted)
+    return broadcast(input, linear=((0,),), transparent=shifted, bind=partial(_bind_number, func))
+
+
+def _shifts_extreme(layout: Layout, added: Layout | None) -> bool:
+    """Return whether x is pending as a maximum or minimum, over axes along which what is added is replicated."""
+    if not layout.pending or not set(layout.pending.values()) <= _EXTREMES:
+        return False
+    return added is None or not any(axis in added.dim_of or axis in added.pending for axis in layout.pending)
+
+
+def _bind_number(func: Callable[..., Any], targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+    """Return what adds a number to this rank's part: itself on one rank of each sum, nothing on the others."""
+    layout = targets[0]
+    mesh: Any = layout.mesh
+    summed = [mesh.axis_index(axis) for axis, kind in layout.spec.unreduced if kind == "sum"]
+    if mesh.coordinate is None or all(mesh.coordinate[i] == 0 for i in summed):
+        return func
+    return lambda input, other, **kwargs: func(input, 0, **kwargs)
+
+
+for _name in ("add_", "sub_", "subtract_", "__iadd__", "__isub__"):
+    rule(_name)(partial(_accumulated, getattr(torch.Tensor, _name)))

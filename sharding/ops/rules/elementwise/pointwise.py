@@ -1,0 +1,279 @@
+"""Operators that act on each element by itself, with broadcasting and type promotion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..notation import Rule, einrule
+from ..registry import handler, rule
+
+# Any function of the elements: pending operands are reduced first.
+_NONLINEAR = """
+    abs absolute acos arccos acosh arccosh angle arcsin asin asinh arcsinh atan arctan atanh arctanh atan2 arctan2
+    bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift ceil clamp clip clamp_min
+    clamp_max copysign cos cosh digamma erf erfc erfinv exp exp2 expm1 fix floor floor_divide fmax fmin fmod frac gcd
+    heaviside hypot i0 igamma igammac isclose isfinite isinf isnan isneginf isposinf isreal lcm ldexp lgamma log log10
+    log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit maximum minimum mvlgamma
+    nan_to_num nextafter polygamma pow float_power reciprocal remainder round rsqrt sgn sigmoid sign signbit sin sinc
+    sinh sqrt square tan tanh trunc xlogy eq ne lt le gt ge not_equal less less_equal greater greater_equal
+    relu relu6 leaky_relu elu selu celu gelu silu mish softplus hardtanh hardsigmoid hardswish hardshrink softshrink
+    tanhshrink softsign logsigmoid threshold addcmul addcdiv entr ndtr ndtri expit xlog1py erfcx i0e i1 i1e zeta log_ndtr
+    psi gammaln gammainc gammaincc multigammaln airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0
+    modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1
+    spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w polar
+    __and__ __or__ __xor__ __invert__ __lshift__ __rshift__ __rpow__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
+    __rtruediv__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __abs__ __rand__ __ror__ __rxor__
+    __rlshift__ __rrshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __ipow__ __imod__ __ifloordiv__
+"""
+# f(x + y) = f(x) + f(y) in the one operand.
+_LINEAR = """
+    clone contiguous neg negative positive deg2rad rad2deg real imag conj conj_physical
+    __neg__ __pos__ zero_
+"""
+
+
+def with_in_place(names: str) -> Iterator[str]:
+    """Each name, and its in-place form."""
+    for name in names.split():
+        yield name
+        if not name.endswith("_"):
+            yield f"{name}_"
+
+
+def broadcast(*operands: Tensor, **options: Any) -> Rule:
+    """The rule of an operator whose operands broadcast against each other."""
+    pattern = ", ".join(["..."] * len(operands)) + " -> ..."
+    return einrule(pattern, *operands, pointwise=True, **options)
+
+
+def tensors_of(*args: Any, **kwargs: Any) -> list[Tensor]:
+    """The operands among an operator's arguments. Plain numbers and 0-d tensors are not operands."""
+    return [a for a in (*args, *kwargs.values()) if is_operand(a)]
+
+
+def is_operand(x: Any) -> bool:
+    """Whether an argument stands for a `ShardedTensor`: those, and plain 0-d tensors, are meta tensors here."""
+    return isinstance(x, Tensor) and hasattr(x, "_operand")
+
+
+@rule(*with_in_place(_NONLINEAR))
+def _nonlinear(*args: Any, **kwargs: Any) -> Rule:
+    return broadcast(*tensors_of(*args, **kwargs))
+
+
+@rule("add", "sub", "subtract", "__add__", "__radd__", "__sub__")
+def _add(input: Any, other: Any, **kwargs: Any) -> Rule:
+    operands = tensors_of(input, other)
+    alone = ((0,),) if _is_zero(input) or _is_zero(other) else ()  # as in Python's sum(), which starts with 0
+    return broadcast(*operands, linear=((0, 1),) if len(operands) == 2 else alone)
+
+
+@rule("rsub", "__rsub__")
+def _rsub(input: Any, other: Any, **kwargs: Any) -> Rule:
+    return _add(input, other)
+
+
+@rule(*with_in_place("mul multiply __mul__ __rmul__ __imul__"))
+def _mul(input: Any, other: Any) -> Rule:
+    operands = tensors_of(input, other)
+    return broadcast(*operands, linear=tuple((i,) for i in range(len(operands))))
+
+
+@rule(*with_in_place("div divide true_divide __truediv__ __div__ __itruediv__ __idiv__"))
+def _div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Rule:
+    operands = tensors_of(input, other)
+    linear = ((0,),) if rounding_mode is None and is_operand(input) else ()
+    return broadcast(*operands, linear=linear)
+
+
+@rule(*with_in_place("lerp"))
+def _lerp(input: Any, end: Any, weight: Any) -> Rule:
+    operands = tensors_of(input, end, weight)
+    return broadcast(*operands, linear=((0, 1),) if is_operand(input) and is_operand(end) else ())
+
+
+_GETTERS = (torch.Tensor.real.__get__, torch.Tensor.imag.__get__)  # type: ignore[attr-defined]
+
+
+@rule(*with_in_place(_LINEAR), also=_GETTERS)
+def _linear(input: Tensor, *, memory_format: Any = None) -> Rule:
+    return broadcast(input, linear=((0,),))
+
+
+@rule("to_dense")
+def _to_dense(input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Rule:
+    """It is dense."""
+    return cast(input, dtype or input.dtype)
+
+
+@rule("prelu")
+def _prelu(input: Tensor, weight: Tensor) -> Rule:
+    """One slope for each channel, which is dim 1."""
+    channels = "c" if weight.ndim == 1 and input.ndim > 1 else "1" if weight.ndim == 1 else ""
+    names = " ".join("c" if d == 1 else f"d{d}" for d in range(input.ndim))
+    return einrule(f"{names}, {channels} -> {names}", input, weight)
+
+
+@rule("frexp")
+def _frexp(input: Tensor) -> Rule:
+    return einrule("... -> ..., ...", input)
+
+
+@rule("complex")
+def _complex(real: Tensor, imag: Tensor) -> Rule:
+    return broadcast(real, imag, linear=((0, 1),))
+
+
+@rule("renorm", "renorm_")
+def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
+    """Each slice along `dim` is scaled down by itself, by its norm over all other dims, which are whole."""
+    names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
+    return einrule(f"{names} -> {names}", input)
+
+
+@rule("fill", "fill_")
+def _fill_(input: Tensor, value: Any) -> Rule:
+    return broadcast(*tensors_of(input, value))
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+def casts_linearly(source: torch.dtype, target: torch.dtype | None) -> bool:
+    """Whether the sum of casts is the cast of the sum: not where a cast rounds to whole numbers or truth values."""
+    if target is None or source == target:
+        return True
+    return target != torch.bool and (_is_fractional(target) or not _is_fractional(source))
+
+
+def _is_fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def cast(input: Tensor, dtype: torch.dtype, **options: Any) -> Rule:
+    """The rule of a change of dtype."""
+    return broadcast(input, linear=((0,),) if casts_linearly(input.dtype, dtype) else (), **options)
+
+
+def _register_casts(**dtypes: torch.dtype) -> None:
+    for name, dtype in dtypes.items():
+        rule(name)(lambda input, memory_format=None, dtype=dtype: cast(input, dtype))
+
+
+_register_casts(
+    float=torch.float32, double=torch.float64, half=torch.float16, bfloat16=torch.bfloat16, cfloat=torch.complex64,
+    cdouble=torch.complex128, long=torch.int64, int=torch.int32, short=torch.int16, char=torch.int8, byte=torch.uint8,
+    bool=torch.bool,
+)  # fmt: skip
+
+
+@handler("type_as")
+def _type_as(input: Any, other: Any) -> Any:
+    return input.to(other.dtype)
+
+
+@handler("type")
+def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    """torch's old name of a tensor's kind, or a tensor of the kind of this name, as `"torch.DoubleTensor"`."""
+    here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
+    if dtype is None:
+        return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
+    if isinstance(dtype, torch.dtype):
+        return NotImplemented
+    name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+    where, _, kind = name.rpartition(".")
+    if where != here:
+        raise ValueError(f"type({name!r}): {input._layout} is on {input.mesh.device_type}; give a dtype, such as torch.float64")
+    return input.to(torch.empty(0).type(f"torch.{kind}").dtype)
+
+
+@handler("to")
+def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
+    """`x.to(other)` asks for the dtype of another tensor."""
+    other = kwargs.pop("other", args[0] if args else None)
+    if not isinstance(other, Tensor):
+        return NotImplemented
+    return input.to(other.dtype, *args[1:], **kwargs)
+
+
+@rule("to", "type")
+def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
+    """A change of dtype, or to "meta" and from there to the mesh's devices; another device type is refused."""
+    values = [*args, *kwargs.values()]
+    dtype = next((v for v in values if isinstance(v, torch.dtype)), input.dtype)
+    device = next((torch.device(v) for v in values if isinstance(v, (str, torch.device))), None)
+    if device is not None:
+        check_device(input, device)
+    if device is not None and device.type == "meta" and input.ndim == 0:
+        device = None
+    local = partial(_cast_local, dtype=dtype, moved_to=device, copy=bool(kwargs.get("copy", False)))
+    return cast(input, dtype, local=local, result=torch.empty(input.shape, dtype=dtype, device="meta"))
+
+
+def _cast_local(local: Tensor, *args: Any, dtype: torch.dtype, moved_to: torch.device | None, copy: bool, **kwargs: Any) -> Tensor:
+    """Parts that are on a device of the wanted kind stay there, whatever its index."""
+    device = None if moved_to is None or moved_to.type == local.device.type else moved_to
+    return local.to(device=device, dtype=dtype, copy=copy)
+
+
+def check_device(input: Tensor, device: torch.device) -> None:
+    """A sharded tensor is on the device type of its mesh, or on "meta".
+
+    A single number that is sent to "meta", the device of the wrappers, stays where it is: `torch.nn.utils.clip_grad_norm_` groups
+    gradients by what C++ says of their device, and sends the norm there.
+
+    Raises:
+        ValueError: the device is of another type.
+    """
+    mesh = input._operand.mesh  # type: ignore[attr-defined]
+    if device.type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"cannot move a ShardedTensor on {mesh} to {device}: its parts live on the mesh's devices; make a mesh of "
+            f"device type {device.type!r} and build the tensor there, or take x.to_local() or "
+            "x.full_tensor() and move that"
+        )
+
+
+@rule("cpu")
+def _cpu(input: Tensor, **kwargs: Any) -> Rule | None:
+    return _to(input, "cpu")
+
+
+@rule("cuda")
+def _cuda(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
+    return _to(input, "cuda")
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+@rule(also=(torch.where,))
+def _where(condition: Tensor, input: Any, other: Any) -> Rule:
+    """Linear in both branches together where both are tensors, or the other one is zero."""
+    operands = tensors_of(condition, input, other)
+    both = is_operand(condition) and all(is_operand(v) or _is_zero(v) for v in (input, other))
+    return broadcast(*operands, linear=(range(1, len(operands)),) if both and len(operands) > 1 else ())
+
+
+@rule(also=(torch.Tensor.where,))
+def _where_method(input: Any, condition: Tensor, other: Any) -> Rule:
+    if not is_operand(condition):
+        return broadcast(*tensors_of(input, other))
+    return _where(condition, input, other)
+
+
+@rule("masked_fill", "masked_fill_")
+def _masked_fill(input: Tensor, mask: Tensor, value: Any) -> Rule:
+    return broadcast(*tensors_of(input, mask, value), linear=((0,),) if _is_zero(value) else ())
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) and value == 0

@@ -1,0 +1,307 @@
+"""Writing by index: `x[...] = value`, `index_put`, `masked_scatter`.
+
+What is written never moves: every rank writes what falls into its part, and the value is brought to where it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....layout.layout import Layout
+from ....layout.spec import Cut, P
+from ....tensor.sharded_tensor import ShardedTensor
+from ...dispatch import check_base
+from ..decomposition_utils import layout_of, part_sizes, splits, splitting_axes
+from ..elementwise.pointwise import is_operand
+from ..notation import Rule, einrule
+from ..registry import form, handler, rule
+from .index import expanded, index_names, patterns, selects
+from .masked import mask_of
+from .places import Part
+
+Write = Callable[[Tensor, tuple[Any, ...], Any], Any]
+
+
+def _set(local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
+    local[entries] = value
+
+
+def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) -> None:
+    local.index_put_(tuple(e for e in entries if isinstance(e, Tensor)), value, accumulate)
+
+
+@handler("__setitem__")
+def _skip_written(input: Any, index: Any, value: Any) -> Any:
+    """The last step of `x[i] += y`, where the second has written to x already."""
+    source = value._sliced_from if type(value) is ShardedTensor else None
+    return None if source is not None and source.has_written(input, index, value) else NotImplemented
+
+
+# -- by numbers and slices ---------------------------------------------------------------------------------------------
+
+
+@rule("__setitem__")
+def _setitem(input: Tensor, index: Any, value: Any) -> Rule | None:
+    return _written(input, index, value, partial(_in_place, _set), torch.Tensor.__setitem__)
+
+
+@rule("index_put_")
+def _index_put_(input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Rule | None:
+    write = partial(_in_place, partial(_put, accumulate))
+    return _written(input, tuple(indices), values, write, torch.Tensor.index_put_, accumulate)
+
+
+@rule("index_put")
+def _index_put(input: Tensor, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Rule | None:
+    write = partial(_out_of_place, partial(_put, accumulate))
+    return _written(input, tuple(indices), values, write, torch.index_put, accumulate)
+
+
+def _in_place(write: Write, entries_of: Callable[..., Any], input: Tensor, indices: Any, values: Any, *_: Any, **__: Any) -> Tensor:
+    entries, values = entries_of(input, indices if write is _set else tuple(indices), values)
+    if entries is None:
+        _touch(input, values)
+    else:
+        write(input, entries, values)
+    return input
+
+
+def _out_of_place(write: Write, entries_of: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return _in_place(write, entries_of, input.clone(), *args, **kwargs)
+
+
+def _touch(local: Tensor, value: Any) -> None:
+    """Write nothing, but in the way in which other ranks write something: leaves refuse it, and the value stays in the graph."""
+    none = local.narrow(0, 0, 0)
+    none.add_(value.reshape(-1)[:0].sum()) if isinstance(value, Tensor) and value.requires_grad else none.zero_()
+
+
+def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False) -> Rule | None:
+    """The rule of an operator that writes a value into the places of an index."""
+    mask = mask_of(index, input.ndim)
+    if mask is not None:
+        return _written_where(input, *mask, value, write, func)
+    entries = expanded(index, input.ndim)
+    if entries is None or any(isinstance(e, Tensor) and e.ndim == 0 for e in entries):
+        return None
+    left, before, after = patterns(input, entries)
+    indices, names, picked = index_names(entries)
+    taken = f"{before} {picked} {after}".split()
+    values = [value] if is_operand(value) else []
+    if values:
+        names.append(_aligned(taken, value.ndim))
+    names = names if accumulate else [" ".join(f"[{n}]" if n[0] == "i" else n for n in side.split()) for side in names]
+    left = left.replace("[", "").replace("]", "")
+    linear, additive = (((0, 1 + len(indices)),), (0,) if accumulate else ()) if values else ((), ())
+    bind = partial(_bind_entries, write, func)
+    return einrule(f"{', '.join([left, *names])} -> {left}", input, *indices, *values, linear=linear, additive=additive, bind=bind)
+
+
+def _aligned(taken: Sequence[str], ndim: int) -> str:
+    """The dims of a value that is broadcast to these dims."""
+    return " ".join(["1"] * (ndim - len(taken)) + list(taken[max(0, len(taken) - ndim) :]))
+
+
+def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+    layout = targets[0]
+    split = [d for d in range(len(layout.shape)) if splitting_axes(layout, d)]
+    return partial(write, partial(_entries_here, layout, split)) if split else func
+
+
+def _entries_here(layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any) -> tuple[Any, Any]:
+    """The index and the value for this rank's part; None for an index that touches nothing of it."""
+    entries = expanded(index, local.ndim, local.device) or []
+    numbers = [n for n, e in enumerate(entries) if e is not None]
+    order, after = _result_dims(entries)
+    for dim in split:
+        number, (start, stop), size = numbers[dim], layout.box[dim], layout.shape[dim]
+        entry = entries[number]
+        if isinstance(entry, slice) and entry.indices(size) != (0, size, 1):
+            entries[number], places = _slice_here(entry.indices(size), start, stop)
+            value = _narrowed(value, order[number], places)
+        elif type(entry) is int:
+            entries[number] = entry % size - start
+            if not start <= entry % size < stop:
+                return None, value
+    indexed = [dim for dim in split if isinstance(entries[numbers[dim]], Tensor)]
+    if indexed:
+        parts = {numbers[dim]: Part(layout, dim, wraps=True) for dim in indexed}
+        entries, value = _places_here(parts, entries, value, after)
+    return tuple(entries), value
+
+
+def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
+    """For each slice its dim of the result, counted from the right from 0, and how many dims follow those of index tensors."""
+    kept = [n for n, e in enumerate(entries) if not selects(e)]
+    picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
+    ndim = max((entries[kept[i]].ndim for i in picks), default=0)
+    at = picks[0] if picks and picks[-1] - picks[0] + 1 == len(picks) else 0
+    after = [n for n in kept[at:] if not isinstance(entries[n], Tensor)]
+    order = {n: i for i, n in enumerate(reversed(after))}
+    return order | {n: len(after) + ndim + i for i, n in enumerate(reversed(kept[:at]))}, len(after)
+
+
+def _slice_here(bounds: tuple[int, int, int], start: int, stop: int) -> tuple[slice, tuple[int, int]]:
+    """A slice of a dim as one of this rank's part, and which of its elements these are."""
+    first, last, step = bounds
+    count = len(range(first, last, step))
+    low, high = (min(max(0, -((first - edge) // step)), count) for edge in (start, stop))
+    here = slice(first + low * step - start, first + (high - 1) * step - start + 1, step) if high > low else slice(0, 0)
+    return here, (low, high)
+
+
+def _narrowed(value: Any, from_right: int, places: tuple[int, int]) -> Any:
+    dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
+    return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, places[0], places[1] - places[0])
+
+
+def _places_here(parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int) -> tuple[list[Any], Any]:
+    """Index tensors as places in this rank's part, without those that fall outside; and the values that go there."""
+    numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
+    indices = dict(zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True))
+    wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
+    for n, part in parts.items():
+        indices[n], _ = part.find(indices[n], part.length)
+        wanted = wanted & (indices[n] != part.length)
+    here = [indices[n][wanted] if n in indices else e for n, e in enumerate(entries)]
+    return here, _values_at(value, wanted, after)
+
+
+def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
+    if not isinstance(value, Tensor) or value.ndim <= after:
+        return value
+    tail = value.ndim - after
+    lead = max(0, tail - wanted.ndim)
+    shape = [*value.shape[:lead], *[1] * (wanted.ndim - tail), *value.shape[lead:]]
+    sizes = [*value.shape[:lead], *wanted.shape, *value.shape[tail:]]
+    return value.reshape(shape).expand(sizes)[(slice(None),) * lead + (wanted,)]
+
+
+# -- from a value that is split ----------------------------------------------------------------------------------------
+
+
+@form("__setitem__")
+def _setitem_form(input: Tensor, index: Any, value: Any) -> Callable[..., None] | None:
+    """A value that is split along a slice of a split dim goes to the ranks that write it, and nowhere else."""
+    entries = expanded(index, input.ndim) if is_operand(value) and is_operand(input) and mask_of(index, input.ndim) is None else None
+    if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
+        return None
+    input[index] = value  # torch's own complaint comes first
+    layout = layout_of(input)
+    cuts = _cuts_of_value(layout, entries, value)
+    if not any(cut and cut != layout.spec.cuts[d] and splits(value, [v]) for v, (d, cut) in cuts.items()):
+        return None
+    spec = P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
+    return partial(_write_split, layout, spec)
+
+
+def _cuts_of_value(layout: Layout, entries: Sequence[Any], value: Tensor) -> dict[int, tuple[int, Any]]:
+    """For dims of the value the dim of x that each is written along, and how it must be cut to lie where it is written."""
+    order, _ = _result_dims(entries)
+    numbers = [n for n, e in enumerate(entries) if e is not None]
+    cuts = {}
+    for dim, n in enumerate(numbers):
+        at = value.ndim - 1 - order[n] if n in order else -1
+        if at >= 0 and value.shape[at] > 1 and splitting_axes(layout, dim):
+            cuts[at] = dim, _cut_like_slice(layout, dim, entries[n].indices(layout.shape[dim]))
+    return cuts
+
+
+def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> Sequence[Cut]:
+    if bounds == (0, layout.shape[dim], 1):
+        return layout.spec.cuts[dim]
+    edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
+    places = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
+    return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in places)),)
+
+
+def _write_split(layout: Layout, spec: P, input: Any, index: Any, value: Any) -> None:
+    check_base(input)
+    part = value.redistribute(spec)._local
+    split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
+    inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
+    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
+    _touch(input._local, part) if entries is None else _set(input._local, entries, part)
+    input._sync_requires_grad()
+
+
+# -- by truth values ---------------------------------------------------------------------------------------------------
+
+
+def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:
+    """A value for each place where a mask is true, in order, or one for all of them."""
+    dims = [f"d{d}" for d in range(input.ndim)]
+    before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
+    numbered = is_operand(value) and value.ndim > len(after) and value.shape[value.ndim - 1 - len(after)] != 1
+    names = [" ".join(f"[m{d}]" for d in range(mask.ndim)) if numbered else " ".join(masked)]
+    values = [value] if is_operand(value) else []
+    if values:
+        names.append(_aligned([*before, "[v]" if numbered else "1", *after], value.ndim))
+    bind = partial(_bind_mask, at, mask.ndim, len(after), write, func) if numbered else None
+    linear = ((0, 2),) if values else ()
+    return einrule(f"{', '.join([' '.join(dims), *names])} -> {' '.join(dims)}", input, mask, *values, linear=linear, bind=bind)
+
+
+def _bind_mask(at: int, ndim: int, after: int, write: Any, func: Any, targets: Sequence[Layout], _: Any) -> Callable[..., Any]:
+    layout = targets[0]
+    if not any(splitting_axes(layout, d) for d in range(at, at + ndim)):
+        return func
+    box = tuple(slice(*interval) for interval in layout.box[at : at + ndim])
+    return partial(write, partial(_mask_here, at, box, after))
+
+
+def _mask_here(at: int, box: tuple[slice, ...], after: int, local: Tensor, index: Any, value: Tensor) -> tuple[Any, Any]:
+    mask = next(e for e in (index if isinstance(index, tuple) else (index,)) if isinstance(e, Tensor))
+    dim = value.ndim - 1 - after
+    return (*[slice(None)] * at, mask[box]), value.index_select(dim, _order(mask, int(value.shape[dim]))[box][mask[box]])
+
+
+def _order(mask: Tensor, given: int) -> Tensor:
+    """How many true values come before each place.
+
+    Raises:
+        RuntimeError: not as many as values are given.
+    """
+    count = int(mask.sum())
+    if count != given:
+        raise RuntimeError(f"the mask is true in {count} places, and {given} values are given for them")
+    return mask.flatten().cumsum(0).reshape(mask.shape) - 1
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    """`masked_scatter` of this rank's part: `mask` and `source` are whole."""
+
+    layout: Layout
+    in_place: bool
+
+    def __call__(self, input: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+        mask = mask.expand(self.layout.shape)
+        box = tuple(slice(*interval) for interval in self.layout.box)
+        here, taken = mask[box], source.reshape(-1)[: int(mask.sum())]
+        result = input if self.in_place else input.clone()
+        result[here] = taken.take(_order(mask, taken.numel())[box][here])
+        return result
+
+
+def _masked_scatter(in_place: bool, input: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
+    if not (is_operand(mask) and is_operand(source)) or not input.ndim or mask.ndim > input.ndim:
+        return None
+    dims = " ".join(f"d{d}" for d in range(input.ndim))
+    sides = [" ".join(f"[{name}{d}]" for d in range(x.ndim)) for name, x in (("m", mask), ("s", source))]
+
+    def bind(targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+        return _Scatter(targets[0], in_place)
+
+    return einrule(f"{', '.join([dims, *sides])} -> {dims}", input, mask, source, linear=((0, 2),), bind=bind)
+
+
+rule("masked_scatter")(partial(_masked_scatter, False))
+rule("masked_scatter_")(partial(_masked_scatter, True))

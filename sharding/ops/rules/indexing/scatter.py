@@ -1,0 +1,171 @@
+"""Writing at numbered places: `scatter`, `index_add`, `index_copy`, `index_fill`, `index_reduce`, `put`.
+
+What is written never moves. Along a split dim every rank writes the elements whose places fall into its part; the others go
+into one more element at its end, which is cut off:
+
+    index_add of [5 6 7 8] at [4 0 2 4] to zeros over 3 ranks
+    rank 0  [6 0 7 | 13]      rank 1  [0 13 | 13]      rank 2  [0 | 26]        before the cut
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....layout.layout import Layout
+from ..decomposition_utils import splitting_axes
+from ..elementwise.pointwise import is_operand
+from ..notation import Rule, einrule
+from ..registry import rule
+from .places import Part, widened
+
+Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this rank writes along them
+
+
+def _register(maker: Callable[..., Rule | None], *names: str) -> None:
+    """One maker for operators and their in-place forms; it is told the name, and which of the two it is for."""
+    for name in names:
+        rule(name)(partial(maker, name, False))
+        rule(f"{name}_")(partial(maker, name, True))
+
+
+# -- through one dim ---------------------------------------------------------------------------------------------------
+
+
+def _scatter(
+    name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, value: Any = None, **kwargs: Any
+) -> Rule | None:
+    """Index and source say element by element what goes where; they may be shorter than what is written."""
+    if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
+        return None
+    dim %= input.ndim
+    given = [index, src] if is_operand(src) else [index]
+    short = [d for d in range(input.ndim) if d != dim and any(x.shape[d] != input.shape[d] for x in given)]
+    adds = name == "scatter_add" and src.shape[dim] == index.shape[dim]
+    names = [_names(input, short, dim, letter if not adds else "i", not adds) for letter, _ in zip("is", given, strict=False)]
+    left = " ".join(f"d{d}" for d in range(input.ndim))
+    reduce = kwargs.get("reduce", args[0] if args else None)
+    linear = _linear(name, reduce, src if value is None else value, 2)
+    bind = partial(_bind, name, in_place, dim, short)
+    return einrule(f"{', '.join([left, *names])} -> {left}", input, *given, linear=linear, additive=(0,) * adds, bind=bind)
+
+
+def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bool) -> str:
+    along = f"[{letter}]" if whole else letter
+    return " ".join(along if d == dim else f"[{letter}{d}]" if d in short else f"d{d}" for d in range(input.ndim))
+
+
+def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tuple[int, ...], ...]:
+    """What an operator is linear in: everything but the index, where it adds up or puts, or what is put is zero."""
+    if reduce not in (None, "add", "sum", "mean") or (name == "index_reduce"):
+        return ()
+    if is_operand(source):
+        return ((0, number),) if source.ndim else ()
+    return ((0,),) if isinstance(source, (int, float)) and source == 0 else ()
+
+
+def _indexed(
+    name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
+) -> Rule | None:
+    """The index says which slices along a dim are written."""
+    source = kwargs.get("value", source)
+    if not is_operand(index) or index.ndim != 1 or not input.ndim or (name != "index_fill" and source.ndim != input.ndim):
+        return None
+    dim %= input.ndim
+    left = " ".join(f"d{d}" for d in range(input.ndim))
+    number = "i" if name == "index_add" else "[i]"
+    sides = [left, number]
+    if is_operand(source):
+        sides.append(" ".join(number if d == dim else f"d{d}" for d in range(source.ndim)))
+    given = [source] if is_operand(source) else []
+    options = {"additive": (0,) * (name == "index_add"), "bind": partial(_bind, name, in_place, dim, ())}
+    return einrule(f"{', '.join(sides)} -> {left}", input, index, *given, linear=_linear(name, None, source, 2), **options)
+
+
+def _bind(
+    name: str, in_place: bool, dim: int, short: Sequence[int], targets: Sequence[Layout], _: Any
+) -> Callable[..., Tensor]:
+    layout = targets[0]
+    trims = [(d, *layout.box[d]) for d in short if splitting_axes(layout, d)]
+    if not splitting_axes(layout, dim):
+        func = getattr(torch.Tensor, f"{name}_" if in_place else name)
+        return partial(_on_part, func, False, trims) if trims else func
+    fill = 1 if name in ("scatter_reduce", "index_reduce") else None
+    part = Part(layout, dim, wraps=name == "index_fill")
+    return partial(_on_part, partial(_with_one_more, getattr(torch.Tensor, name), part, fill, dim), in_place, trims)
+
+
+def _on_part(
+    func: Callable[..., Tensor], copies: bool, trims: Trims, input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The operator on this rank's part, with so much of index and source as falls into it."""
+    named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
+    result = func(input, dim, _trimmed(index, trims), *[_trimmed(a, trims) for a in args], **named)
+    return input.copy_(result) if copies else result
+
+
+def _trimmed(x: Any, trims: Trims) -> Any:
+    if isinstance(x, Tensor) and x.ndim:
+        for d, start, stop in trims:
+            low, high = min(start, x.shape[d]), min(stop, x.shape[d])
+            x = x.narrow(d, low, high - low)
+    return x
+
+
+def _with_one_more(
+    func: Callable[..., Tensor], part: Part, fill: float | None, dim: int, input: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """The operator on the part with one more element. A product of what goes there could be infinite, and its gradient NaN: so
+    it is `fill` instead."""
+    places, mine = part.find(index, part.length)
+    if fill is not None:
+        args = tuple(_filled(a, mine, dim, fill) for a in args)
+        kwargs = {name: _filled(a, mine, dim, fill) for name, a in kwargs.items()}
+    return func(widened(input, dim), dim, places, *args, **kwargs).narrow(dim, 0, part.length)
+
+
+def _filled(x: Any, mine: Tensor, dim: int, fill: float) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    if mine.ndim == x.ndim:
+        cut = tuple(slice(n) for n in mine.shape)
+        return torch.where(mine, x[cut], fill)
+    return torch.where(mine.reshape([-1 if d == dim else 1 for d in range(x.ndim)]), x, fill)
+
+
+_register(_scatter, "scatter", "scatter_add", "scatter_reduce")
+_register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
+
+
+# -- through all dims --------------------------------------------------------------------------------------------------
+
+
+def _put(name: str, in_place: bool, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Rule | None:
+    """Places count through all dims, in row-major order."""
+    if not (is_operand(index) and is_operand(source)):
+        return None
+    left = " ".join(f"d{d}" for d in range(input.ndim))
+    sides = [" ".join(f"[{letter}{d}]" for d in range(x.ndim)) for letter, x in (("i", index), ("s", source))]
+    bind = partial(_bind_put, in_place)
+    return einrule(f"{', '.join([left, *sides])} -> {left}", input, index, source, linear=((0, 2),), bind=bind)
+
+
+def _bind_put(in_place: bool, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+    layout = targets[0]
+    dims = range(len(layout.shape))
+    if not any(splitting_axes(layout, d) for d in dims):
+        return torch.Tensor.put_ if in_place else torch.Tensor.put
+    return partial(_put_here, in_place, Part(layout, *dims, wraps=True))
+
+
+def _put_here(in_place: bool, part: Part, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    places, _ = part.find(index, part.length)
+    result = widened(input.reshape(-1), 0).put(places, source, accumulate)[: part.length].reshape(input.shape)
+    return input.copy_(result) if in_place else result
+
+
+_register(_put, "put")

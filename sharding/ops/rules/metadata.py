@@ -1,0 +1,83 @@
+"""Questions about a tensor that its shape, dtype and layout answer: no values, no communication.
+
+And what cannot be asked of a tensor that lies on many ranks: its memory as one piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...tensor.sharded_tensor import ShardedTensor
+from .registry import HANDLERS, functions, handler
+
+_ON_THE_WRAPPER = """
+    is_floating_point is_complex is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
+    dim size result_type can_cast is_sparse storage_offset has_names is_distributed dense_dim sparse_dim
+"""
+_ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
+
+
+# Reads or changes memory as such, which one rank has only a part of.
+_REFUSED = """
+    as_strided as_strided_ as_strided_copy as_strided_scatter set_ resize_ resize_as_
+    _typed_storage apply_ map_ map2_ share_memory_ record_stream pin_memory __dlpack__ __dlpack_device__ to_sparse
+    to_sparse_coo to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc to_mkldnn const_data_ptr resize resize_as
+"""
+
+
+def _register() -> None:
+    for name in _ON_THE_WRAPPER.split():
+        for func in functions(name):
+            HANDLERS[func] = _asked_of_wrapper(func)
+    for name in _ON_THE_PART.split():
+        for func in functions(name):
+            HANDLERS[func] = _asked_of_part(func)
+
+
+def _register_refusals() -> None:
+    for name in _REFUSED.split():
+        for func in functions(name):
+            HANDLERS[func] = _refused(name)
+
+
+def _refused(name: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} works on memory as such, and a ShardedTensor has only a part of it on each rank; use x.to_local() "
+            "for this rank's part, or x.full_tensor() for the whole"
+        )
+
+    return refuse
+
+
+def _asked_of_wrapper(func: Any) -> Any:
+    """Ask the wrapper itself, a meta tensor of the global shape."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    return ask
+
+
+def _asked_of_part(func: Any) -> Any:
+    """Ask this rank's part."""
+    return lambda x, *args, **kwargs: func(x._local, *args, **kwargs)
+
+
+@handler("is_same_size")
+def _is_same_size(input: Any, other: Any) -> bool:
+    return input.shape == other.shape
+
+
+@handler("_has_compatible_shallow_copy_type")
+def _can_share_data(input: Any, other: Any) -> bool:
+    """Whether `input.data = other` is possible: what `Module.to` asks before it changes a parameter in place."""
+    both = isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
+    return both and input._local.device.type == other._local.device.type
+
+
+_register()
+_register_refusals()

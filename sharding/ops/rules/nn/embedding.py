@@ -1,0 +1,162 @@
+"""Rows of a table by number: embedding, bags of embeddings, one-hot vectors.
+
+A table whose rows (the vocabulary) are split stays where it is: every rank looks up the rows that it holds, and the result is
+pending as a sum, to which one rank contributes each row. The gradient of the table needs no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....layout.layout import Layout
+from ..decomposition_utils import splitting_axes
+from ..indexing.places import Part, adds_in_parts, kept, not_empty
+from ..notation import Rule, einrule
+from ..registry import rule
+
+
+def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
+    """Raises: NotImplementedError, for what writes into the table, and sparse gradients."""
+    if max_norm is not None or sparse:
+        raise NotImplementedError(
+            f"{name}: max_norm= (which writes into the weight) and sparse= are not supported on ShardedTensors; clip the rows "
+            "yourself, weight.copy_(torch.renorm(weight, 2, 0, max_norm)) under torch.no_grad(), and use dense gradients"
+        )
+
+
+@rule(also=(F.embedding,))
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Rule:
+    """Gradients scaled by frequency count all indices, so that all of them, and all rows, must be there."""
+    _refuse("embedding", max_norm, sparse)
+    padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
+    indices = " ".join(f"[i{d}]" if scale_grad_by_freq else f"i{d}" for d in range(input.ndim))
+    rows = "v" if adds_in_parts(weight) and not scale_grad_by_freq else "[v]"
+    bind = partial(_bind_embedding, F.embedding, padding)
+    return einrule(f"{indices}, {rows} d -> {indices} d", input, weight, linear=((1,),), bind=bind)
+
+
+def _bind_embedding(func: Any, padding: int | None, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+    table = targets[1]
+    if not splitting_axes(table, 0):
+        return func
+    part, (start, stop) = Part(table, 0), table.box[0]
+    here = padding - start if padding is not None and start <= padding < stop else None
+    return lambda input, weight, *_, **__: _rows(part, input, weight, here)
+
+
+def _rows(part: Part, input: Tensor, weight: Tensor, padding: int | None = None, counted: Tensor | None = None) -> Tensor:
+    """The rows that this rank holds; nothing for others, and for those that are not counted."""
+    places, mine = part.find(input, 0)
+    mine = mine if counted is None else mine & counted
+    return kept(mine, F.embedding(places, not_empty(weight, [0]), padding), 1)
+
+
+@rule(also=(torch.embedding,))
+def _embedding_of_weight(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Rule:
+    padding = None if padding_idx < 0 else padding_idx
+    made = _embedding(indices, weight, padding, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse)
+    return replace(made, bind=partial(_bind_embedding_of_weight, padding))
+
+
+def _bind_embedding_of_weight(padding: int | None, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+    run = _bind_embedding(None, padding, targets, _)
+    return torch.embedding if run is None else lambda weight, indices, *_, **__: run(indices, weight)
+
+
+# -- bags --------------------------------------------------------------------------------------------------------------
+
+
+@rule(also=(F.embedding_bag,))
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Rule:
+    """Bags that are rows of a matrix may be split, and so may features; and the table's rows, in sums and means."""
+    _refuse("embedding_bag", max_norm, sparse)
+    rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"
+    bag = "[b]" if scale_grad_by_freq else "b"
+    each, bags = (f"{bag} [n]", bag) if input.ndim == 2 else ("[n]", "1")
+    count = input.shape[0] if offsets is None else offsets.shape[0] - include_last_offset
+    padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
+    linear = ((1,),) if mode != "max" else ()
+    bind = partial(_bind_bags, _Bags(mode, padding, include_last_offset), input.ndim)
+    result = torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta")
+    pattern = f"{each}, {rows} d, [o], {each} -> {bags} d"
+    return einrule(pattern, input, weight, offsets, per_sample_weights, linear=linear, bind=bind, result=result)
+
+
+def _bind_bags(bags: _Bags, ndim: int, targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
+    return partial(bags, Part(targets[1], 0)) if splitting_axes(targets[1], 0) else F.embedding_bag
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """Bags of this rank's rows of the table."""
+
+    mode: str
+    padding: int | None
+    include_last_offset: bool
+
+    def __call__(
+        self, part: Part, input: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, per_sample_weights: Any = None, **_: Any
+    ) -> Tensor:
+        counted = torch.ones_like(input, dtype=torch.bool) if self.padding is None else input != self.padding
+        rows = _rows(part, input, weight, counted=counted)
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights[..., None]
+        add = _sum_of_rows if offsets is None else partial(_sum_of_runs, offsets, self.include_last_offset)
+        if self.mode == "sum":
+            return add(rows)
+        return add(rows) / add(counted.to(rows.dtype)[..., None]).clamp_min(1)
+
+
+def _sum_of_rows(rows: Tensor) -> Tensor:
+    return rows.sum(1)
+
+
+def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
+    """Sums of the runs of rows that start at the offsets; with `ends` the last offset is where the last run stops."""
+    starts = offsets[:-1] if ends else offsets
+    numbers = torch.arange(len(rows), device=rows.device)
+    bag = torch.searchsorted(starts, numbers, right=True) - 1
+    used = numbers < offsets[-1] if ends else torch.ones_like(numbers, dtype=torch.bool)
+    return rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag[used], rows[used])
+
+
+# -- one-hot -----------------------------------------------------------------------------------------------------------
+
+
+@rule("one_hot")
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Rule:
+    if num_classes < 0:
+        raise ValueError(
+            "one_hot: give num_classes; without it the shape would depend on values that lie on other ranks"
+        )
+    result = torch.empty((*tensor.shape, num_classes), dtype=torch.int64, device="meta")
+    return einrule("... -> ... 1", tensor, result=result)

@@ -1,0 +1,196 @@
+"""Images: resizing, sampling, and moving elements between channels and space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....layout.layout import Layout
+from ..decomposition_utils import layout_of, splits
+from ..notation import Rule, einrule
+from ..registry import form, rule
+from .window import Halo, Parts, on_parts, per_dim, unless_empty
+
+# -- resizing ---------------------------------------------------------------------------------------------------------
+
+
+def _space(n: int, prefix: str = "h", whole: bool = True) -> str:
+    return " ".join(f"[{prefix}{d}]" if whole else f"{prefix}{d}" for d in range(n))
+
+
+@rule("interpolate")
+def _interpolate(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    n = input.ndim - 2
+    linear = ((0,),) if input.is_floating_point() else ()
+    return einrule(f"b c {_space(n)} -> b c {'1 ' * n}", input, linear=linear, bind=unless_empty(F.interpolate, True))
+
+
+@form("interpolate")
+def _interpolate_form(
+    input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None, antialias: bool = False,
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Over split space, each rank fetches the elements that its part of the result repeats or mixes."""
+    n = input.ndim - 2
+    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not splits(input, range(2, input.ndim)):
+        return None
+    result = F.interpolate(input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor)
+    if mode == "area":
+        return partial(_averaged, list(result.shape[2:]))
+    scales: Any = [None] * n if scale_factor is None else per_dim(scale_factor, n)
+    sizes = result.shape[2:] if scale_factor is None else [None] * n
+    taps, kind = (_linear, "linear") if mode in _LINEAR else (_nearest, mode)
+    options = {"mode": kind, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
+    dims = zip(input.shape[2:], sizes, scales, strict=True)
+    made = einrule(f"b c {_space(n, whole=False)} -> b c {_space(n, whole=False)}", input, linear=((0,),))
+    like: dict[str, Any] = {"dtype": _computed_in(input.dtype), "device": layout_of(input).mesh.device}  # type: ignore[attr-defined]
+    bind = partial(_bind_taps, [taps(like, *dim, **options) for dim in dims])
+    run = on_parts(made, result, range(2, input.ndim), bind)
+    return lambda input, *args, **kwargs: run(input)
+
+
+_LINEAR = ("linear", "bilinear", "trilinear")
+
+
+def _averaged(sizes: list[int], input: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(F, f"adaptive_avg_pool{len(sizes)}d")(input, sizes)
+
+
+class Taps(NamedTuple):
+    """What each element of the result is made of, along one dim.
+
+    Attributes:
+        first, last: the numbers of the one or two elements of the operand.
+        weights: of these two; None where the result repeats one.
+    """
+
+    first: list[int]
+    last: list[int]
+    weights: tuple[Tensor, Tensor] | None = None
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        """The elements that results [start, stop) are made of."""
+        return (self.first[start], self.last[stop - 1] + 1) if start < stop else (0, 0)
+
+
+def _nearest(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+    """torch's own choice, asked along this dim."""
+    numbers = torch.arange(length, **like).view(1, 1, -1)
+    picked = F.interpolate(numbers, size, scale, **options).flatten().long().tolist()
+    return Taps(picked, picked)
+
+
+def _linear(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
+    """torch's own weights, asked along this dim: what becomes of ones at every third place, for each of the three."""
+    numbers = torch.arange(length)
+    probes = torch.stack([numbers, *[numbers % 3 == place for place in range(3)]]).to(**like)
+    position, *weights = F.interpolate(probes[None], size, scale, **options)[0]
+    by_place, near = torch.stack(weights), position.round().long()
+    at = torch.arange(len(near), device=near.device)
+    first = near - (by_place[(near - 1) % 3, at] != 0).long()
+    last = (first + 1).clamp_max(length - 1)
+    return Taps(first.tolist(), last.tolist(), (by_place[first % 3, at], by_place[(first + 1) % 3, at]))
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch computes positions and weights for an image of this one."""
+    return dtype if dtype is torch.float64 else torch.float32
+
+
+def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+    (src,), (dst,) = targets, results
+    halo = Halo(src, dst, {d: each.reach for d, each in enumerate(taps, 2)})
+    device: Any = dst.mesh.device  # type: ignore[attr-defined]
+    steps = [_step(each, d, src, dst, device) for d, each in enumerate(taps, 2)]
+    high = _computed_in(src.dtype) if any(each.weights for each in taps) else src.dtype
+
+    def local(x: Tensor) -> Tensor:
+        x = halo(x).to(high)
+        for step in steps:
+            x = step(x)
+        return x.to(src.dtype)
+
+    return local
+
+
+def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callable[[Tensor], Tensor]:
+    """One dim of this rank's part, from the elements that were fetched."""
+    mine = slice(*dst.box[dim])
+    start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
+    first, last = (torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start for numbers in taps[:2])
+    if taps.weights is None:
+        return lambda x: x.index_select(dim, first)
+    w, v = (weight[mine].view(-1, *[1] * (len(dst.shape) - 1 - dim)) for weight in taps.weights)
+    return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------
+
+
+@rule("grid_sample")
+def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Rule:
+    n = input.ndim - 2
+    pattern = f"b c {_space(n)}, b {_space(n, 'p', False)} [s] -> b c {_space(n, 'p', False)}"
+    return einrule(pattern, input, grid, linear=((0,),), bind=unless_empty(F.grid_sample))
+
+
+@rule("affine_grid")
+def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool | None = None) -> Rule:
+    n = len(size) - 2
+    return einrule(f"b [i] [j] -> b {'1 ' * n} 1", theta, linear=((0,),), bind=_bind_affine_grid)
+
+
+def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+    batch = results[0].local_shape[0]
+    local = lambda theta, size, *args, **kwargs: F.affine_grid(theta, [batch, *size[1:]], *args, **kwargs)  # noqa: E731
+    return unless_empty(local, True)(targets, results)
+
+
+# -- between channels and space ---------------------------------------------------------------------------------------
+
+
+def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule:
+    """The rule of an operator that only moves elements; `whole` names factors of composite dims that are not split."""
+    made = einrule(pattern, input, linear=((0,),), transparent=True, **options)
+    return replace(made, whole=made.whole | set(whole.split()))
+
+
+@rule("pixel_shuffle")
+def _pixel_shuffle(input: Tensor, upscale_factor: int) -> Rule:
+    c, h, w = input.shape[-3:]
+    sizes = {"c": c // upscale_factor**2, "h": h, "w": w, "p": upscale_factor, "q": upscale_factor}
+    return _moves("... (c p q) h w -> ... c (h p) (w q)", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_shuffle, True))
+
+
+@rule("pixel_unshuffle")
+def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Rule:
+    c, h, w = input.shape[-3:]
+    sizes = {"c": c, "h": h // downscale_factor, "w": w // downscale_factor, "p": downscale_factor, "q": downscale_factor}
+    return _moves("... c (h p) (w q) -> ... (c p q) h w", input, "p q", sizes=sizes, bind=unless_empty(torch.pixel_unshuffle, True))
+
+
+@rule("channel_shuffle", "native_channel_shuffle")
+def _channel_shuffle(input: Tensor, groups: int) -> Rule:
+    return _moves("b [c] ... -> b 1 ...", input, bind=unless_empty(torch.channel_shuffle, True))
+
+
+@rule(also=(F.unfold,))
+def _unfold(input: Tensor, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
+    sizes = {"c": input.shape[-3], "k": math.prod(per_dim(kernel_size, 2))}
+    made = einrule("... c [h] [w] -> ... (c k) 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.unfold, True))
+    return replace(made, whole=made.whole | {"k"})
+
+
+@rule(also=(F.fold,))
+def _fold(input: Tensor, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1) -> Rule:
+    count = math.prod(per_dim(kernel_size, 2))
+    sizes = {"c": input.shape[-2] // count, "k": count}
+    made = einrule("... (c k) [l] -> ... c 1 1", input, sizes=sizes, linear=((0,),), bind=unless_empty(F.fold, True))
+    return replace(made, whole=made.whole | {"k"})

@@ -1,0 +1,181 @@
+"""Windows that slide along split dims: each rank fetches what its own part of the result is made of, and no more.
+
+    x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
+    fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
+    result                         [0 1 2 3 | 4 5 6 7]        padded with one element at either end of the whole
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ....layout.layout import Layout
+from ....layout.spec import Cut, P
+from ....redistribute.interval_exchange import Fetch, Interval, Wanted
+from ....tensor.autograd.engine_hooks import transforming
+from ...plain_operands import tensors_in
+from ..decomposition_utils import all_from_parts, layout_of, part_sizes, resized
+from ..notation import Rule
+from ..propagation import assign
+
+Parts = Callable[..., Any]  # of this rank's parts of the operands: its parts of the results
+
+
+def per_dim(value: Any, n: int) -> tuple[int, ...]:
+    """An argument such as `stride`, which may be one number for all dims."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return values * n if len(values) == 1 else values
+
+
+class Window(NamedTuple):
+    """What slides along one dim.
+
+    Attributes:
+        length: elements of the dim.
+        size, stride, dilation: of the window.
+        before: padding before the first element.
+    """
+
+    length: int
+    size: int
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+
+    def span(self, start: int, stop: int) -> Interval:
+        """The positions that results [start, stop) are made of, padding included, counted from the first element."""
+        first = start * self.stride - self.before
+        return first, first + (stop - start - 1) * self.stride + self.dilation * (self.size - 1) + 1
+
+    def elements(self, start: int, stop: int) -> Interval:
+        """Those of them that are elements."""
+        if start == stop:
+            return 0, 0
+        low, high = (min(max(at, 0), self.length) for at in self.span(start, stop))
+        return low, high
+
+    def padding(self, start: int, stop: int) -> Interval:
+        """How many of them are padding, before and after the elements."""
+        (first, end), (low, high) = self.span(start, stop), self.elements(start, stop)
+        missing = end - first - (high - low)
+        before = min(max(0, low - first), missing)  # all of them, where there is no element among them
+        return before, missing - before
+
+
+class Halo:
+    """`halo(local)`: of each split dim the elements that this rank's part of the result is made of; differentiable.
+
+    Args:
+        src: how the operand lies.
+        dst: how the result lies; it has the same dims.
+        elements: dim -> `(start, stop)` of a part of the result -> the interval of the operand that it is made of.
+
+    Communication: for each split dim one all_to_all, where a rank needs what another one holds; the same backward.
+    """
+
+    def __init__(self, src: Layout, dst: Layout, elements: Mapping[int, Callable[[int, int], Interval]]) -> None:
+        self.fetches = []
+        for dim, interval in elements.items():
+            if src.spec.dims[dim]:
+                self.fetches.append(Fetch(src, dst, dim, _one(interval)))
+                src = resized(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
+        self.shape = src.local_shape
+
+    def __call__(self, local: Tensor) -> Tensor:
+        for fetch in self.fetches:
+            local = fetch(local)
+        return local
+
+
+def _one(interval: Callable[[int, int], Interval]) -> Wanted:
+    return lambda start, stop: [interval(start, stop)]
+
+
+def _parts(layout: Layout, dim: int) -> list[Interval]:
+    return list(pairwise(accumulate(part_sizes(layout, dim), initial=0)))
+
+
+# -- forms over split dims --------------------------------------------------------------------------------------------
+
+
+def on_parts(made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]) -> Callable[..., Any]:
+    """The form that brings the operands of a rule into the layouts that it asks for, and runs a function of their parts.
+
+    Args:
+        made: which dims may be split how; `dims` of the result may differ in size from the factors that they are.
+        result: the operator's result or results on meta tensors.
+        dims: those dims; each result is split evenly along them.
+        bind: `(layouts of the operands, layouts of the results) -> function of the parts`.
+
+    Returns:
+        a function of the operands in the order of the rule.
+    """
+    chosen = assign(made, [layout_of(x) for x in made.operands])
+    results = [result] if isinstance(result, Tensor) else list(result)
+    specs = chosen.outputs * len(results) if len(chosen.outputs) == 1 else chosen.outputs
+    mesh: Any = chosen.targets[0].mesh
+    pairs = zip(specs, results, strict=True)
+    layouts = [Layout.of(mesh, _cut_evenly(spec, dims), r.shape, r.dtype) for spec, r in pairs]
+    local = bind(chosen.targets, layouts) if mesh.coordinate is not None else None
+
+    def run(*operands: Any) -> Any:
+        moved = [x.redistribute(target.spec) for x, target in zip(operands, chosen.targets, strict=True)]
+        made_of = all_from_parts(layouts, lambda *parts: _several(local(*parts)), *moved)  # type: ignore[misc]
+        return made_of[0] if isinstance(result, Tensor) else type(result)(made_of)
+
+    return run
+
+
+def _several(parts: Any) -> Sequence[Tensor]:
+    return [parts] if isinstance(parts, Tensor) else parts
+
+
+def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
+    cuts = [tuple(Cut((a,)) for cut in old for a in cut.axes) if d in dims else old for d, old in enumerate(spec.cuts)]
+    return P.of_cuts(cuts, dict(spec.unreduced))
+
+
+# -- parts without elements -------------------------------------------------------------------------------------------
+
+
+def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
+    """As `bind` of a rule: torch's own function, which may refuse empty tensors; of an empty part its empty results.
+
+    Args:
+        linear: the gradient does not depend on the operand. Those of pooling and convolution do, for torch, with a derivative of zero.
+    """
+
+    def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
+        if all(0 not in layout.local_shape for layout in results):
+            return func
+        return lambda *args, **kwargs: _empty_results(results, linear, [*args, *kwargs.values()])
+
+    return bind
+
+
+def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any]) -> Any:
+    tensors = list(tensors_in(values))
+    empty = [tensors[0].new_zeros(x.local_shape, dtype=x.dtype) for x in layouts]
+    results = tuple(joined(part, *tensors, linear=linear) for part in empty)
+    return results[0] if len(results) == 1 else results
+
+
+def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
+    """A part that depends on nothing, with tensors behind it in the graph, as it has them on the other ranks: all of them
+    must take part in the same backward. In that of the gradient, too, unless the operator is linear: so the square of nothing is
+    added."""
+    given = [x for x in tensors if x.requires_grad or (transforming() and x.is_floating_point())]
+    if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
+        return out
+    nothing = sum((x.narrow(0, 0, 0) if x.ndim else x.reshape(1)[:0]).sum().to(out.dtype) for x in given)
+    return out + (nothing if linear else nothing * nothing)
+
+
+def is_empty(*layouts: Layout) -> bool:
+    """Whether this rank's part of any of them has no elements."""
+    return any(math.prod(layout.local_shape) == 0 for layout in layouts)

@@ -1,0 +1,1 @@
+"""Rules of operators over lists of tensors."""

@@ -1,0 +1,214 @@
+"""Operators over lists of tensors: `_foreach_*` and the fused optimizer kernels.
+
+Where the tensors of one place (a parameter, its gradient, its state) lie alike, the operator runs once on the lists of
+local tensors. Else each place goes through the rule of the single operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ....layout.bounded_cache import keep
+from ....layout.layout import Layout
+from ....layout.spec import P
+from ....tensor.sharded_tensor import ShardedTensor
+from ...dispatch import check_bases, known_local
+from ...lineage import mixed, seed_of
+from ...plain_operands import refuse_without_value
+from ..decomposition_utils import settled
+from ..reductions.reduction import accumulator_dtype, safe_root
+from ..registry import HANDLERS, handler
+
+_FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_fused_sgd_")
+_OF_NUMBERS = {"maximum": ("maximum", "clamp_min"), "minimum": ("minimum", "clamp_max")}  # which take no number elsewhere
+_TAKES_VALUE = ("addcmul", "addcmul_", "addcdiv", "addcdiv_")  # whose lists have a scalar where these have value=
+
+
+def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
+    return [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+
+
+_KEPT = 256
+_alike: dict[Any, bool] = {}  # layouts of all places of all lists -> whether they are aligned
+
+
+def _aligned(lists: list[Sequence[Any]]) -> bool:
+    """Whether the tensors of every place share shape and layout, nothing pending: locals can be used as they are."""
+    key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
+    found = _alike.get(key)
+    if found is None:
+        found = keep(_alike, key, all(map(_is_alike, zip(*key, strict=True))), _KEPT)
+    return found
+
+
+def _is_alike(row: Sequence[Layout | int]) -> bool:
+    """One place: layouts of the sharded tensors, numbers of dims of the plain ones."""
+    layouts = [item for item in row if isinstance(item, Layout)]
+    if not layouts:  # plain tensors among sharded ones
+        return True
+    places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
+    numbers = all(item == 0 for item in row if not isinstance(item, Layout))
+    return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)
+
+
+_part = attrgetter("_local")
+
+
+def _local(argument: Any) -> Any:
+    """The locals of a list; a single number that stands beside lists is wanted whole."""
+    if isinstance(argument, (list, tuple)):
+        part = known_local if torch.is_grad_enabled() else _part  # in an optimizer's step gradients are off
+        return [part(x) if type(x) is ShardedTensor else x for x in argument]
+    return argument.redistribute(P())._local if isinstance(argument, ShardedTensor) else argument
+
+
+def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator that treats each place of its lists alike and by element."""
+    seed = seed_of(func.__name__)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        lists = _lists(args, kwargs)
+        if not _aligned(lists):
+            return _one_by_one(func, args, kwargs)
+        in_place = func.__name__.endswith("_")
+        if any(isinstance(a, Tensor) and type(a) is not ShardedTensor and a.is_meta for a in (*args, *kwargs.values())):
+            refuse_without_value(func, [x for x in lists[0] if type(x) is ShardedTensor])
+        if in_place:
+            _check_writable(lists[0])
+        result = func(*map(_local, args), **{name: _local(a) for name, a in kwargs.items()})
+        if result is None or in_place:
+            for row in zip(*lists, strict=True):
+                if type(row[0]) is ShardedTensor:
+                    row[0]._lineage = mixed(seed, [x for x in row if type(x) is ShardedTensor])
+            if func.__name__ in _FUSED:  # torch's kernels do not say that they have written
+                torch.autograd.graph.increment_version([_part(x) for x in lists[0] if type(x) is ShardedTensor])
+            return result if result is None else lists[0]
+        return type(result)(map(_wrapped, result, zip(*lists, strict=True)))
+
+    return run
+
+
+def _check_writable(tensors: Sequence[Any]) -> None:
+    check_bases(x for x in tensors if isinstance(x, ShardedTensor))
+
+
+def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
+    """A result, laid out as the operands of its place."""
+    like = next((x for x in row if isinstance(x, ShardedTensor)), None)
+    return local if like is None else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
+
+
+def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same operator on each place of the lists by itself, through its rule."""
+    name = func.__name__.removeprefix("_foreach_")
+    single = getattr(torch, name, None) or getattr(Tensor, name, None) or _in_place(name)
+    if func.__name__ in _FUSED or single is None:
+        raise ValueError(
+            f"{func.__name__}: the tensors of one place (parameter, gradient, state) lie differently on the mesh, or are "
+            "pending; redistribute them to the parameter's placements first"
+        )
+    if name in _TAKES_VALUE and len(args) == 4:
+        *args, value = args
+        kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
+    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_place(args[1], 0), Tensor):
+        single = getattr(Tensor, name.replace(*_OF_NUMBERS[name.rstrip("_")]))
+    return _by_place(single, args, kwargs)
+
+
+def _in_place(name: str) -> Callable[..., Any] | None:
+    """What torch has in place for lists only, as `maximum_`."""
+    outside = getattr(torch, name.removesuffix("_"), None) if name.endswith("_") else None
+    return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
+
+
+def _by_place(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    count = len(_lists(args, kwargs)[0])
+    return [
+        single(*[_place(a, i) for a in args], **{name: _place(a, i) for name, a in kwargs.items()})
+        for i in range(count)
+    ]
+
+
+def _place(argument: Any, i: int) -> Any:
+    return argument[i] if isinstance(argument, (list, tuple)) else argument
+
+
+@handler("_amp_foreach_non_finite_check_and_unscale_")
+def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `torch.amp.GradScaler` does to gradients; every rank must learn of an infinity on any of them.
+
+    Communication: an all_reduce of one number over each mesh that has a part in the gradients.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_([_local([x])[0] for x in grads], found_inf, inv_scale)
+    for mesh in dict.fromkeys(x.mesh for x in grads if isinstance(x, ShardedTensor)):
+        if mesh.coordinate is not None:
+            mesh.group().all_reduce(found_inf, "max")
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+@handler("_foreach_norm")
+def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    """Norms of many tensors; Euclidean ones with one reduction for all that are pending alike."""
+    if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
+        return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
+    totals = [_sum_of_squares(x, dtype) for x in tensors]
+    norms: dict[int, Any] = {}
+    for bucket in dict.fromkeys(total._layout for total in totals):
+        places = [i for i, total in enumerate(totals) if total._layout is bucket]
+        roots = safe_root(settled(torch.stack([totals[i] for i in places])))
+        norms.update(zip(places, roots.unbind(), strict=True))
+    return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
+
+
+def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
+    size = settled(x if dtype is None else x.to(dtype)).abs()
+    size = size.to(accumulator_dtype(size.dtype))
+    return (size * size).sum()
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+@handler("_foreach_powsum")
+def _foreach_powsum(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    return [(x if dtype is None else x.to(dtype)).abs().pow(ord).sum() for x in tensors]
+
+
+@handler("_foreach_max")
+def _foreach_max(tensors: Any) -> list[Any]:
+    return [x.amax() for x in tensors]
+
+
+@handler("_foreach_mm")
+def _foreach_mm(self: Any, mat2: Any) -> list[Any]:
+    return [torch.mm(a, b) for a, b in zip(self, mat2, strict=True)]
+
+
+def _register_by_element() -> None:
+    for name in dir(torch):
+        func = getattr(torch, name)
+        if (name.startswith("_foreach_") or name in _FUSED) and func not in HANDLERS:
+            HANDLERS[func] = _whole_lists(func)
+
+
+_register_by_element()
+
+
+def _step_one_by_one(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Have ASGD step tensor by tensor: over lists it makes numbers on the device that C++ sees, which for a wrapper is "meta"."""
+    if isinstance(optimizer, torch.optim.ASGD):
+        for group in optimizer.param_groups:
+            if group["foreach"] and any(isinstance(p, ShardedTensor) for p in group["params"]):
+                group["foreach"] = False
+
+
+register_optimizer_step_pre_hook(_step_one_by_one)

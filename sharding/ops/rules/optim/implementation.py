@@ -1,0 +1,128 @@
+"""Which implementation torch's optimizers step sharded parameters with, where the user has chosen none.
+
+    device            plain parameters     sharded parameters
+    accelerators      foreach              foreach
+    CPU               the loop             fused where torch has it and the memory is contiguous, else foreach
+
+Torch takes the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs more, and the fused kernels read each
+element once instead of eight times. `foreach=False` asks for the loop, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.optim.optimizer as torch_optimizer
+from torch.utils import _foreach_utils as foreach_utils
+
+from ....tensor.sharded_tensor import ShardedTensor
+from ...lineage import mixed, piece_of, seed_of
+
+_LOOPS = (torch.optim.Adafactor,)  # by default on every device: foreach takes more memory
+_CHOSEN = "_shardmesh_chosen"  # under this name an optimizer that steps has the options that were chosen for it
+_STEP = seed_of("optimizer step")
+Group = dict[str, Any]
+
+
+def register() -> None:
+    """Have torch take sharded parameters for ones that its foreach and fused implementations know. Does something once."""
+    for types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
+        if ShardedTensor not in types:
+            types.append(ShardedTensor)
+    if torch_optimizer._group_tensors_by_device_and_dtype is not _by_local_device:
+        torch_optimizer._group_tensors_by_device_and_dtype = _by_local_device  # type: ignore[assignment]
+        torch_optimizer.register_optimizer_step_pre_hook(_choose)
+        torch_optimizer.register_optimizer_step_post_hook(_finish)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+_torchs_grouping = torch_optimizer._group_tensors_by_device_and_dtype
+
+
+def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is "meta", which torch would hold against a
+    `step` that lies on a GPU."""
+    if not any(type(x) is ShardedTensor for x in lists[0]):
+        return _torchs_grouping(lists, with_indices)
+    parts = [[x._local if type(x) is ShardedTensor else x for x in tensors] for tensors in lists]
+    found = _torchs_grouping(parts, True)
+    return {
+        key: ([[tensors[i] for i in numbers] if tensors else [] for tensors in lists], numbers if with_indices else [])
+        for key, (_, numbers) in found.items()
+    }
+
+
+# -- defaults ----------------------------------------------------------------------------------------------------------
+
+
+def _choose(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Choose for the step that begins."""
+    _restore(optimizer)  # a step before may have raised
+    chosen = []
+    for group in optimizer.param_groups:
+        if _is_open(optimizer, group):
+            name = "fused" if "fused" in group and _is_contiguous(optimizer, group["params"]) else "foreach"
+            group[name] = True
+            chosen.append((group, name, [x._lineage for x in group["params"]]))
+    if chosen:
+        setattr(optimizer, _CHOSEN, chosen)
+
+
+def _restore(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Group, list[int]]]:
+    """Leave the groups as the user has made them, for `state_dict()` and later steps.
+
+    Returns:
+        the groups that had been chosen for, and the lineages of their parameters before.
+    """
+    chosen = vars(optimizer).pop(_CHOSEN, ())
+    for group, name, _ in chosen:
+        group[name] = None
+    return [(group, before) for group, _, before in chosen]
+
+
+def _finish(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Restore the groups, and set lineages that do not depend on what was chosen: memory may be contiguous on some ranks only."""
+    for group, before in _restore(optimizer):
+        for x, lineage in zip(group["params"], before, strict=True):
+            if x.grad is not None:
+                x._lineage = lineage
+                x._lineage = mixed(_STEP, [x, x.grad])
+                for i, y in enumerate(optimizer.state.get(x, {}).values()):
+                    if type(y) is ShardedTensor:
+                        y._lineage = piece_of(x._lineage, i + 1)
+
+
+def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
+    """Whether nobody has chosen, and torch would take the loop for sharded parameters only because they lie on the CPU."""
+    params = group["params"]
+    return (
+        bool(params)
+        and all(type(x) is ShardedTensor and x._local.is_cpu for x in params)
+        and group.get("foreach", False) is None
+        and group.get("fused") is None
+        and not (group.get("differentiable") or group.get("capturable") or isinstance(group.get("lr"), torch.Tensor))
+        and not isinstance(optimizer, _LOOPS)
+    )
+
+
+def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTensor]) -> bool:
+    """Whether fused kernels may go through the memory of all tensors in order: they look at no strides, nor at layouts."""
+    return all(
+        x._local.is_contiguous() and x.dtype.is_floating_point and _lie_alike(x, (x.grad, *optimizer.state.get(x, {}).values()))
+        for x in params
+    )
+
+
+def _lie_alike(x: ShardedTensor, others: Iterable[Any]) -> bool:
+    layout = x._layout
+    return all((y._layout is layout and y._local.is_contiguous()) if type(y) is ShardedTensor else _is_number(y) for y in others)
+
+
+def _is_number(y: Any) -> bool:
+    return not isinstance(y, torch.Tensor) or (y.ndim == 0 and y.dtype is torch.float32)
+
+
+register()

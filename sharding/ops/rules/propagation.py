@@ -1,0 +1,378 @@
+"""The rule engine: from a rule and the layouts of its operands to the cheapest way of running the operator.
+
+For every mesh axis by itself the engine lists what the rule allows on it (leave everything whole; split one factor;
+let pending sums pass through), prices the movement of operands that each choice needs, and takes the cheapest. A choice
+that moves nothing wins; ties go to the choice that keeps the largest operand where it is. Because axes are decided one
+at a time, the work grows with the number of axes, not with the product of their choices.
+
+Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand and result; the
+largest operand split on it says how it is cut. Else the factor is cut evenly, and ragged operands are moved first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ...layout.bounded_cache import keep
+from ...layout.layout import Layout
+from ...layout.spec import Cut, P
+from ...redistribute.plan import without_trivial_axes
+from .notation import Dim, Rule
+
+WHOLE, SPLIT, PENDING = "whole", "split", "pending"
+_IMPOSSIBLE = float("inf")
+
+
+class State(NamedTuple):
+    """What one mesh axis does to one operand: nothing, split a factor (None: a dim that the rule cannot follow), or
+    leave it pending with a kind."""
+
+    what: str
+    detail: str | None = None
+
+
+REPLICATED = State(WHOLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one axis does in the operator: nothing, split factor `detail`, or leave a linear group's sum pending.
+
+    Attributes:
+        what: WHOLE, SPLIT or PENDING.
+        detail: the factor that is split, or the pending kind.
+        group: the operands that are pending, for PENDING.
+    """
+
+    what: str
+    detail: str | None = None
+    group: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The outcome: the layout each operand must have, and the spec of each result."""
+
+    targets: tuple[Layout, ...]
+    outputs: tuple[P, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How the factors of a rule are cut.
+
+    Attributes:
+        axes: factor -> the axes that split it, major to minor.
+        sized: factor -> its outermost cut, where that is one into parts of given sizes.
+    """
+
+    axes: dict[str, list[str]]
+    sized: dict[str, Cut]
+
+    def spec(self, dims: Sequence[Dim], unreduced: dict[str, str]) -> P:
+        """The spec of an operand or result with these dims."""
+        entries = [tuple(axis for factor in factors for axis in self.axes.get(factor, ())) for factors in dims]
+        if not self.sized:
+            return P(*entries, unreduced=unreduced)
+        cuts = [self.sized[f] for factors in dims for f in factors if f in self.sized]
+        return P(*entries, unreduced=unreduced, sizes={cut.axes: cut.sizes or () for cut in cuts})
+
+
+class CannotKeep(ValueError):
+    """An in-place operator would have to change the layout of the tensor that it writes."""
+
+
+def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> Assignment:
+    """Choose how to run an operator.
+
+    Args:
+        rule: the operator's rule for these operands.
+        layouts: the layout of each operand of the rule, all on one mesh.
+        fixed: an operand that must stay as it is and is the result (the one written by an in-place operator).
+
+    Raises:
+        CannotKeep: no choice leaves the fixed operand as it is.
+
+    Communication: none; the result says what has to move.
+    """
+    unmoved, key = layouts[0].mesh._unmoved, _shapeless(rule, layouts, fixed)
+    outputs = unmoved.get(key) if key else None
+    if outputs is not None:
+        return Assignment(tuple(layouts), outputs)
+    found = _assigned(rule, layouts, fixed)
+    if key and all(target is layout for target, layout in zip(found.targets, layouts, strict=True)):
+        keep(unmoved, key, found.outputs)
+    return found
+
+
+def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
+    """What the choice depends on where nothing has to move: not on sizes, as far as dims are made of one factor and cut evenly.
+    So it is made once for all shapes. None where sizes count."""
+    if any(len(factors) > 1 for dims in (*rule.inputs, *rule.outputs) for factors in dims):
+        return None
+    if any(layout.spec.sizes for layout in layouts):
+        return None
+    operands = tuple([(x.spec, x.dtype is torch.bool, tuple([min(n, 2) for n in x.shape])) for x in layouts])
+    options = rule.whole, rule.combine, rule.linear, rule.additive, rule.transparent, fixed
+    return operands, rule.inputs, rule.outputs, options
+
+
+def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assignment:
+    mesh = layouts[0].mesh
+    states = {axis: [_state(rule, i, layout, axis) for i, layout in enumerate(layouts)] for axis in mesh.axis_names}
+    choices = {axis: _choose(rule, layouts, states, axis, fixed) for axis in mesh.axis_names}
+    by_weight = _by_weight(layouts, fixed)
+    order = axis_order([layouts[i] for i in by_weight])
+    while (excess := _unrepresentable(rule, mesh.size, choices, order)) is not None:
+        choices[excess] = Choice(WHOLE)
+    axes = _axes_by_factor(choices, order)
+    splits = Splits(axes, _sized_factors(rule, layouts, by_weight, axes))
+    targets = [
+        layout.replace(splits.spec(rule.inputs[i], _pending_operand(rule, i, choices)))
+        if _moves(rule, i, layout, states, choices, splits)
+        else layout
+        for i, layout in enumerate(layouts)
+    ]
+    if fixed is not None:
+        targets[fixed] = _kept(layouts[fixed], targets[fixed])
+    outputs = (splits.spec(dims, _pending_output(rule, choices, axes, dims)) for dims in rule.outputs)
+    return Assignment(tuple(targets), tuple(outputs))
+
+
+def _kept(layout: Layout, target: Layout) -> Layout:
+    """The layout of the operand that is written, if its target is the same boxes."""
+    if without_trivial_axes(layout) is not without_trivial_axes(target):
+        raise CannotKeep
+    return layout
+
+
+# -- what is -----------------------------------------------------------------------------------------------------------
+
+
+def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
+    if axis in layout.pending:
+        return State(PENDING, layout.pending[axis])
+    if axis not in layout.dim_of:
+        return REPLICATED
+    dim = layout.dim_of[axis]
+    return State(SPLIT, _factors_split(rule, rule.inputs[operand][dim], layout, dim).get(axis))
+
+
+def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
+    """Axis -> the factor that it splits, for the axes of one dim, as far as the split falls on factor boundaries."""
+    size, found, at, parts = layout.mesh.size, {}, 0, 1
+    for axis in layout.spec.dims[dim]:
+        while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
+            at, parts = at + 1, 1
+        if not factors or factors[at] in rule.whole:
+            break
+        parts *= size(axis)
+        if at < len(factors) - 1 and rule.sizes[factors[at]] % parts:
+            break
+        found[axis] = factors[at]
+    return found
+
+
+def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
+    """The operands in the order in which they have a say in how dims are split: the fixed one, then the largest."""
+    return sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
+
+
+def axis_order(by_weight: Sequence[Layout]) -> list[str]:
+    """Axes in the order in which they split dims: the weightiest operand's first, then mesh order."""
+    order: dict[str, None] = {}
+    for layout in by_weight:
+        order.update(dict.fromkeys(axis for axes in layout.spec.dims for axis in axes))
+    order.update(dict.fromkeys(by_weight[0].mesh.axis_names))
+    return list(order)
+
+
+# -- what could be -----------------------------------------------------------------------------------------------------
+
+
+def _choose(
+    rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, fixed: int | None
+) -> Choice:
+    here = states[axis]
+    candidates = list(_candidates(rule, layouts, here))
+    if fixed is not None and layouts[fixed].mesh.size(axis) > 1:
+        candidates = [c for c in candidates if _target(rule, fixed, c) == _outcome(rule, c) == here[fixed]]
+    if not candidates:
+        raise CannotKeep
+    if len(candidates) == 1:
+        return candidates[0]
+    return min(candidates, key=lambda choice: _price(rule, layouts, states, axis, choice))
+
+
+def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) -> Iterator[Choice]:
+    """Choices that leave at least one operand where it is, or everything whole."""
+    yield Choice(WHOLE)
+    for factor in dict.fromkeys(s.detail for s in here if s.what == SPLIT and s.detail is not None):
+        yield Choice(SPLIT, factor)
+    kinds = {s.detail for s in here if s.what == PENDING}
+    if len(kinds) != 1:
+        return
+    (kind,) = kinds
+    for group in rule.linear:
+        pending = [i for i in group if i not in rule.additive]
+        if all(here[i].what == PENDING for i in pending) and _passes(rule, kind, [layouts[i] for i in pending]):
+            yield Choice(PENDING, kind, group)
+
+
+def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
+    """Whether a linear operator may be applied to values pending with this kind; truth values do not add up."""
+    return rule.transparent or (kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending))
+
+
+def _target(rule: Rule, operand: int, choice: Choice) -> State:
+    """What the choice asks of one operand."""
+    if choice.what == SPLIT:
+        if any(choice.detail in dim for dim in rule.inputs[operand]):
+            return State(SPLIT, choice.detail)
+        return State(PENDING, rule.combine) if operand in rule.additive and _reduces(rule, choice) else REPLICATED
+    if choice.what == PENDING and (operand in choice.group or operand in rule.additive):
+        return State(PENDING, choice.detail)
+    return REPLICATED
+
+
+def _outcome(rule: Rule, choice: Choice) -> State:
+    """What the choice makes of the (first) result."""
+    if choice.what == SPLIT and _reduces(rule, choice):
+        return State(PENDING, rule.combine)
+    return State(choice.what, choice.detail)
+
+
+def _reduces(rule: Rule, choice: Choice) -> bool:
+    """Whether splitting this factor leaves the results pending."""
+    return not any(choice.detail in dim for dims in rule.outputs for dim in dims)
+
+
+def _price(
+    rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, choice: Choice
+) -> tuple[float, float]:
+    """Bytes received per rank if the axis does this, then bytes of operands that do not stay where they are."""
+    here, n = states[axis], layouts[0].mesh.size(axis)
+    price = moved = 0.0
+    for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
+        target = _target(rule, i, choice)
+        if state != target and not (i in rule.additive and state.what == WHOLE):  # a whole bias becomes pending for nothing
+            nbytes = layout.largest_local_numel * layout.dtype.itemsize
+            price += move_price(state, target, n) * nbytes
+            moved += max(nbytes, 1)
+    becomes_pending = choice.what == SPLIT and _reduces(rule, choice)
+    if moved and becomes_pending:
+        price += 2 * (n - 1) / n * _output_bytes(rule, layouts, states, axis)
+    return price, moved
+
+
+def move_price(state: State, target: State, n: int) -> float:
+    """Bytes received per local byte, when an axis of `n` ranks goes from one state to another."""
+    if state.what == WHOLE or n == 1:
+        return 0
+    if state.what == SPLIT:
+        return {SPLIT: (n - 1) / n, WHOLE: n - 1, PENDING: 0}[target.what]
+    if target.what == PENDING:
+        return _IMPOSSIBLE
+    return (n - 1) / n * (1 if target.what == SPLIT else 2)
+
+
+def _output_bytes(rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str) -> float:
+    """About what one rank will hold of the first result, given how the other axes split its factors now."""
+    factors = {f for dim in rule.outputs[0] for f in dim}
+    numel = math.prod(rule.sizes.get(f, 1) for f in factors)
+    for other, here in states.items():
+        if other != axis and any(s.what == SPLIT and s.detail in factors for s in here):
+            numel /= layouts[0].mesh.size(other)
+    return numel * layouts[0].dtype.itemsize
+
+
+# -- what will be ------------------------------------------------------------------------------------------------------
+
+
+def _unrepresentable(rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]) -> str | None:
+    """An axis to leave whole, where a composite dim cannot be split as chosen: its parts would not be boxes."""
+    split = _axes_by_factor(choices, order)
+    for dims in (*rule.inputs, *rule.outputs):
+        for factors in dims:
+            for major, minor in ((factors[i], factors[i + 1 :]) for i in range(len(factors) - 1)):
+                parts = math.prod(size(a) for a in split.get(major, ()))
+                minor_axes = [a for f in minor for a in split.get(f, ())]
+                if rule.sizes[major] % parts:
+                    return split[major][-1]
+                if minor_axes and parts != rule.sizes[major]:
+                    return minor_axes[-1]
+    return None
+
+
+def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[str, list[str]]:
+    split: dict[str, list[str]] = {}
+    for axis in order:
+        choice = choices[axis]
+        if choice.what == SPLIT and choice.detail is not None:
+            split.setdefault(choice.detail, []).append(axis)
+    return split
+
+
+def _sized_factors(
+    rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
+) -> dict[str, Cut]:
+    """Factor -> its cut into parts of given sizes, where the weightiest operand that is split on it has such a cut."""
+    if not any(layout.spec.sizes for layout in layouts):
+        return {}
+    alone = _factors_alone(rule)
+    first = {f: cut for i in reversed(by_weight) for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)}
+    return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
+
+
+def _factors_alone(rule: Rule) -> set[str]:
+    """Factors that are a dim by themselves wherever they appear."""
+    shared = {f for dims in (*rule.inputs, *rule.outputs) for factors in dims if len(factors) > 1 for f in factors}
+    return {f for dims in rule.inputs for factors in dims for f in factors} - shared
+
+
+def _outer_cuts(dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]) -> Iterator[tuple[str, Cut]]:
+    """The outermost cut of each dim that is one factor, if the axes that it is over go on to split that factor first."""
+    size = layout.mesh.size
+    for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
+        axes = split.get(factors[0], []) if len(factors) == 1 and cuts else []
+        first = [axis for axis in axes if size(axis) > 1][: len(cuts[0].axes)] if axes else []
+        if first and tuple(first) == cuts[0].axes:
+            yield factors[0], Cut(tuple(axes[: axes.index(first[-1]) + 1]), cuts[0].sizes)
+
+
+def _moves(
+    rule: Rule,
+    operand: int,
+    layout: Layout,
+    states: dict[str, list[State]],
+    choices: dict[str, Choice],
+    splits: Splits,
+) -> bool:
+    """Whether the operand may have to change its layout; axes that split one factor in another order count, and so may
+    parts of other sizes."""
+    if any(states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()):
+        return True
+    return bool(splits.sized or layout.spec.sizes) or any(len(axes) > 1 for axes in layout.spec.dims)
+
+
+def _pending_operand(rule: Rule, operand: int, choices: dict[str, Choice]) -> dict[str, str]:
+    pending = {}
+    for axis, choice in choices.items():
+        target = _target(rule, operand, choice)
+        if target.what == PENDING and target.detail is not None:
+            pending[axis] = target.detail
+    return pending
+
+
+def _pending_output(
+    rule: Rule, choices: dict[str, Choice], split: dict[str, list[str]], dims: Sequence[Dim]
+) -> dict[str, str]:
+    present = {factor for factors in dims for factor in factors}
+    pending = {axis: rule.combine for factor, axes in split.items() if factor not in present for axis in axes}
+    pending.update({axis: c.detail or "sum" for axis, c in choices.items() if c.what == PENDING})
+    return pending

@@ -1,0 +1,1 @@
+"""Rules of reductions, scans and selections along dims."""

@@ -1,0 +1,64 @@
+"""Rules for operators that the table does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...layout.spec import KINDS
+from .elementwise.pointwise import is_operand
+from .notation import Rule, einrule
+from .registry import RULES
+
+
+def register_rule(
+    func: Callable[..., Any],
+    pattern: str,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+    combine: str = "sum",
+) -> None:
+    """register_rule(func, "... m k, ... k n -> ... m n"): say how an operator may be split; on every rank alike.
+
+    The names are factors. One that operands and result share may be split over any axis; one that the result lacks is
+    reduced, and splitting it leaves the result pending; a `[bracketed]` one must be whole on every rank; `1` is a dim
+    that is never split. Prove the rule with `check_rule`.
+
+    Args:
+        func: a torch function or an operator of `torch.library` (`torch.ops.mine.op`, with a meta implementation), before
+            it is first called on a `ShardedTensor`.
+        pattern: one part for each tensor among the arguments, in order, and one for each result.
+        linear: groups of operands in which the operator is linear, jointly: pending sums of those pass through.
+        additive: operands that are added to the result, such as a bias.
+        combine: how partial results combine where a reduced factor is split: "sum", "max", "min" or "product".
+
+    Raises:
+        ValueError: a pattern without "->", or an unknown way to combine.
+
+    Communication: none.
+
+    Example:
+        >>> sm.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
+    """
+    if "->" not in pattern:
+        raise ValueError(f"a rule says what becomes of the dims, as in 'm k, k n -> m n'; got {pattern!r}")
+    if combine not in KINDS:
+        raise ValueError(f"unknown way to combine {combine!r}; one of {', '.join(map(repr, KINDS))}")
+
+    def maker(*args: Any, **kwargs: Any) -> Rule:
+        operands = operands_in((*args, *kwargs.values()))
+        return einrule(pattern, *operands, linear=linear, additive=additive, combine=combine)
+
+    RULES[func] = maker
+
+
+def operands_in(items: Iterable[Any]) -> Iterator[Tensor]:
+    """The operands among the arguments of a rule maker, in order."""
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from operands_in(item)
+        elif is_operand(item):
+            yield item

@@ -1,0 +1,398 @@
+"""Deciding how to run an operator: from its rule and the layouts of its operands to a `Decision`, which dispatch keeps.
+
+Running the operator on meta tensors of the global shapes validates the arguments as torch itself does, on every rank
+alike and before any communication, and tells the shapes and dtypes of the results.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm.call_site import user_line
+from ...mesh.comm.transforms import is_transformed, outside_of_transforms
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout, told_apart
+from ..layout.spec import P
+from ..tensor import random
+from ..tensor.sharded_tensor import ShardedTensor
+from .device_result import device_result
+from .rules.notation import Dim, NoMatch, Rule
+from .rules.propagation import CannotKeep, assign
+from .rules.registry import FORMS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
+
+FOUND = object()  # as `Decision.outputs`: whatever tensors the function returns, replicated
+
+
+class Decision:
+    """How to run one operator on operands of known layouts.
+
+    Attributes:
+        func: what to call on the local tensors.
+        targets: the layout each operand must have, in the order in which operands stand in the arguments.
+        moves: whether any operand has to be redistributed.
+        outputs: layout of the result, or of each result; None where the operator returns no tensor; or `FOUND`.
+        container: how to put several results together again.
+        in_place: the result is the first operand.
+        detached_view: the result would be a view, but of a redistributed copy.
+        example: for `FOUND`, the results on meta tensors, or None where their shapes depend on values.
+        seed: what the operator and its static arguments add to lineages.
+        form: what to call instead, with the operator's own arguments; nothing else counts then.
+        direct: all there is to do is to call `func` on the locals and wrap its one result.
+        run: how to do what there is to do, where it is more.
+        wrap: makes the one result a `ShardedTensor`.
+    """
+
+    __slots__ = (
+        "container", "detached_view", "direct", "example", "form", "func", "in_place", "moves", "outputs", "run", "seed", "targets",
+        "wrap",
+    )  # fmt: skip
+
+    run: Callable[..., Any]
+    wrap: Callable[[Tensor], Any]
+
+    def __init__(self, func: Callable[..., Any], targets: Sequence[Layout], moves: bool, outputs: Any) -> None:
+        self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
+        self.container: Callable[[list[Any]], Any] = tuple
+        self.in_place = False
+        self.form: Callable[..., Any] | None = None
+        self.detached_view = False
+        self.example: Any = None
+        self.direct = False
+        self.seed = 0
+
+
+def decide(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
+) -> Decision:
+    """Work out how to run an operator on these operands; `key` holds all that the decision depends on.
+
+    Raises:
+        ValueError: operands on different meshes.
+        CannotKeep: an in-place operator that would change the layout of what it writes.
+        NotImplementedError: an in-place operator without a rule.
+        whatever torch raises for these arguments, on the global shapes.
+
+    Communication: none.
+    """
+    with outside_of_transforms():
+        return _decided(func, args, kwargs, operands, key)
+
+
+def _decided(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
+) -> Decision:
+    layouts = [x._layout for x in operands]
+    check_one_mesh(func, layouts)
+    metas = [operand_meta(layout) for layout in layouts]
+    named = dict(zip(kwargs, meta_numbers(kwargs.values()), strict=True))
+    meta_args, meta_kwargs = with_values(meta_numbers(args), named, metas)
+    in_place = writes_first_operand(func) or kwargs.get("inplace") is True
+    form = form_for(func, meta_args, meta_kwargs)
+    if form is not None:
+        return form if isinstance(form, Decision) else _formed(func, form)
+    made = rule_for(func, meta_args, meta_kwargs, metas)
+    if made is None:
+        _check_operator(func)
+        return _gathered(func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place)
+    if made.pointwise:
+        result = _pointwise_result(func, made, meta_args, meta_kwargs, key)
+    else:
+        result = meta_result(func, made, meta_args, meta_kwargs)
+    return _from_rule(func, made, layouts, metas, result, in_place)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def common_name(func: Any) -> str:
+    """A name that is the same on every rank: nothing with an address in it, and nothing that a program may choose."""
+    if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
+        return "operator of the program"
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def name_of(func: Any) -> str:
+    """What to call an operator in a message."""
+    return getattr(func, "__name__", repr(func))
+
+
+def with_values(args: Sequence[Any], kwargs: dict[str, Any], values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments with each `ShardedTensor` replaced by the next value."""
+    rest = iter(values)
+    return _substitute(args, rest), dict(zip(kwargs, _substitute(kwargs.values(), rest), strict=True))
+
+
+def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
+    out: list[Any] = []
+    for item in items:
+        if isinstance(item, ShardedTensor):
+            item = next(values)
+        elif type(item) in (list, tuple):
+            item = type(item)(_substitute(item, values))
+        out.append(item)
+    return out
+
+
+def operand_meta(layout: Layout) -> Tensor:
+    """A meta tensor that stands for an operand of this layout; rule makers tell operands from numbers by it."""
+    meta = layout.meta.detach()
+    meta._operand = layout  # type: ignore[attr-defined]
+    return meta
+
+
+def meta_numbers(items: Iterable[Any]) -> list[Any]:
+    """The arguments with plain 0-d tensors, which are numbers, on the meta device too."""
+    out: list[Any] = []
+    for item in items:
+        if type(item) in (list, tuple):
+            item = type(item)(meta_numbers(item))
+        elif isinstance(item, Tensor) and not isinstance(item, ShardedTensor):
+            item = torch.empty(item.shape, dtype=item.dtype, device="meta") if is_transformed(item) else item.detach().to("meta")
+        out.append(item)
+    return out
+
+
+def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
+    for layout in layouts[1:]:
+        if layout.mesh is not layouts[0].mesh:
+            one, other = told_apart(layouts[0].mesh, layout.mesh)
+            raise ValueError(
+                f"{name_of(func)}: operands lie on two meshes, {one} and {other}; bring them to one mesh first (both on "
+                "the mesh that has all the axes)"
+            )
+
+
+# -- with a form -------------------------------------------------------------------------------------------------------
+
+
+def form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """The form for operands that lie like these; torch's own complaints about the arguments come first."""
+    maker = FORMS.get(func)
+    if maker is None:
+        return None
+    try:
+        return maker(*args, **kwargs)
+    except (TypeError, AttributeError, IndexError, KeyError, ValueError, RuntimeError):
+        meta_result(func, None, args, kwargs)
+        raise
+
+
+def _formed(func: Callable[..., Any], form: Callable[..., Any]) -> Decision:
+    decision = Decision(func, (), False, None)
+    decision.form = form
+    return decision
+
+
+# -- with a rule -------------------------------------------------------------------------------------------------------
+
+
+def rule_for(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor]
+) -> Rule | None:
+    """The rule for this call; None where there is none for this form of it."""
+    maker = RULES.get(func)
+    if maker is None:
+        return None
+    try:
+        made = maker(*args, **kwargs)
+    except NoMatch:
+        return None
+    except (TypeError, AttributeError, IndexError, KeyError):
+        if not _fits_signature(maker, args, kwargs):
+            return None
+        meta_result(func, None, args, kwargs)  # torch's own complaint about these arguments comes first
+        raise
+    covered = made is not None and sorted(map(id, made.operands)) == sorted(map(id, metas))
+    return made if covered else None
+
+
+def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    try:
+        inspect.signature(maker).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator's result on meta tensors; None where its shape depends on values."""
+    if made is not None and made.result is not None:
+        return made.result
+    try:
+        with torch.no_grad():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        unknown = isinstance(error, NotImplementedError) or "meta tensor" in str(error)
+        found = None if made is None else device_result(func, made, args, kwargs)
+        if found is None and (made is not None or not unknown):
+            raise
+        return found
+
+
+_dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype of its result
+
+
+def _pointwise_result(
+    func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
+) -> Any:
+    """`meta_result` of a pointwise operator: run once for each combination of dtypes, since torch needs up to half a
+    millisecond for it; after that only shapes are broadcast."""
+    shape = _broadcast_shape([x.shape for x in made.operands])
+    if shape is None:
+        return meta_result(func, made, args, kwargs)
+    kind = tuple((k.dtype, k.shape == ()) if type(k) is Layout else k for k in key)
+    try:
+        dtype = _dtypes.get(kind)
+    except TypeError:  # an argument that cannot be hashed
+        return meta_result(func, made, args, kwargs)
+    if dtype is not None and (shape == made.operands[0].shape or not writes_first_operand(func)):
+        return torch.empty(shape, dtype=dtype, device="meta")
+    result = meta_result(func, made, args, kwargs)
+    if isinstance(result, Tensor) and result.shape == shape:
+        keep(_dtypes, kind, result.dtype)
+    return result
+
+
+def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
+    """None where they do not broadcast, of which torch complains best."""
+    if all(shape == shapes[0] for shape in shapes):
+        return shapes[0]
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return None
+
+
+def _from_rule(
+    func: Callable[..., Any], made: Rule, layouts: list[Layout], metas: list[Tensor], result: Any, in_place: bool
+) -> Decision:
+    position = {id(meta): i for i, meta in enumerate(metas)}
+    order = [position[id(x)] for x in made.operands]
+    try:
+        chosen = assign(made, [layouts[i] for i in order], order.index(0) if in_place else None)
+    except CannotKeep:
+        raise CannotKeep(
+            f"{name_of(func)} writes into {layouts[0]}, and would have to change its layout to do so; "
+            "redistribute it first, or use the out-of-place form"
+        ) from None
+    targets = list(layouts)
+    for i, target in zip(order, chosen.targets, strict=True):
+        targets[i] = target
+    outputs = _output_layouts(func, made, chosen.outputs, layouts[0], result)
+    local = made.local or func
+    if made.bind is not None:
+        local = made.bind(chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or [])
+    return decided(func, local, layouts, targets, outputs, result, in_place)
+
+
+def decided(
+    func: Callable[..., Any],
+    local: Callable[..., Any],
+    layouts: Sequence[Layout],
+    targets: Sequence[Layout],
+    outputs: Any,
+    result: Any,
+    in_place: bool,
+) -> Decision:
+    """The decision to run `local` on operands brought from `layouts` to `targets`.
+
+    Args:
+        func: the operator.
+        outputs: layout of the result, or of each.
+        result: what the operator returns on meta tensors.
+        in_place: the result is the first operand.
+    """
+    decision = Decision(local, targets, list(targets) != list(layouts), outputs)
+    decision.in_place = in_place
+    decision.container = _container(result)
+    decision.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]
+    return decision
+
+
+def _output_layouts(func: Callable[..., Any], made: Rule, specs: Sequence[P], like: Layout, result: Any) -> Any:
+    """The layout of each result tensor; one spec serves all where the rule gives one.
+
+    Raises:
+        RuntimeError: the rule does not describe this result.
+    """
+    if result is None:
+        return None
+    results = [result] if isinstance(result, Tensor) else list(result)
+    several = len(specs) == len(results)
+    layouts = []
+    for i, r in enumerate(results):
+        _check_describes(func, made.outputs[i if several else 0], made.sizes, r)
+        layouts.append(Layout.of(like.mesh, specs[i if several else 0], r.shape, r.dtype))
+    return layouts[0] if isinstance(result, Tensor) else layouts
+
+
+def _check_describes(func: Callable[..., Any], dims: Sequence[Dim], sizes: dict[str, int], result: Tensor) -> None:
+    stated = [math.prod(sizes[f] for f in factors) if factors else None for factors in dims]
+    if len(dims) != result.ndim or any(n not in (None, size) for n, size in zip(stated, result.shape, strict=True)):
+        raise RuntimeError(f"the rule of {name_of(func)} gives dims {stated}, and the result has {list(result.shape)}")
+
+
+def _container(result: Any) -> Callable[[list[Any]], Any]:
+    """How to rebuild torch's result: a tuple, a list, or a named tuple such as `torch.return_types.max`."""
+    return list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
+
+
+# -- without a rule ----------------------------------------------------------------------------------------------------
+
+_warned: set[Any] = set()
+
+
+def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool) -> Decision:
+    """No rule: every rank gathers the operands whole and runs the operator on them. Right, and never silent."""
+    if in_place:
+        _check_writable(func, layouts, result)
+    targets = [layout.replicated for layout in layouts]
+    if targets != layouts and func not in _warned:
+        _warned.add(func)
+        total = sum(layout.nbytes for layout, target in zip(layouts, targets, strict=True) if layout is not target)
+        text = f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on every rank "
+        warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
+    run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
+    decision = Decision(run, targets, targets != layouts, FOUND)
+    decision.in_place, decision.example = in_place, result
+    return decision
+
+
+# Where torch's operators on values come from; methods of Tensor have no module.
+_OPERATOR_MODULES = frozenset({None, "torch", "torch.functional", "torch.nn.functional", "torch._tensor"})
+
+
+def _check_operator(func: Callable[..., Any]) -> None:
+    """Only an operator on values may run on gathered copies; a collective of `torch.distributed` would work on the copies,
+    and what comes from elsewhere may mean anything.
+
+    Raises:
+        NotImplementedError: for all else.
+    """
+    module = getattr(func, "__module__", None)
+    if module not in _OPERATOR_MODULES and not str(module).startswith("torch._C."):
+        raise NotImplementedError(
+            f"{module}.{name_of(func)} does not know ShardedTensors; call it on this rank's part, x.to_local(), and wrap the "
+            "result with ShardedTensor.from_local, or use redistribute for communication"
+        )
+
+
+def _check_writable(func: Callable[..., Any], layouts: list[Layout], result: Any) -> None:
+    """Without a rule, only a replicated tensor can be written, and only where it keeps its shape."""
+    if not all(layout.is_fully_replicated for layout in layouts):
+        raise NotImplementedError(
+            f"{name_of(func)} has no sharding rule and writes in place; use its out-of-place form, or redistribute to "
+            "Replicate() first"
+        )
+    if isinstance(result, Tensor) and result.shape != layouts[0].shape:
+        raise NotImplementedError(
+            f"{name_of(func)} would change the shape of {layouts[0]} in place; use the out-of-place form"
+        )

@@ -1,0 +1,169 @@
+"""Muon: matrices are stepped along their orthogonalised momentum, each orthogonalised by one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.lineage import carrying, mixed, seed_of
+from ..tensor.sharded_tensor import ShardedTensor
+from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
+from .owners import owners_of, whole_units
+
+JORDAN = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_MUON = seed_of("muon")
+
+
+class Muon(MatrixOptimizer):
+    """Muon(params): `torch.optim.Muon` for matrices of any layouts, each orthogonalised whole by one rank, and AdamW for the rest.
+
+        momentum, rows split            at its owner            orthogonalised, rows split
+        rank 0   [A0] [B0] [C0]         rank 0   [A] [C]        rank 0   [A0] [B0] [C0]
+        rank 1   [A1] [B1] [C1]   ->    rank 1   [B]       ->   rank 1   [A1] [B1] [C1]
+                         one all_to_all            one all_to_all
+
+    The first nine arguments are those of `torch.optim.Muon`, with its meaning: momentum, Newton-Schulz iteration, decoupled weight decay.
+    Momentum lies as the parameters do. What is split in any way (by FSDP, tensor parallelism or both) is put together at its owner: the
+    iteration is that of the whole matrix. Owners are chosen among all ranks of the mesh, so that all have equally much to do.
+
+    Args:
+        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
+        lr: the learning rate.
+        weight_decay: decoupled; of AdamW, too.
+        momentum: how much of the momentum stays.
+        nesterov: look ahead by a step of momentum.
+        ns_coefficients: of the quintic x -> a x + b x^3 + c x^5; by default those of Jordan et al. 2024, "Muon: An optimizer for hidden
+            layers in neural networks", https://kellerjordan.github.io/posts/muon.
+        eps: the least norm that a matrix is divided by.
+        ns_steps: iterations.
+        adjust_lr_fn: how the learning rate of an m x n matrix is changed. None or "original": times sqrt(max(1, m / n)), as Jordan has it.
+            "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025, "Muon is scalable for LLM
+            training", arXiv:2502.16982.
+        ns_dtype: in which it is iterated, and matrices travel; bfloat16, as in torch, is 2 bytes an element each way.
+        adamw: patterns such as "*embed*" or "lm_head*" of names of matrices that are stepped by AdamW, as all that are no matrices are.
+            Needs named parameters.
+        adamw_lr: the learning rate of AdamW, by default `lr`.
+        betas, adamw_eps: of AdamW.
+
+    Raises:
+        ValueError: on every rank, numbers that are out of range; a pattern of `adamw` that no name fits; a complex parameter. In `step`:
+            gradients that are still pending.
+
+    Communication: in each step two all_to_all over the mesh (for each mesh and `ns_dtype`, if there are several). A matrix of n elements is
+        n elements on the way to its owner, less what that has of it, and n for each copy of it on the way back. What a rank has
+        whole stays there on the way. AdamW: none.
+
+    Example:
+        >>> optimizer = sm.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
+    """
+
+    algorithm = "muon"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = JORDAN,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        adamw: Sequence[str] = (),
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        checked_numbers("Muon", lr=number(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, ns_steps=ns_steps)
+        if adjust_lr_fn not in ADJUSTMENTS:
+            raise ValueError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of {', '.join(map(repr, ADJUSTMENTS))}")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"Muon(ns_coefficients={ns_coefficients}): a quintic has three, such as {JORDAN}")
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients,
+            "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "betas": betas, "adamw_eps": adamw_eps,
+        }  # fmt: skip
+        super().__init__(params, defaults, adamw, adamw_lr)
+
+    def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
+        updates = {}
+        for group in groups:
+            updates.update(self._updates(group))
+        places: dict[Any, list[Any]] = {}
+        for p, group in with_grads(groups):
+            places.setdefault((p.mesh if isinstance(p, ShardedTensor) else None, group["ns_dtype"]), []).append((p, group))
+        for (mesh, dtype), some in places.items():
+            given, settings = [updates[p] for p, _ in some], [group for _, group in some]
+            if mesh is None:
+                found: Sequence[Tensor] = [_orthogonal(x.to(dtype), group) for x, group in zip(given, settings, strict=True)]
+            else:
+                found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
+            for (p, group), direction in zip(some, found, strict=True):
+                rate = number(group["lr"])
+                p.mul_(1 - rate * group["weight_decay"])
+                p.add_(direction, alpha=-adjusted(rate, group["adjust_lr_fn"], p.shape))
+
+    def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+        """The momentum after this step, or a look ahead from it, by parameter; laid out as that."""
+        params = [p for p, _ in with_grads([group])]
+        if not params:
+            return {}
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+        grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        found = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+        return dict(zip(params, found, strict=True))
+
+
+def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any]], dtype: torch.dtype) -> list[ShardedTensor]:
+    """The matrices orthogonalised, laid out as they are. Communication: two all_to_all."""
+    layouts = tuple(x._layout for x in matrices)
+    units = whole_units([layout.shape for layout in layouts], _work)
+    owners = owners_of(layouts, units, dtype)
+    with carrying(owners.group.world, mixed(_MUON, matrices)):
+        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be kept on the host
+        for i in owners.mine:
+            wholes[i] = _orthogonal(wholes[i], groups[units[i].tensor])
+        parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
+        owners.scatter(wholes, parts)
+    return [ShardedTensor._make(part.to(x.device), x._layout.replace(dtype=dtype)) for part, x in zip(parts, matrices, strict=True)]
+
+
+def _work(rows: int, columns: int) -> int:
+    """Multiplications of a Newton-Schulz iteration, about."""
+    return rows * columns * min(rows, columns)
+
+
+def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
+    return newton_schulz(x, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """newton_schulz(x) -> about U V^T, of a plain x = U S V^T, in the dtype of x: singular values become about 1 (0.7 to 1.2).
+
+    The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in the order in which torch computes it.
+    """
+    if x.shape[0] > x.shape[1]:
+        return newton_schulz(x.mT, coefficients, steps, eps).mT.contiguous()
+    a, b, c = coefficients
+    x = x / x.norm().clamp(min=eps)  # then no singular value is above 1
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+def adjusted(lr: float, rule: str | None, shape: Sequence[int]) -> float:
+    """The learning rate of a matrix of this shape, see `Muon`."""
+    rows, columns = shape
+    return lr * (0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1, rows / columns)))

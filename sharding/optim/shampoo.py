@@ -1,0 +1,223 @@
+"""Shampoo: matrices are preconditioned from both sides, each by one rank, which alone keeps its preconditioners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.box import Box, box_shape, slices
+from ...mesh.device_mesh import DeviceMesh
+from ..layout.layout import Layout
+from ..ops.lineage import carrying, mixed, seed_of
+from ..tensor.convert import distribute_tensor
+from ..tensor.sharded_tensor import ShardedTensor
+from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
+from .owners import Owners, Unit, layout_at, owners_of
+
+_SHAMPOO = seed_of("shampoo")
+_SIDES = ("left", "right")
+
+
+class Shampoo(MatrixOptimizer):
+    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned whole by one rank, and AdamW for the rest.
+
+        L += G G^T,  R += G^T G,  W -= lr L^(-1/4) G R^(-1/4)          L, R begin as epsilon I
+
+        gradients, rows split          at its owner                       direction, rows split
+        rank 0   [A0] [B0]             rank 0   A, its L and R            rank 0   [A0] [B0]
+        rank 1   [A1] [B1]     ->      rank 1   B, its L and R    ->      rank 1   [A1] [B1]
+                   one all_to_all                     one all_to_all
+
+    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are cut into
+    blocks with preconditioners of their own. Owners of blocks are chosen among all ranks of the mesh, so that all have equally much to
+    do. What is split in any way is put together at its owner. Preconditioners are sharded tensors that are whole at their owner, in
+    float32 or float64; momentum lies as the parameters do.
+
+    Args:
+        params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
+        lr: the learning rate.
+        momentum: of the preconditioned gradient, as in SGD: M = momentum M + direction, W -= lr M.
+        weight_decay: decoupled, W -= lr weight_decay W; of AdamW, too.
+        epsilon: what preconditioners begin with.
+        update_freq: after how many steps roots are computed anew; statistics are added up in each.
+        block_size: the longest side of a block.
+        adamw, adamw_lr, betas, adamw_eps: as for `Muon`.
+
+    Raises:
+        ValueError: on every rank, numbers that are out of range; a pattern of `adamw` that no name fits; a complex parameter. In `step`:
+            gradients that are still pending.
+
+    Communication: in each step two all_to_all over the mesh (for each mesh and dtype, if there are several), as for `Muon`, but in the
+        gradients' dtype, and at least in float32. AdamW: none. Preconditioners move where a state was loaded that has other owners.
+
+    Example:
+        >>> optimizer = sm.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, adamw=["*embed*"], adamw_lr=1e-3)
+    """
+
+    algorithm = "shampoo"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        epsilon: float = 1e-4,
+        update_freq: int = 1,
+        block_size: int = 1024,
+        *,
+        adamw: Sequence[str] = (),
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+    ) -> None:
+        checked_numbers("Shampoo", lr=number(lr), momentum=momentum, weight_decay=weight_decay, epsilon=epsilon)
+        if update_freq < 1 or block_size < 1:
+            raise ValueError(f"Shampoo(update_freq={update_freq}, block_size={block_size}): both are at least 1")
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "epsilon": epsilon, "update_freq": update_freq,
+            "block_size": block_size, "betas": betas, "adamw_eps": adamw_eps,
+        }  # fmt: skip
+        super().__init__(params, defaults, adamw, adamw_lr)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, which would take preconditioners to the dtype of their parameters: they keep their own."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        mine = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, p in zip(saved, mine, strict=True):
+            for name, x in state_dict["state"].get(index, {}).items():
+                if name.startswith(_SIDES):
+                    self.state[p][name] = x.to(p.mesh.device if isinstance(p, ShardedTensor) else p.device, copy=True)
+
+    def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
+        places: dict[Any, list[Any]] = {}
+        for p, group in with_grads(groups):
+            self._begin(p)
+            mesh = p.mesh if isinstance(p, ShardedTensor) else None
+            places.setdefault((mesh, torch.promote_types(p.dtype, torch.float32)), []).append((p, group))
+        for (mesh, dtype), some in places.items():
+            if mesh is None:
+                found = [self._alone(p, group, dtype) for p, group in some]
+            elif mesh.coordinate is None:
+                found = [p.grad for p, _ in some]
+            else:
+                found = self._by_owners(some, mesh, dtype)
+            for (p, group), direction in zip(some, found, strict=True):
+                self._apply(p, group, direction)
+
+    def _begin(self, p: Any) -> None:
+        state = self.state[p]
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+    def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
+        rate, state = number(group["lr"]), self.state[p]
+        if group["momentum"]:
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+            direction = state["momentum_buffer"].mul_(group["momentum"]).add_(direction)
+        p.mul_(1 - rate * group["weight_decay"])
+        p.add_(direction, alpha=-rate)
+
+    def _alone(self, p: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
+        """The direction of a plain matrix."""
+        direction = torch.empty_like(p, dtype=dtype)
+        for b, box in enumerate(blocks(p.shape, group["block_size"])):
+            index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
+            direction[index] = _precondition(p.grad[index].to(dtype), state, group, self._renews(p, group))  # type: ignore[index]
+        return direction
+
+    def _by_owners(self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype) -> list[ShardedTensor]:
+        """The directions of matrices on one mesh, laid out as they are. Communication: two all_to_all."""
+        grads = [p.grad for p, _ in some]
+        layouts = tuple(g._layout for g in grads)
+        units, numbers = _units(layouts, [group["block_size"] for _, group in some])
+        owners = owners_of(layouts, units, dtype)
+        states = [self._owned_state(some[u.tensor], b, u, owners, i, dtype) for i, (u, b) in enumerate(zip(units, numbers, strict=True))]
+        with carrying(owners.group.world, mixed(_SHAMPOO, grads)):
+            wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be kept on the host
+            for i in owners.mine:
+                p, group = some[units[i].tensor]
+                wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
+            parts = [torch.empty_like(g._local, dtype=dtype, device=mesh.device) for g in grads]
+            owners.scatter(wholes, parts)
+        return [ShardedTensor._make(part.to(g.device), g._layout.replace(dtype=dtype)) for part, g in zip(parts, grads, strict=True)]
+
+    def _owned_state(
+        self, where: tuple[Any, dict[str, Any]], b: int, unit: Unit, owners: Owners, i: int, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        p, group = where
+        at = [layout_at(p.mesh, owners.owner[i], (n, n), dtype) for n in box_shape(unit.box)]
+        return self._state_of(p, b, unit.box, group, dtype, at)
+
+    def _state_of(
+        self, p: Any, b: int, box: Box, group: dict[str, Any], dtype: torch.dtype, at: Sequence[Layout] | None
+    ) -> dict[str, Tensor]:
+        """This rank's parts of the preconditioners of block `b`, by side, and of their roots; made where there are none yet."""
+        names = [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
+        found = {}
+        for i, name in enumerate(names):
+            n, layout = box_shape(box)[i % 2], None if at is None else at[i % 2]
+            key = f"{name}_{b}"
+            kept = self.state[p].get(key)
+            if kept is None:
+                kept = _identity(n, group["epsilon"], dtype, p.device if layout is None else p.mesh.device, layout)
+            elif layout is not None and not isinstance(kept, ShardedTensor):  # loaded whole by every rank
+                kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
+            elif layout is not None and kept._layout is not layout:
+                kept = kept.redistribute(p.mesh, layout.spec)
+            self.state[p][key] = kept
+            found[name] = kept if layout is None else kept._local  # type: ignore[attr-defined]
+        return found
+
+    def _renews(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return (int(self.state[p]["step"]) - 1) % group["update_freq"] == 0
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
+    """The boxes of at most `size` along each side that make up a matrix, row by row."""
+    return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
+
+
+def _units(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[tuple[Unit, ...], list[int]]:
+    """The blocks of all matrices, and the number of each within its matrix."""
+    numbered = [(i, b, box) for i, layout in enumerate(layouts) for b, box in enumerate(blocks(layout.shape, sizes[i]))]
+    return tuple(Unit(i, box, _work(*box_shape(box))) for i, _, box in numbered), [b for _, b, _ in numbered]
+
+
+def _work(rows: int, columns: int) -> int:
+    """Multiplications, about: mostly those of the eigenvectors."""
+    return rows**3 + columns**3
+
+
+def _identity(n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None) -> Tensor:
+    """`scale` times the identity; laid out so, it is whole at its owner and has no rows elsewhere."""
+    if layout is None:
+        return torch.eye(n, dtype=dtype, device=device) * scale
+    return ShardedTensor._make_guarded(torch.eye(*layout.local_shape, dtype=dtype, device=device) * scale, layout)
+
+
+def _precondition(g: Tensor, state: dict[str, Tensor], group: dict[str, Any], renews: bool) -> Tensor:
+    """The direction of a whole block; its statistics grow by it."""
+    state["left"].addmm_(g, g.mT)
+    state["right"].addmm_(g.mT, g)
+    if group["update_freq"] == 1:
+        left, right = (inverse_fourth_root(state[side], group["epsilon"]) for side in _SIDES)
+        return left @ g @ right
+    for side in _SIDES if renews else ():
+        state[f"{side}_root"].copy_(inverse_fourth_root(state[side], group["epsilon"]))
+    return state["left_root"] @ g @ state["right_root"]
+
+
+def inverse_fourth_root(x: Tensor, least: float) -> Tensor:
+    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues count as `least` at least, which is what
+    they are where nothing is rounded."""
+    values, vectors = torch.linalg.eigh(x)
+    return (vectors * values.clamp(min=least) ** -0.25) @ vectors.mT

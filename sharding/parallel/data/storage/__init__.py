@@ -1,0 +1,1 @@
+"""Storage of parameters: flat buffers at rest, gathered while used."""

@@ -1,0 +1,94 @@
+"""What tokens choose: some of the experts, and how much of each; and a loss for choices that are even."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...layout.layout import Layout
+from ...layout.spec import P
+from ...ops.rules.decomposition_utils import from_parts, splitting_axes
+from ...tensor.sharded_tensor import ShardedTensor
+
+
+class Routing(NamedTuple):
+    """What tokens choose.
+
+    Attributes:
+        experts: numbers of experts, first choice first [... k], int64.
+        weights: how much of each the token takes [... k].
+    """
+
+    experts: Tensor
+    weights: Tensor
+
+
+def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
+    """top_k_routing(logits, k) -> Routing: each token's k likeliest experts, weighted by the softmax of their logits.
+
+    Args:
+        logits: of all experts [... e], whole in the last dim.
+        k: how many experts a token chooses.
+        normalize: weights are the softmax over the chosen ones, so that they add up to 1; else over all (Switch).
+
+    Communication: none where the last dim is whole.
+
+    Example:
+        >>> routing = sm.top_k_routing(x @ router, 2)
+    """
+    if normalize:
+        scores, experts = logits.topk(k, -1)
+        return Routing(experts, scores.softmax(-1))
+    weights, experts = logits.softmax(-1).topk(k, -1)
+    return Routing(experts, weights)
+
+
+def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
+    """load_balance_loss(logits, experts) -> a scalar, 1 where all experts get as much, up to e where one gets all.
+
+    e * sum over experts of (its share of the choices) * (its mean probability): Fedus et al. 2021, "Switch Transformers", equations 4
+    to 6, for any number of choices. Its gradient goes by the probabilities alone. Shares and means are those of the global batch.
+
+    Args:
+        logits: of the router [... e], with the last dim whole. Plain ones are those of a batch by themselves.
+        experts: what tokens choose [... k], as in `Routing`.
+
+    Raises:
+        TypeError: a plain tensor beside a sharded one.
+
+    Communication: two reductions of e numbers over the axes that split the tokens; backward none.
+
+    Example:
+        >>> loss = loss + 0.01 * sm.load_balance_loss(logits, routing.experts)
+    """
+    count, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    share = _counts(logits, experts, count, dtype) / experts.numel()
+    likely = logits.softmax(-1, dtype=dtype).mean(tuple(range(logits.ndim - 1)))
+    return count * (share * likely).sum()
+
+
+def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Tensor:
+    """How many choices each expert gets."""
+
+    def counted(part: Tensor) -> Tensor:
+        return part.flatten().bincount(minlength=count).to(dtype)
+
+    if not isinstance(logits, ShardedTensor) and not isinstance(experts, ShardedTensor):
+        return counted(experts)
+    check_sharded("load_balance_loss", {"logits": logits, "experts": experts})
+    split = {axis: "sum" for dim in range(experts.ndim) for axis in splitting_axes(experts._layout, dim)}
+    layout = Layout.of(experts.mesh, P(unreduced=split), (count,), dtype)
+    return from_parts(layout, counted, experts).redistribute(P())
+
+
+def check_sharded(name: str, given: dict[str, Any]) -> None:
+    """Raises: TypeError for one that is plain."""
+    for path, x in given.items():
+        if not isinstance(x, ShardedTensor):
+            shape = f" of shape {list(x.shape)}" if isinstance(x, Tensor) else ""
+            raise TypeError(
+                f"{name}: {path} is a plain {type(x).__name__}{shape}; say how it lies on the mesh with sm.from_local(x, mesh, P(...)) or "
+                "sm.device_put(x, mesh, P(...))"
+            )

@@ -1,0 +1,1 @@
+"""Redistribution: plans from one layout to another, and their execution with gradients."""

@@ -1,0 +1,99 @@
+"""What no plan can do better: the bytes that a rank, or a node, does not hold and must come to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ....kernels.box import Box, box_size
+from ....mesh.topology import Topology
+from ...layout.layout import Layout
+from .intermediate_layouts import without_trivial_axes
+from .nodes import looked_at
+from .overlap import Coordinate
+
+
+def is_reduction(src: Layout, dst: Layout) -> bool:
+    """Whether something pending must be combined: then values of other ranks enter every element, and these bounds are
+    none."""
+    size = src.mesh.size
+    return any(size(a) > 1 and dst.pending.get(a) != kind for a, kind in src.spec.unreduced)
+
+
+def rank_bound(src: Layout, dst: Layout) -> int:
+    """The fewest bytes that the busiest rank must receive: its box under `dst`, less its box under `src`.
+
+    Exact on any mesh: it looks at all ranks, as arrays over the axes that the layouts name.
+    """
+    _, after, own = numels(src, dst)
+    return int((after - own).max()) * dst.dtype.itemsize
+
+
+def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Elements of every rank's box before, after, and in both: int64, broadcastable to the mesh's shape."""
+    before = after = own = np.ones((), dtype=np.int64)
+    for dim in range(len(src.shape)):
+        have, want = intervals(src, dim), intervals(dst, dim)
+        before, after = before * (have[1] - have[0]), after * (want[1] - want[0])
+        own = own * np.maximum(np.minimum(have[1], want[1]) - np.maximum(have[0], want[0]), 0)
+    return before, after, own
+
+
+def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the interval of every rank starts and stops along a dim: int64, broadcastable to the mesh's shape."""
+    mesh, ndim = layout.mesh, layout.mesh.ndim
+    start, stop = np.zeros((1,) * ndim, dtype=np.int64), np.full((1,) * ndim, layout.shape[dim], dtype=np.int64)
+    for cut in layout.spec.cuts[dim]:
+        index, parts = np.zeros((1,) * ndim, dtype=np.int64), 1
+        for axis in cut.axes:
+            position, n = mesh.axis_index(axis), mesh.size(axis)
+            along = np.arange(n).reshape([n if i == position else 1 for i in range(ndim)])
+            index, parts = index * n + along, parts * n
+        if cut.sizes is None:
+            step = -((start - stop) // parts)
+            start = np.minimum(start + index * step, stop)
+            stop = np.minimum(start + step, stop)
+        else:
+            ends = np.cumsum(cut.sizes)
+            start, stop = (ends - cut.sizes)[index], ends[index]
+    return start, stop
+
+
+def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
+    """The fewest bytes that the busiest node must receive: what its ranks come to hold and none of them holds before.
+
+    Ranks that differ along a pending axis hold different values, so each such group counts by itself. On a mesh of many
+    ranks, that of a few nodes (see `nodes.looked_at`).
+    """
+    src, dst = without_trivial_axes(src), without_trivial_axes(dst)
+    pending = [i for i, axis in enumerate(src.mesh.axis_names) if axis in src.pending]
+    most = 0
+    for ranks in looked_at(src.mesh, topology):
+        apart: dict[tuple[int, ...], list[Coordinate]] = {}
+        for c in ranks:
+            apart.setdefault(tuple(c[i] for i in pending), []).append(c)
+        most = max(most, sum(_lacking(src, dst, here) for here in apart.values()))
+    return most * src.dtype.itemsize
+
+
+def _lacking(src: Layout, dst: Layout, here: Sequence[Coordinate]) -> int:
+    """Elements of the union of the ranks' boxes after that are not in the union of their boxes before."""
+    have, want = {src.box_at(c) for c in here}, {dst.box_at(c) for c in here}
+    have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
+    if not src.shape:
+        return 0
+    grids = [sorted({border for box in have | want for border in box[dim]}) for dim in range(len(src.shape))]
+    covered = _cover(want, grids) & ~_cover(have, grids)
+    lengths = np.ones((), dtype=np.int64)
+    for points in grids:
+        lengths = np.multiply.outer(lengths, np.diff(points))
+    return int((covered * lengths).sum())
+
+
+def _cover(boxes: set[Box], grids: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which cells of the grid lie in one of the boxes."""
+    covered = np.zeros([max(len(points) - 1, 0) for points in grids], dtype=bool)
+    for box in boxes:
+        covered[tuple(slice(np.searchsorted(g, lo), np.searchsorted(g, hi)) for g, (lo, hi) in zip(grids, box, strict=True))] = True
+    return covered

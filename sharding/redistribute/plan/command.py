@@ -1,0 +1,172 @@
+"""`python -m shardmesh plan`: explain a redistribution from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from ....kernels.quantize import FORMATS
+from ....mesh.abstract_mesh import AbstractMesh
+from ....mesh.topology import Topology
+from ...debug.explain import Explanation, explain
+from ...layout.layout import Layout, dtype_name
+from ...layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
+
+EXAMPLE = """\
+  python -m shardmesh plan --mesh dp=2,tp=4 --shape 4096,4096 --dtype bf16 "P('dp','tp')" "P('tp','dp')"
+"""
+_SPELLINGS = """\
+FROM and TO are specs or placements, in quotes because of the shell:
+  "P('dp', ('tp', 'cp'), None, unreduced={'ep'})"     unreduced={'ep': 'max'}     sizes={'dp': (3, 0, 5)}
+  "[Shard(0), Replicate(), Partial('sum')]"           one for each axis of the mesh
+"""
+T = TypeVar("T")
+
+
+def add_to(commands: Any) -> None:
+    """Adds the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
+    parser = commands.add_parser(
+        "plan",
+        help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
+        description="Explains the redistribution of a tensor from one layout to another. Needs no devices.",
+        epilog=f"{_SPELLINGS}\nexample:\n{EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_arguments(parser)
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("src", metavar="FROM", type=_argument(parse_spec), help="the layout before")
+    add("dst", metavar="TO", type=_argument(parse_spec), help="the layout after")
+    add("--mesh", required=True, metavar="NAME=SIZE,...", type=_argument(parse_mesh), help="the mesh's axes, major to minor")
+    add("--shape", required=True, metavar="SIZE,...", type=_argument(parse_shape), help="the tensor's global shape")
+    add("--dtype", default=torch.float32, metavar="NAME", type=_argument(parse_dtype), help="its element type (f32)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="whose latencies and bandwidths to assume (cuda)")
+    nodes = parser.add_mutually_exclusive_group()
+    nodes.add_argument("--node-size", metavar="RANKS", type=int, help="how many consecutive ranks share a node (all)")
+    nodes.add_argument("--crossing", default=(), metavar="AXIS,...", type=_names, help="the axes between nodes (none)")
+    add("--max-bytes", metavar="BYTES", type=int, help="the most that a rank may hold at a time (no limit)")
+    add("--transport", choices=FORMATS, help="in which 8 bits values travel, 16- and 32-bit floats (their own)")
+    add("--json", action="store_true", help="print the same as JSON")
+    add("--picture", metavar="FILE", help="draw who holds what into a .png, .svg or .pdf file; needs shardmesh[viz]")
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    try:
+        explained = _explained(arguments)
+        if arguments.picture:
+            explained.picture(arguments.picture)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        parser.error(str(error))
+    print(json.dumps(explained.as_dict(), indent=2) if arguments.json else explained)
+    return 0
+
+
+def _explained(arguments: argparse.Namespace) -> Explanation:
+    src = Layout.of(arguments.mesh, arguments.src, arguments.shape, arguments.dtype)
+    topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
+    return explain(src, arguments.dst, topology=topology, max_bytes=arguments.max_bytes, transport=arguments.transport)
+
+
+# -- what the arguments say -------------------------------------------------------------------------------------------
+
+
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """The function with errors that argparse shows (of others it hides the text)."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def parse_mesh(text: str) -> AbstractMesh:
+    """The mesh that "dp=2,tp=4" names. Raises: ValueError."""
+    axes = [part.partition("=") for part in text.split(",")]
+    if not all(name.strip() and size.strip().isdecimal() for name, _, size in axes):
+        raise ValueError(f"{text!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4")
+    return AbstractMesh([int(size) for _, _, size in axes], _names(",".join(name for name, _, _ in axes)))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape that "4096,4096" names; "" is that of a scalar. Raises: ValueError."""
+    sizes = [size.strip() for size in text.split(",")] if text.strip() else []
+    if not all(size.isdecimal() for size in sizes):
+        raise ValueError(f"{text!r} is not a shape; write the size of each dim, as in 4096,4096")
+    return tuple(map(int, sizes))
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names. Raises: ValueError."""
+    by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    short = {dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name}
+    found = (by_name | short).get(text.removeprefix("torch."))
+    if found is None:
+        known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
+        raise ValueError(f"unknown dtype {text!r}; write one of {known}, bool, or another that torch has by that name")
+    return found
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def parse_spec(text: str) -> SpecLike:
+    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements as one writes them in Python.
+
+    Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood; nothing is evaluated.
+
+    Raises:
+        ValueError, TypeError: the text is something else, or the spec contradicts itself.
+
+    >>> parse_spec("P('dp', ('tp', 'cp'), None, unreduced={'ep'})")
+    P('dp', ('tp', 'cp'), None, unreduced={'ep'})
+    >>> parse_spec("[Shard(0), Replicate(), Partial('max')]")
+    [Shard(0), Replicate(), Partial('max')]
+    """
+    node = _expression(text)
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_called(part, text, _PLACEMENTS) for part in node.elts]
+    return _called(node, text, _SPECS)
+
+
+_PLACEMENTS: Mapping[str, Callable[..., Placement]] = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
+_SPECS: Mapping[str, Callable[..., P]] = {"P": P, "PartitionSpec": P}
+
+
+def _expression(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _not_a_spec(text) from None
+
+
+def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
+    """What a call of one of these names, with literals as arguments, makes."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known):
+        raise _not_a_spec(text)
+    if not all(keyword.arg for keyword in node.keywords):
+        raise _not_a_spec(text)
+    try:
+        given = [ast.literal_eval(part) for part in node.args]
+        named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        raise _not_a_spec(text) from None
+    return known[node.func.id](*given, **named)
+
+
+def _not_a_spec(text: str) -> ValueError:
+    return ValueError(
+        f"{text!r} is neither a spec nor placements; write P('dp', None, unreduced={{'tp'}}) or [Shard(0), Replicate()], "
+        "in quotes"
+    )

@@ -1,0 +1,1 @@
+"""`ShardedTensor`: conversion, construction, gradients."""

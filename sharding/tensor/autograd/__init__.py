@@ -1,0 +1,1 @@
+"""Backward passes over sharded tensors and the gradients of leaves."""

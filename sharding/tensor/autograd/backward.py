@@ -1,0 +1,146 @@
+"""Backward passes and `torch.autograd.grad` over sharded tensors: from where they start, and how what they find lies.
+
+    loss     replicated on n ranks: each starts from 1/n, which adds up to 1        pending: each starts from 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import dispatch
+from ...ops.lineage import carrying, mixed
+from ...redistribute.autograd import redistribute_grad, redistribute_grads
+from ..sharded_tensor import ShardedTensor
+from . import engine_hooks
+from .grad_origin import Origin, note_origin
+from .leaf_grads import GRADIENT
+
+
+def backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """`x.backward(...)` and `torch.autograd.backward`, on the local graph; sharded and plain tensors may be mixed."""
+    tensors = [summable(y) for y in _as_list(tensors)]
+    given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
+    seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
+    leaves = None if inputs is None else [dispatch.part_of(x) for x in _as_list(inputs)]
+    with _of_the_loss(tensors):
+        torch.autograd.backward([dispatch.part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
+
+
+def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
+    """Inside, collectives move what is made of these."""
+    sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
+    return carrying(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
+
+
+def summable(y: Any) -> Any:
+    """The tensor with what is pending reduced, except sums: the parts of other kinds have derivatives of their own."""
+    if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
+        return y
+    return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))
+
+
+def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
+    return seed(y, gradient) if isinstance(y, ShardedTensor) else gradient
+
+
+def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
+    """This rank's part of the gradient that backward starts from.
+
+    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 where the scalar itself is pending.
+
+    Raises:
+        RuntimeError: no gradient given for a tensor that is not a real scalar.
+    """
+    layout = x._layout
+    if gradient is not None:
+        if not isinstance(gradient, ShardedTensor):
+            gradient = distribute_like(gradient, x)
+        return redistribute_grad(gradient._local, gradient._layout, layout.dual.replace(dtype=gradient.dtype))
+    if x.numel() != 1:
+        raise RuntimeError(
+            f"backward() without a gradient needs a scalar, and this is {layout}; pass gradient=, or reduce it first"
+        )
+    if not layout.dtype.is_floating_point:
+        raise RuntimeError(f"backward() without a gradient needs a real scalar, and this is {layout}; pass gradient=")
+    copies = layout.mesh.size(layout.replicated_axes) if layout.replicated_axes else 1
+    return note_origin(torch.full_like(x._local, 1 / copies), layout.dual, Origin(torch.ones_like(x._local), layout.grad))
+
+
+def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
+    """A plain gradient, the same on every rank, laid out as the tensor that it belongs to."""
+    if gradient.shape != x.shape:
+        raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
+    gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
+    whole = ShardedTensor._make(gradient, x._layout.replicated.replace(dtype=gradient.dtype))
+    return whole.redistribute(x._layout.grad.spec)
+
+
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad` on `ShardedTensor`s; each gradient comes in its input's own layout.
+
+    Communication: that of backward, and one reduction per replicated input.
+    """
+    outputs, inputs = [summable(y) for y in _as_list(outputs)], _as_list(inputs)
+    if is_grads_batched:
+        raise NotImplementedError(
+            "is_grads_batched=True has no meaning for ShardedTensors yet; call grad once per gradient"
+        )
+    given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
+    found = torch.autograd.grad(
+        [dispatch.part_of(y) for y in outputs],
+        [dispatch.part_of(x) for x in inputs],
+        [_seed(y, g) for y, g in zip(outputs, given, strict=True)],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    if create_graph:
+        found = [_joined(x, g) for x, g in zip(inputs, found, strict=True)]
+    return _laid_out(inputs, found)
+
+
+def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The gradients of sharded inputs as these lie, all that is pending reduced in buckets."""
+    pairs_found = enumerate(zip(inputs, found, strict=True))
+    sharded = [(i, x._layout.replace(dtype=g.dtype), g) for i, (x, g) in pairs_found if g is not None and isinstance(x, ShardedTensor)]
+    done: list[Any] = list(found)
+    if sharded:
+        pairs: Any = [(layout.dual, layout.grad) for _, layout, _ in sharded]
+        whole = redistribute_grads([engine_hooks.with_memory(g) for _, _, g in sharded], pairs)
+        for (i, layout, _), g in zip(sharded, whole, strict=True):
+            done[i] = ShardedTensor._make(g, layout.grad)
+    return tuple(done)
+
+
+def _joined(x: Tensor, found: Tensor | None) -> Tensor | None:
+    """The gradient of an empty part, which some operators of torch compute without a graph, in the graph as on other ranks."""
+    if found is None or found.requires_grad or found.numel() or not isinstance(x, ShardedTensor):
+        return found
+    return found + x._local
+
+
+def _as_list(x: Any) -> list[Any]:
+    return [x] if isinstance(x, Tensor) else list(x)

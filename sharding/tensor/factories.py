@@ -1,0 +1,201 @@
+"""New sharded tensors: zeros, ones, full, empty, rand, randn, randint, randperm, arange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...mesh.device_mesh import DeviceMesh, is_mesh
+from ..layout.layout import Layout
+from ..layout.spec import SpecLike
+from ..ops.lineage import drawn, with_drawn
+from . import random
+from .mesh_arguments import is_placement, mesh_and_spec
+from .sharded_tensor import ShardedTensor
+
+_WHERE = """
+    Args:
+        size: the global shape, as numbers or one sequence.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
+        placements: a `P` or one placement per axis; `None` for replicated.
+        dtype: element type; torch's default dtype if left out.
+        layout: `torch.strided`, the only memory layout there is here.
+        requires_grad: whether the result asks for a gradient.
+
+    Raises:
+        ValueError: placements that do not fit the mesh or the shape, or that are pending.
+
+    Communication: none.
+"""
+
+
+def zeros(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
+    return _constant(0, size, device_mesh, placements, options)
+
+
+def ones(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of ones."""
+    return _constant(1, size, device_mesh, placements, options)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float,
+    device_mesh: DeviceMesh | SpecLike = None,
+    placements: SpecLike = None,
+    **options: Any,
+) -> ShardedTensor:
+    """A sharded tensor filled with one value, whose type decides the dtype as in `torch.full`."""
+    options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
+    return _constant(fill_value, (tuple(size),), device_mesh, placements, options)
+
+
+def empty(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor with unset values."""
+    return _new(
+        lambda at: torch.empty(at.local_shape, dtype=at.dtype, device=_mesh(at).device),
+        size,
+        device_mesh,
+        placements,
+        options,
+    )
+
+
+def rand(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
+    return _new(random.uniform, size, device_mesh, placements, options)
+
+
+def randn(
+    *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor of Gaussian numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
+    return _new(random.normal, size, device_mesh, placements, options)
+
+
+def randint(
+    low: int,
+    high: Any,
+    size: Any = None,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor of integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
+
+    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` for those from 0 on.
+    """
+    if not isinstance(high, int):
+        if is_mesh(size) or is_placement(size):
+            device_mesh, placements = size, placements if device_mesh is None else device_mesh
+        low, high, size = 0, low, high
+    options = {"dtype": dtype or torch.int64, "requires_grad": requires_grad}
+    return _new(lambda at: random.integers(at, low, high), (tuple(size),), device_mesh, placements, options)
+
+
+def randperm(
+    n: int, device_mesh: DeviceMesh | SpecLike = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
+) -> ShardedTensor:
+    """The numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
+
+    Every rank sorts all n numbers, whatever it holds of them.
+    """
+    return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype or torch.int64})
+
+
+def arange(
+    start: float,
+    end: float | None = None,
+    step: float = 1,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    placements: SpecLike = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """A 1-D sharded tensor of numbers from `start` to `end` by `step`, as `torch.arange`."""
+    low, high = (0, start) if end is None else (start, end)
+    dtype = torch.arange(low, high, step, dtype=dtype, device="meta").dtype
+    count = max(math.ceil((high - low) / step), 0)
+
+    def values(at: Layout) -> Tensor:
+        (first, last), device = at.box[0], _mesh(at).device
+        index = torch.arange(
+            first, last, device=device, dtype=torch.float64 if dtype.is_floating_point else torch.int64
+        )
+        return (low + index * step).to(dtype)
+
+    return _new(values, (count,), device_mesh, placements, {"dtype": dtype, "requires_grad": requires_grad})
+
+
+for _function in (zeros, ones, full, empty, rand, randn, randint, randperm):
+    _function.__doc__ = f"{_function.__doc__}\n{_WHERE}"
+
+
+def _mesh(layout: Layout) -> Any:
+    return layout.mesh
+
+
+def _constant(
+    value: float, size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+) -> ShardedTensor:
+    def values(at: Layout) -> Tensor:
+        return torch.full(at.local_shape, value, dtype=at.dtype, device=_mesh(at).device)
+
+    return _new(values, size, mesh, placements, options)
+
+
+def _new(
+    values: Callable[[Layout], Tensor], size: Sequence[Any], mesh: Any, placements: SpecLike, options: dict[str, Any]
+) -> ShardedTensor:
+    size, mesh, placements = _positional(size, mesh, placements)
+    unknown = set(options) - {"dtype", "layout", "requires_grad"}
+    if unknown:
+        raise TypeError(
+            f"unexpected argument {sorted(unknown)[0]!r}; a factory takes dtype=, requires_grad=, device_mesh=, placements="
+        )
+    if options.get("layout", torch.strided) is not torch.strided:
+        raise ValueError(f"layout={options['layout']}: the parts of a sharded tensor are strided; leave layout out")
+    layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
+    if layout.pending:
+        raise ValueError(f"a new tensor cannot be pending, as {layout.spec} says; leave those axes replicated")
+    before = drawn.last
+    out = ShardedTensor._make_guarded(values(layout), layout)
+    out._lineage = with_drawn(out._lineage, before)
+    return out.requires_grad_() if options.get("requires_grad") else out
+
+
+def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
+    """`zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, where m is set, `zeros((4, 8), p)` say the same."""
+    at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
+    dims, where = size[:at], size[at:]
+    if where:
+        mesh, placements = _one_place([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])
+    shape = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    return (tuple(shape), *mesh_and_spec(mesh, placements))
+
+
+def _one_place(given: Sequence[Any]) -> Sequence[Any]:
+    """What stands for the mesh and what for the placements.
+
+    Raises:
+        TypeError: there is more than that.
+    """
+    if len(given) > 2:
+        raise TypeError(f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}")
+    return given if len(given) == 2 else (given[0], None)

@@ -1,0 +1,64 @@
+"""Torch's own `DTensor`s, taken where a tensor is placed: the part and the placements stay as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from ...mesh.device_mesh import as_device_mesh
+from ..layout.spec import Placement, Shard, own_placement
+from .sharded_tensor import ShardedTensor
+
+
+def is_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor of torch's, whose module is not loaded for the question."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def from_dtensor(x: Any) -> ShardedTensor:
+    """Convert a DTensor of torch's, on the same mesh and with the same placements; differentiable.
+
+    A leaf that requires grad gets its gradient through the conversion.
+
+    Raises:
+        TypeError: placements that have no counterpart here.
+        ValueError: a part of another size than torch.chunk cuts, on the ranks that hold one.
+
+    Communication: none. Backward: none for split values; one all_reduce for replicated ones.
+    """
+    mesh = as_device_mesh(x.device_mesh)
+    return ShardedTensor.from_local(_part(x, mesh), mesh, _own_placements(x.placements, mesh.shape), shape=x.shape)
+
+
+def _part(x: Any, mesh: Any) -> Tensor:
+    part = x.to_local()
+    return part.wait() if hasattr(part, "wait") else part  # a collective of torch's may still be under way
+
+
+def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Placement]:
+    """Ours for torch's; a _StridedShard splits after the later axes that split its dim, and says how many parts they make."""
+    out: list[Placement] = []
+    for i, placement in enumerate(placements):
+        if type(placement).__name__ != "_StridedShard":
+            out.append(own_placement(placement))
+            continue
+        later = [j for j in range(i + 1, len(placements)) if getattr(placements[j], "dim", None) == placement.dim]
+        if prod(sizes[j] for j in later) != placement.split_factor:
+            raise TypeError(f"a DTensor with placements {tuple(placements)}: redistribute it to Shard and Replicate first")
+        out.append(Shard(placement.dim))
+    return _in_order(out, placements)
+
+
+def _in_order(own: list[Placement], placements: Sequence[Any]) -> list[Placement]:
+    """The placements with the order in which axes split a dim, where some of them is strided: the strided ones last."""
+    strided = [type(p).__name__ == "_StridedShard" for p in placements]
+    for dim in {p.dim for p, late in zip(own, strided, strict=True) if late and isinstance(p, Shard)}:
+        axes = [i for i, p in enumerate(own) if isinstance(p, Shard) and p.dim == dim]
+        for order, i in enumerate(sorted(axes, key=lambda i: (strided[i], -i if strided[i] else i))):
+            own[i] = Shard(dim, order=order)
+    return own

@@ -1,0 +1,164 @@
+"""The global shape of a tensor of which each rank knows its own part.
+
+Ranks exchange the shapes of their parts, and need not do so again while nothing changes. A rank sees a change of its own part only, so what
+it may conclude from its own part is limited to equal parts: if all parts were equal the time before, at this place in the program, and mine
+is as it was, then either no part has changed or some rank exchanges shapes now, alone, and its collective meets another one, which is an
+error (docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call: some may change while others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...kernels.box import box_shape
+from ...mesh.comm.call_site import call_path
+from ...mesh.comm.group import Group
+from ...mesh.device_mesh import DeviceMesh
+from ...mesh.monitor.recording.recorder import Note
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout, dtype_name
+from ..layout.spec import P, SpecLike, as_spec
+
+_NOTE = Note('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
+
+
+class _Shapes:
+    """What a group has exchanged.
+
+    Attributes:
+        known: by signature, the shape of each part (None where the spec states the sizes of all) and the global shape, if it may be
+            taken for the next one.
+        calls: how often it was asked for a shape; the same on all ranks, whether they exchanged shapes or not.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, tuple[tuple[int, ...] | None, tuple[int, ...] | None]] = {}
+        self.calls = 0
+
+
+def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True) -> tuple[int, ...]:
+    """Return the global shape that the local shapes of all ranks add up to, or that the sizes of the placements state.
+
+    Args:
+        check: when ranks exchange shapes, as `from_local` says.
+
+    Raises:
+        ValueError: on every rank that exchanges shapes, if the parts are not those that the placements say.
+
+    Communication: a small all_gather of shapes over the axes that split something, if they are exchanged.
+    """
+    spec = as_spec(placements, mesh.axis_names, local.ndim)
+    stated = _stated(spec, local.shape)
+    Layout.of(mesh, spec, stated, local.dtype)  # what is wrong with the placements alone is said before anything moves
+    split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
+    if not split:
+        return stated
+    if check is False or mesh.coordinate is None:
+        return _stated(spec, [n * mesh.size(axes) if axes else n for n, axes in zip(local.shape, spec.dims, strict=True)])
+    group = mesh.group(split)
+    shapes: _Shapes = group.agreed.setdefault(_Shapes, _Shapes())
+    shapes.calls += 1
+    other_dims = tuple(n for n, axes in zip(local.shape, spec.dims, strict=True) if not axes)
+    signature = None if check == "always" else (call_path(), spec, local.dtype, other_dims)
+    part, shape = shapes.known.get(signature, (None, None))
+    if shape is not None and part in (None, local.shape):
+        return shape
+    parts = _exchanged(group, shapes.calls, local)
+    shape = put_together({mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)}, spec, mesh)  # type: ignore[misc]
+    if signature is not None:
+        sizes = {axes[0] for axes, _ in spec.sizes}
+        if all(axes[0] in sizes for axes in spec.dims if axes):
+            found: Any = None, shape
+        else:
+            found = local.shape, shape if all(part == parts[0] for part in parts) else None
+        keep(shapes.known, signature, found)
+    return shape
+
+
+def _exchanged(group: Group, call: int, local: Tensor) -> list[tuple[Any, ...]]:
+    """The dtype and shape of each rank's part.
+
+    Raises:
+        RuntimeError: on every rank, if ranks exchange them for different calls.
+    """
+    carried = group.world.carried
+    before, carried.note = carried.note, _NOTE
+    try:
+        told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape))
+    finally:
+        carried.note = before
+    if len({number for number, *_ in told}) > 1:
+        by_rank = ", ".join(f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in zip(group.ranks, told, strict=True))
+        raise RuntimeError(
+            f"ranks exchange shapes for different calls of from_local ({by_rank}): before, parts that had been equal changed on some ranks "
+            'and not on others; pass shape=, or shape_check="always" where parts are equal only at times'
+        )
+    return [tuple(part) for _, *part in told]
+
+
+def put_together(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global shape of the tensor that these parts make up, or that the sizes of the spec say.
+
+    Args:
+        parts: by coordinate, dtype and shape of each part: of all ranks along the axes that split something, at least.
+        spec: with an entry for each dim.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: the parts are not those that the spec says.
+    """
+    by_rank = ", ".join(f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items())
+    if len({(dtype, len(shape)) for dtype, *shape in parts.values()}) > 1:
+        raise ValueError(f"the local tensors differ in dtype or number of dims ({by_rank})")
+    everyone: Any = {place: tuple(shape) for place, (_, *shape) in parts.items()}
+    ndim = len(next(iter(everyone.values())))
+    shape = _stated(spec, [_summed(everyone, mesh, spec, dim) for dim in range(ndim)])
+    layout = Layout.of(mesh, spec, shape)
+    if not describes(layout, everyone):
+        boxes = [list(box_shape(layout.box_at(coordinate))) for coordinate in everyone]
+        raise ValueError(
+            f"the local tensors ({by_rank}) add up to {list(shape)}, but {layout.spec} cuts that into {boxes}: "
+            f"{_better_sizes(layout, everyone)}pass parts of these shapes"
+        )
+    return shape
+
+
+def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape, with the dims that have sizes as long as these say."""
+    known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
+    return tuple(known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True))
+
+
+def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether the boxes at these coordinates have these shapes."""
+    return all(box_shape(layout.box_at(coordinate)) == shape for coordinate, shape in shapes.items())
+
+
+def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
+    """Words that say under which sizes these would be the parts, if they are parts at all."""
+    if layout.spec.sizes:
+        return ""
+    mesh, sizes, shape = layout.mesh, {}, []
+    for dim, axes in enumerate(layout.spec.dims):
+        places = [mesh.axis_index(axis) for axis in axes]
+        lengths = {tuple(c[i] for i in places): part[dim] for c, part in shapes.items()}
+        found = tuple(n for _, n in sorted(lengths.items()))
+        sizes.update({axes: found} if axes else {})
+        shape.append(sum(found))
+    ragged = layout.replace(P(*layout.spec.dims, unreduced=layout.pending, sizes=sizes), shape=shape)
+    if not describes(ragged, shapes):
+        return "parts are cut as torch.chunk cuts, equal ones first; "
+    return (
+        "parts are cut as torch.chunk cuts, equal ones first, unless Shard(dim, sizes=...) says how long each is; write "
+        f"{list(ragged.placements)}, or "
+    )
+
+
+def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
+    """Global size of one dim: the sum over the axes that split it, at the first place of all others."""
+    mine = {mesh.axis_index(a) for a in spec.dims[dim]}
+    first = next(iter(shapes))
+    return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))

@@ -1,0 +1,314 @@
+"""Sharded tensors made of what each rank has at hand, by JAX's names, and the parts that a rank holds of one.
+
+    whole tensor somewhere      device_put                               each rank is sent its box
+    a function of the index     make_array_from_callback                 each rank makes its box
+    each rank's own data        make_array_from_process_local_data       a loader's part of the batch
+    each device's own tensor    make_array_from_single_device_arrays     taken as it is
+
+All are leaves outside any graph: gradients do not flow into the data. For local tensors with gradients there is `from_local`.
+Here a process has one device, so that "this process's data" and "this device's part" are one thing, and lists have one element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.box import box_shape, slices
+from ...mesh.device_mesh import DeviceMesh
+from ..layout.layout import Layout, dtype_name
+from ..layout.spec import P, SpecLike, as_spec
+from .convert import from_local
+from .mesh_arguments import is_placement, mesh_and_spec
+from .sharded_tensor import ShardedTensor
+
+Index = tuple[slice, ...]
+
+# -- a tensor made of parts --------------------------------------------------------------------------------------------
+
+
+def make_array_from_callback(
+    shape: Sequence[int],
+    mesh: DeviceMesh | SpecLike,
+    spec: Any = None,
+    data_callback: Callable[[Index], Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ShardedTensor:
+    """make_array_from_callback(shape, mesh, spec, fn) -> ShardedTensor whose part on each rank is fn(index of the part).
+
+        fn = lambda index: data[index]      data: a memory-mapped file of 8 rows, P("dp") over 4 ranks
+            rank 0: fn((slice(0, 2),))      rank 1: fn((slice(2, 4),))      ...
+
+    Args:
+        shape: the global shape.
+        mesh: the mesh; with one set it may be left out: `make_array_from_callback(shape, spec, fn)`.
+        spec: a `P` or one placement per axis.
+        data_callback: called once, with a slice per dim that says which box of the tensor is wanted; returns it as a tensor, a
+            numpy array or numbers. It is copied. Ranks that hold the same box must be given the same values. An empty
+            box is asked for, too; a rank outside the mesh asks for nothing.
+        dtype: of the result, which is converted to it; by default that of what the callback returns.
+
+    Raises:
+        ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh; on the rank where it happens, a
+            part that has not the shape of the box.
+        TypeError: no mesh given or set, or the callback returns a `ShardedTensor`.
+
+    Communication: none.
+
+    Example:
+        >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"), lambda index: torch.arange(8)[index] ** 2)
+    """
+    mesh, spec, function = _in_order(mesh, spec, data_callback)
+    if not callable(function):
+        raise TypeError(f"make_array_from_callback: expected a function of the index after the spec, got {function!r}")
+    asked = Layout.of(mesh, spec, shape, dtype or torch.get_default_dtype())
+    _check_settled("make_array_from_callback", asked.spec)
+    if mesh.coordinate is None:
+        layout = asked.replace(dtype=_stated_dtype("make_array_from_callback", dtype, mesh))
+        return ShardedTensor._make_guarded(torch.empty(0, dtype=dtype, device=mesh.device), layout)
+    part = _copied(function(slices(asked.box)), dtype, mesh)
+    if part.shape != asked.local_shape:
+        raise ValueError(
+            f"make_array_from_callback: the callback returned shape {list(part.shape)} for index {_shown(asked.box)}, which is "
+            f"{list(asked.local_shape)} of {list(asked.shape)}; return the data at that index, as in lambda index: data[index]"
+        )
+    return ShardedTensor._make_guarded(part, asked.replace(dtype=part.dtype))
+
+
+def make_array_from_process_local_data(
+    mesh: DeviceMesh | SpecLike,
+    spec: Any = None,
+    local_data: Any = None,
+    global_shape: Sequence[int] | None = None,
+) -> ShardedTensor:
+    """make_array_from_process_local_data(mesh, spec, local) -> ShardedTensor of which each rank passes its own part.
+
+        P("dp") on (dp=2, tp=2)     ranks 0 and 1 pass rows [a b c]       global  [a b c d e], in parts of 3 and 2 rows
+                                    ranks 2 and 3 pass rows [d e]
+
+    Args:
+        mesh: the mesh; with one set it may be left out: `make_array_from_process_local_data(spec, local)`.
+        spec: a `P` or one placement per axis.
+        local_data: this rank's part, a tensor or a numpy array, which is copied. Ranks that hold replicas must pass the same. With
+            `global_shape`, a dim may also have its global length: then the rank's part is cut out of it.
+        global_shape: the global shape. Without it, dims that are split are as long as all ranks' parts together, however long
+            each part is: where `torch.chunk` would not cut so, the result's spec has `sizes`.
+
+    Raises:
+        ValueError: placements that do not fit or are pending, data that does not fit `global_shape`; on every rank that
+            compared, parts that make up no tensor; no `global_shape` on a rank outside the mesh.
+        TypeError: no mesh given or set, or a `ShardedTensor`.
+
+    Communication: none with `global_shape` or where nothing is split; else one small all_gather of the shapes over the axes that
+        split something.
+
+    Example:
+        >>> batch = sm.make_array_from_process_local_data(mesh, P("dp"), loader_batch)
+    """
+    mesh, spec, data, shape = _four(mesh, spec, local_data, global_shape)
+    part = _copied(data, None, mesh)
+    spec = as_spec(spec, mesh.axis_names, part.ndim if shape is None else len(shape))
+    _check_settled("make_array_from_process_local_data", spec)
+    at = _shared_layout(mesh, spec, part) if shape is None else Layout.of(mesh, spec, shape, part.dtype)
+    if mesh.coordinate is None:
+        return ShardedTensor._make_guarded(part.new_empty(0), at)
+    return ShardedTensor._make_guarded(_cut_out(part, at), at)
+
+
+def make_array_from_single_device_arrays(
+    shape: Sequence[int],
+    mesh: DeviceMesh | SpecLike,
+    spec: Any = None,
+    arrays: Sequence[Tensor] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> ShardedTensor:
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on this rank is x, not copied.
+
+    Args:
+        shape: the global shape.
+        mesh: the mesh; with one set it may be left out: `make_array_from_single_device_arrays(shape, spec, [x])`.
+        spec: a `P` or one placement per axis. Pending axes are allowed: then x is this rank's contribution.
+        arrays: the tensors on this process's devices: one, or none on a rank outside the mesh.
+        dtype: on a rank outside the mesh, which has no tensor to tell it.
+
+    Raises:
+        ValueError: placements that do not fit, another number of tensors than one, a tensor that has not the shape of the
+            box (on the rank where it happens); no dtype on a rank outside the mesh.
+        TypeError: no mesh given or set, `arrays` is not a list of plain tensors.
+
+    Communication: none.
+
+    Example:
+        >>> x = sm.make_array_from_single_device_arrays((8,), mesh, P("dp"), [torch.ones(2)])
+    """
+    mesh, spec, parts = _in_order(mesh, spec, arrays)
+    if not isinstance(parts, (list, tuple)) or any(not isinstance(x, Tensor) or isinstance(x, ShardedTensor) for x in parts):
+        raise TypeError(f"make_array_from_single_device_arrays: expected a list with this rank's plain tensor, got {type(parts).__name__}")
+    if mesh.coordinate is None:
+        known = _stated_dtype("make_array_from_single_device_arrays", parts[0].dtype if parts else dtype, mesh)
+        return from_local(torch.empty(0, dtype=known, device=mesh.device), mesh, spec, shape=shape)
+    if len(parts) != 1:
+        raise ValueError(f"make_array_from_single_device_arrays: a rank has one device, and {len(parts)} tensors were given; pass [x]")
+    return from_local(parts[0].detach(), mesh, spec, shape=shape)
+
+
+# -- its parts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class AddressableShard:
+    """The part of a tensor that a rank holds.
+
+    Attributes:
+        index: where the part lies in the global tensor, a slice per dim: `whole[shard.index]` is the part.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution. None in
+            `global_shards` for another rank's.
+        device: where it is.
+        replica_id: this rank's place among those that hold the same part, 0 for the first; so the parts with replica_id 0
+            make up the tensor. Contributions to a pending tensor are no replicas of each other.
+        rank: the rank, in the world.
+    """
+
+    index: Index
+    data: Any
+    device: torch.device
+    replica_id: int
+    rank: int
+
+    def __repr__(self) -> str:
+        data = "not here" if self.data is None else f"{dtype_name(self.data.dtype)}{list(self.data.shape)} on {self.device}"
+        index = ", ".join(f"{s.start}:{s.stop}" for s in self.index)
+        return f"AddressableShard([{index}], {data}, replica_id={self.replica_id}, rank={self.rank})"
+
+
+def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
+    """The parts that this rank holds: one; none on a rank outside the mesh. Communication: none."""
+    layout, mesh = x._layout, x.mesh
+    if mesh.coordinate is None:
+        return []
+    data = x._local.detach()
+    return [AddressableShard(slices(layout.box), data, data.device, _replica_id(layout, mesh.coordinate), mesh.world.rank)]
+
+
+def global_shards(x: ShardedTensor) -> list[AddressableShard]:
+    """The part of every rank of the mesh, with the data of this rank's. Communication: none."""
+    layout, mesh = x._layout, x.mesh
+    found = []
+    for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
+        data = x._local.detach() if coordinate == mesh.coordinate else None
+        found.append(AddressableShard(slices(box), data, x._local.device, _replica_id(layout, coordinate), int(rank)))
+    return found
+
+
+def _replica_id(layout: Layout, coordinate: Sequence[int]) -> int:
+    place = 0
+    for axis in layout.replicated_axes:
+        place = place * layout.mesh.size(axis) + coordinate[layout.mesh.axis_index(axis)]
+    return place
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _in_order(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLike, Any]:
+    """(mesh, spec, data), of which the mesh may have been left out: (spec, data)."""
+    if is_placement(mesh):
+        mesh, spec, data = None, mesh, spec if data is None else data
+    return (*mesh_and_spec(mesh, spec), data)
+
+
+def _four(mesh: Any, spec: Any, data: Any, shape: Any) -> tuple[DeviceMesh, SpecLike, Any, Any]:
+    """(mesh, spec, data, shape), of which the mesh may have been left out."""
+    if is_placement(mesh):
+        mesh, spec, data, shape = (None, mesh, spec, shape if data is None else data) if spec is not None else (None, mesh, data, shape)
+    return (*mesh_and_spec(mesh, spec), data, shape)
+
+
+def _check_settled(what: str, spec: P) -> None:
+    if spec.unreduced:
+        raise ValueError(
+            f"{what}: {spec} leaves values pending, and data that is read is not; leave those axes replicated, or "
+            "declare what each rank contributes with ShardedTensor.from_local"
+        )
+
+
+def _stated_dtype(what: str, dtype: torch.dtype | None, mesh: DeviceMesh) -> torch.dtype:
+    if dtype is None:
+        raise ValueError(f"{what}: on a rank outside {mesh} no data tells the dtype; pass dtype= on every rank")
+    return dtype
+
+
+def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
+    """The data as a tensor of its own on the mesh's device.
+
+    Raises: TypeError for a ShardedTensor.
+    """
+    if isinstance(data, ShardedTensor):
+        raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}")
+    if isinstance(data, Tensor):
+        return data.detach().to(mesh.device, dtype, copy=True, memory_format=torch.contiguous_format)
+    if hasattr(data, "__array__"):
+        return torch.from_numpy(np.array(data, order="C")).to(mesh.device, dtype)
+    return torch.tensor(data, dtype=dtype, device=mesh.device)
+
+
+def _cut_out(part: Tensor, layout: Layout) -> Tensor:
+    """This rank's box, where some dims of the data have their global length.
+
+    Raises: ValueError where a dim has neither that nor the length of the box.
+    """
+    wanted, whole = layout.local_shape, layout.shape
+    if part.ndim != len(whole) or any(n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)):
+        raise ValueError(
+            f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; under {layout} this rank holds "
+            f"{list(wanted)}; pass that, or {list(whole)} to have it cut out"
+        )
+    cut = [slice(None) if n == own else slice(*box) for n, own, box in zip(part.shape, wanted, layout.box, strict=True)]
+    return part[tuple(cut)].contiguous()
+
+
+def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
+    """The layout of a tensor of which each rank has this part, as long as they are together.
+
+    Raises: ValueError on every rank that compared, where the parts make up no tensor; on a rank outside the mesh.
+    """
+    if mesh.coordinate is None:
+        raise ValueError(f"a rank outside {mesh} is not told the parts of the others; pass global_shape= on every rank")
+    split = tuple(axis for axes in where.dims for axis in axes if mesh.size(axis) > 1)
+    if where.sizes or not split:
+        return from_local(part, mesh, where)._layout
+    group = mesh.group(split)
+    told = group.all_gather_object((dtype_name(part.dtype), *part.shape))
+    by_rank = ", ".join(f"rank {r}: {d}{shape}" for r, (d, *shape) in zip(group.ranks, told, strict=True))
+    if len({(dtype, len(shape)) for dtype, *shape in told}) > 1:
+        raise ValueError(f"the local data differ in dtype or number of dims ({by_rank})")
+    shapes: Any = {mesh.coordinate_of(r): tuple(shape) for r, (_, *shape) in zip(group.ranks, told, strict=True)}
+    layout = _joined(mesh, where, shapes, part.dtype)
+    if any(box_shape(layout.box_at(coordinate)) != shape for coordinate, shape in shapes.items()):
+        raise ValueError(
+            f"the local data ({by_rank}) are no parts of one tensor under {where}: along a dim, ranks at the same place of the "
+            "axes that split it must have the same length"
+        )
+    return layout
+
+
+def _joined(mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype) -> Layout:
+    """The layout of parts of these shapes, by coordinate; a layout normalises sizes that say what `torch.chunk` does."""
+    sizes, whole = {}, []
+    for dim, axes in enumerate(spec.dims):
+        places = [mesh.axis_index(axis) for axis in axes]
+        lengths = {tuple(c[i] for i in places): shape[dim] for c, shape in sorted(shapes.items(), reverse=True)}
+        sizes.update({axes: tuple(n for _, n in sorted(lengths.items()))} if axes else {})
+        whole.append(sum(lengths.values()))
+    return Layout.of(mesh, P(*spec.dims, sizes=sizes), whole, dtype)
+
+
+def _shown(box: Sequence[tuple[int, int]]) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"

@@ -1,0 +1,236 @@
+"""Random numbers that do not depend on the mesh.
+
+Each number is a function of the seed, of how many random tensors were drawn before, and of the element's global position.
+So a program draws the same global tensors on any mesh, with any sharding, on CPU or GPU, on one rank or a thousand, and
+replicas hold equal values. `torch.manual_seed` has no effect on them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import laws
+from ...kernels import random as philox
+from ...mesh.comm.group import World, current_world
+from ...mesh.monitor.recording.trace_buffer import H
+from ..layout.layout import Layout
+from ..ops.lineage import drawn
+from .autograd.engine_hooks import current_backward
+from .transforms import check_same_randomness
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring streams; the increment of SplitMix64 (Steele et al. 2014)
+
+
+class _State:
+    """Seed and position of one rank's stream of random tensors; the same on every rank of a program.
+
+    Attributes:
+        seed: 64-bit seed.
+        drawn: random tensors drawn since it was set.
+        replaying: whether a checkpointed part of the program is being recomputed.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = weakref.ref(world)
+        self.seed, self.drawn, self.replaying = 0, 0, False
+
+    def next(self) -> tuple[int, int]:
+        check_same_randomness()
+        if torch.is_grad_enabled() and current_backward() >= 0 and not self.replaying:
+            raise RuntimeError(
+                "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would not be the "
+                "numbers of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.replay_random)"
+            )
+        self.drawn += 1
+        drawn.last = self.seed, self.drawn
+        world = self._world()
+        if world is not None:  # other ranks read it where their values differ
+            world.page.words[H.SEED], world.page.words[H.DRAWN] = drawn.last
+        return drawn.last
+
+
+_states: weakref.WeakKeyDictionary[World, _State] = weakref.WeakKeyDictionary()
+
+
+def _state(world: World) -> _State:
+    found = _states.get(world)
+    if found is None:
+        found = _states[world] = _State(world)
+    return found
+
+
+def manual_seed(seed: int) -> None:
+    """Start the random numbers of `ShardedTensor`s anew from this seed. Call it on every rank with the same seed.
+
+    Communication: none.
+    """
+    state = _state(current_world())
+    state.seed, state.drawn = seed & _MASK, 0
+
+
+def get_rng_state() -> Tensor:
+    """Seed and position of the random numbers of `ShardedTensor`s, as 16 bytes: put it into a checkpoint.
+
+    Communication: none.
+
+    Example:
+        >>> state = sm.get_rng_state()
+        >>> x = sm.rand(4, device_mesh=mesh)
+        >>> sm.set_rng_state(state)  # from here on, the same numbers again
+    """
+    state = _state(current_world())
+    return torch.tensor([state.seed, state.drawn], dtype=torch.uint64).view(torch.uint8)
+
+
+def set_rng_state(state: Tensor) -> None:
+    """Go on with the random numbers of `ShardedTensor`s where `get_rng_state` was called. Call it on every rank.
+
+    Raises:
+        ValueError: not 16 bytes.
+
+    Communication: none.
+    """
+    if state.dtype != torch.uint8 or state.shape != (16,):
+        raise ValueError(
+            f"a random state is 16 bytes (uint8), as sm.get_rng_state gives it, not {state.dtype}{list(state.shape)}; a state of torch's "
+            "own generator belongs to torch.set_rng_state"
+        )
+    own = _state(current_world())
+    own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
+
+
+@contextmanager
+def fork_rng() -> Iterator[None]:
+    """Inside, random numbers may be drawn and seeded at will: afterwards they go on as if nothing had been drawn.
+
+    Communication: none.
+    """
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def check_rng_state(mesh: Any) -> None:
+    """Check that all ranks of a mesh have the same seed and have drawn as often, so that their numbers belong together.
+
+    Raises:
+        RuntimeError: they have not; the same text on every rank.
+
+    Communication: one all_gather of small objects over the mesh.
+    """
+    if mesh.coordinate is None:
+        return
+    state, group = _state(mesh.world), mesh.group(mesh.axis_names)
+    states = group.all_gather_object((state.seed, state.drawn))
+    if len(set(states)) > 1:
+        found = ", ".join(f"rank {r}: seed {seed}, {n} drawn" for r, (seed, n) in zip(group.ranks, states, strict=True))
+        raise RuntimeError(
+            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.manual_seed(seed) on every rank with one "
+            "seed, and draw the same tensors on every rank"
+        )
+
+
+def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Have `torch.utils.checkpoint` draw the same random numbers of `ShardedTensor`s when it recomputes.
+
+    Communication: none.
+
+    Example:
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=sm.replay_random)
+    """
+    return nullcontext(), _Replay(_state(current_world()))
+
+
+class _Replay(AbstractContextManager[None]):
+    """Inside, numbers are drawn again from where the stream was when this was made; may be entered again and again."""
+
+    def __init__(self, state: _State) -> None:
+        self.state, self.start = state, state.drawn
+        self.before: list[tuple[int, bool]] = []
+
+    def __enter__(self) -> None:
+        self.before.append((self.state.drawn, self.state.replaying))
+        self.state.drawn, self.state.replaying = self.start, True
+
+    def __exit__(self, *_: Any) -> None:
+        self.state.drawn, self.state.replaying = self.before.pop()
+
+
+def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:
+    """This rank's part of a tensor of numbers in [low, high)."""
+    return draw(philox.uniform, layout, low, high)
+
+
+def normal(layout: Layout, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """This rank's part of a tensor of Gaussian numbers; complex ones lie around `mean` with variance std**2 in all."""
+    if layout.dtype.is_complex and mean:
+        return draw(philox.normal, layout, 0.0, std).add_(mean)
+    return draw(philox.normal, layout, mean, std)
+
+
+def integers(layout: Layout, low: int, high: int) -> Tensor:
+    """This rank's part of a tensor of integers in [low, high)."""
+    return draw(_integers, layout, low, high)
+
+
+def _integers(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any, low: int, high: int) -> Tensor:
+    return philox.integers(shape, box, seed, stream, low, high, dtype, device)
+
+
+def bernoulli(layout: Layout, p: float) -> Tensor:
+    """This rank's part of a bool tensor that is True with probability p."""
+    return draw(_bernoulli, layout, p)
+
+
+def _bernoulli(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any, p: float) -> Tensor:
+    return philox.bernoulli_mask(shape, box, seed, stream, p, device)
+
+
+def permutation(layout: Layout) -> Tensor:
+    """This rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit keys."""
+    return draw(_permutation, layout)
+
+
+def _permutation(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, device: Any) -> Tensor:
+    ((start, stop),) = box
+    keys = philox.integers(shape, ((0, *shape),), seed, stream, -(1 << 63), 1 << 63, torch.int64, device)
+    return keys.argsort(stable=True)[start:stop].to(dtype)
+
+
+def draw(law: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
+    """This rank's part of the next random tensor; `law` is one of `kernels.random` or `kernels.laws`.
+
+    Ranks outside the mesh draw as well, an empty part, so that all stay in step.
+    """
+    mesh: Any = layout.mesh
+    seed, stream = _state(mesh.world).next()
+    if mesh.coordinate is None:
+        return torch.empty(0, dtype=layout.dtype, device=mesh.device)
+    return law(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
+
+
+def units(layout: Layout) -> laws.Units:
+    """The next random tensor as numbers in (0, 1) without end: those of this rank's part, as often as they are asked for."""
+    mesh: Any = layout.mesh
+    seed, stream = _state(mesh.world).next()
+    return lambda part: laws.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
+
+
+def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that draws from torch's own generator, with that generator in the same state on every rank.
+
+    The generator is afterwards as it was before.
+    """
+    seed, stream = _state(mesh.world).next()
+    with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):
+        torch.manual_seed((seed + stream * _GOLDEN) % (1 << 63))
+        return func(*args, **kwargs)

@@ -1,0 +1,117 @@
+"""Frames of other threads, read while finalizers run."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import shardmesh
+from shardmesh.mesh.comm.call_site import frame_of_thread
+
+
+class _Cycle:
+    """Garbage that only the collector finds, and whose finalizer does what deadlocks while thread states are locked."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        thread = threading.Thread(target=int)
+        thread.start()
+
+
+@pytest.fixture
+def eager_collector():
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_no_collection_runs_while_frames_are_read(monkeypatch):
+    seen: list[bool] = []
+    real = sys._current_frames
+
+    def frames():
+        seen.append(gc.isenabled())
+        return real()
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    assert frame_of_thread(threading.get_ident()) is not None
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        frame_of_thread(threading.get_ident())
+        assert not gc.isenabled(), "the collector was turned on for a program that had turned it off"
+    finally:
+        gc.enable()
+
+
+def test_finalizers_that_start_threads(eager_collector):
+    for _ in range(300):
+        _Cycle()
+        assert frame_of_thread(threading.get_ident()) is not None
+
+
+@pytest.mark.slow
+def test_finalizers_that_take_locks_never_stop_the_interpreter():
+    """In a process of its own, since what is tested for cannot be interrupted."""
+    program = """
+import gc, threading
+from shardmesh.mesh.comm.call_site import frame_of_thread
+
+lock, ident, stop = threading.RLock(), threading.get_ident(), threading.Event()
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        with lock:
+            frame_of_thread(ident)
+        threading.Thread(target=int).start()
+
+def work():
+    while not stop.is_set():
+        Cycle()
+        with lock:
+            frame_of_thread(ident)
+
+threads = [threading.Thread(target=work) for _ in range(2)]
+gc.set_threshold(1)
+for thread in threads:
+    thread.start()
+for _ in range(10_000):
+    Cycle()
+    assert frame_of_thread(ident) is not None
+stop.set()
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False, timeout=300)
+    assert (found.returncode, found.stderr) == (0, "")
+
+
+def test_a_thread_that_ended_has_no_frame():
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+    assert frame_of_thread(thread.ident) is None
+    assert frame_of_thread(None) is None
+
+
+def test_frames_are_read_in_one_place():
+    root = Path(shardmesh.__file__).parent
+    users = set()
+    for folder in ("mesh", "sharding", "kernels"):
+        for path in (root / folder).rglob("*.py"):
+            names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+            users |= {str(path.relative_to(root))} if "_current_frames" in names else set()
+    assert users == {"mesh/comm/call_site.py"}

@@ -1,0 +1,231 @@
+"""reached_preemption: all ranks stop in the same step, whoever gets the notice, and none waits for ever."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from shardmesh.mesh import current_world, simulate
+from shardmesh.mesh.launch import preemption
+from shardmesh.mesh.launch.preemption import _Across, ending_in_order, reached_preemption
+from tests.pool import Pool
+
+PATIENCE_S = 30.0
+
+
+def forget_everything() -> None:
+    """The process is as it was before anybody asked."""
+    preemption.forget(current_world())
+    preemption._notice, preemption._asked = "", False
+    preemption._reset()
+
+
+@pytest.fixture(autouse=True)
+def _clean():
+    yield
+    forget_everything()
+
+
+# ------------------------------------------------------------------------------------- ranks as threads, random schedules
+
+
+class Job:
+    """Ranks that step, meet now and then as in collectives, and are given notice at some moment."""
+
+    def __init__(self, seed: int) -> None:
+        rng = random.Random(seed)
+        self.size, self.every, self.gap = rng.randint(2, 5), rng.choice([1, 1, 2, 5]), rng.choice([1, 10])
+        self.pace = [rng.choice([0.0, 0.001, 0.004]) for _ in range(self.size)]
+        noticed = rng.sample(range(self.size), rng.randint(1, min(2, self.size)))
+        self.notice_after = {rank: rng.uniform(0.0, 0.06) for rank in noticed}
+        self.meeting = threading.Barrier(self.size, timeout=PATIENCE_S)
+        self.began = time.monotonic()
+        self.stopped: list[int | None] = [None] * self.size
+        self.steps: list[list[int]] = [[] for _ in range(self.size)]
+        store = HashStore()
+        self.parts = [_Across(store, r, self.size, self.has_notice(r), lambda: None) for r in range(self.size)]
+
+    def has_notice(self, rank: int):
+        after = self.notice_after.get(rank, float("inf"))
+        return lambda: time.monotonic() - self.began > after
+
+    def run_rank(self, rank: int) -> None:
+        for step in range(0, 20_000 * self.gap, self.gap):
+            if self.parts[rank].reached(rank, step):
+                self.stopped[rank] = step
+                return
+            self.steps[rank].append(step)
+            time.sleep(self.pace[rank])
+            if step % (self.every * self.gap) == 0:
+                self.meeting.wait()
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self.run_rank, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        for part in self.parts:
+            part.stop()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_LOOK_S", 0.02)
+    job = Job(seed)
+    job.run()
+    assert job.stopped[0] is not None
+    assert job.stopped == [job.stopped[0]] * job.size
+    assert job.steps == [job.steps[0]] * job.size
+
+
+def test_a_rank_that_never_asks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "_PATIENCE_S", 0.1)
+    part = _Across(HashStore(), 0, 3, lambda: True, lambda: None)
+    part.reached(0, 1)
+    with pytest.raises(RuntimeError, match="ranks 1, 2 have not called it"):
+        for _ in range(int(PATIENCE_S / 0.01)):
+            time.sleep(0.01)
+            part.reached(0, 1)
+    part.stop()
+
+
+def test_ranks_that_wait_hear_of_a_failed_job() -> None:
+    def check() -> None:
+        raise ConnectionError("rank 1 died")
+
+    part = _Across(HashStore(), 0, 2, lambda: True, check)
+    with pytest.raises(ConnectionError, match="rank 1 died"):
+        for _ in range(int(PATIENCE_S / 0.01)):
+            time.sleep(0.01)
+            part.reached(0, 1)
+    part.stop()
+
+
+def test_without_a_notice_a_call_asks_nobody() -> None:
+    class Counting:
+        asked = 0
+
+        def check(self, keys: list[str]) -> bool:
+            self.asked += 1
+            return False
+
+    store = Counting()
+    part = _Across(store, 0, 2, lambda: False, lambda: None)
+    assert not any(part.reached(0, step) for step in range(10_000))
+    assert store.asked <= 1 + 10  # once a second, on a machine that may be very slow
+    part.stop()
+
+
+# --------------------------------------------------------------------------------------------- one process, and signals
+
+
+def test_sigterm_is_a_notice_once_it_was_asked_for() -> None:
+    assert [reached_preemption(step) for step in (0, 10)] == [False, False]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert [reached_preemption(step) for step in (20, 30)] == [True, True]
+
+
+def test_the_programs_own_handler_is_still_called() -> None:
+    called: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    reached_preemption(0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert reached_preemption(1)
+    assert called == [signal.SIGTERM]
+
+
+def test_a_file_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDMESH_PREEMPTION_FILE", str(tmp_path / "soon"))
+    assert not reached_preemption(0)
+    (tmp_path / "soon").touch()
+    assert reached_preemption(1)
+
+
+def test_steps_must_grow() -> None:
+    reached_preemption(99)
+    with pytest.raises(ValueError, match=r"reached_preemption\(0\) after reached_preemption\(99\): pass a number that grows"):
+        reached_preemption(0)
+
+
+def stop_where() -> int:
+    """The step in which a simulated rank stops; the notice comes while ranks are in different steps."""
+    world = current_world()
+    for step in range(100):
+        if reached_preemption(step):
+            return step
+        if step == 20 + world.rank:
+            preemption._notice = "test"
+        if step % 10 == 9:
+            world.group(range(world.size)).barrier()
+    return -1
+
+
+def test_simulated_ranks_stop_in_the_same_step() -> None:
+    assert len(set(simulate(4)(stop_where)())) == 1
+
+
+def test_sigterm_ends_a_program_that_asked_for_order(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught, ending_in_order():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(PATIENCE_S)
+    assert caught.value.code == 143
+    assert "shardmesh: SIGTERM: ends with code 143" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_forked_children_can_be_terminated() -> None:
+    """As a DataLoader does with its workers."""
+    program = (
+        "import os, signal, time\n"
+        "from shardmesh.mesh.launch.preemption import reached_preemption\n"
+        "reached_preemption(0)\n"
+        "ready, tell = os.pipe()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n    os.write(tell, b'1'); time.sleep(60); os._exit(1)\n"
+        "os.read(ready, 1)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "print(os.WTERMSIG(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(int(signal.SIGTERM)), done.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- real processes
+
+
+def train(noticed: int, steps: int) -> tuple[int, float]:
+    """One rank gets SIGTERM in the middle of a step. The step in which this rank stops, and what it had reduced by then."""
+    world = current_world()
+    group, total = world.group(range(world.size)), torch.zeros(1)
+    try:
+        for step in range(steps):
+            if reached_preemption(step):
+                return step, total.item()
+            if step == 5 and world.rank == noticed:
+                os.kill(os.getpid(), signal.SIGTERM)
+            x = torch.ones(1)
+            group.all_reduce(x)
+            total += x
+            time.sleep(0.002 * world.rank)
+        return -1, 0.0
+    finally:
+        forget_everything()
+
+
+def test_one_rank_is_told_and_all_processes_stop(world4: Pool) -> None:
+    found = world4(train, 2, 5000)
+    step = found[0][0]
+    assert step > 5
+    assert found == [(step, 4.0 * step)] * 4

@@ -1,0 +1,191 @@
+"""Jobs of ranks that begin and end as programs of their own do: `Forked()(program, 4) -> [what came of each rank]`.
+
+Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function of
+`tests.mesh.monitor.forked_ranks`, and then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. Where the system allows it, that process
+has mounts of its own, so that jobs can have folders that are small or cannot be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmesh.mesh.monitor import settings
+from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
+
+START_S = 120.0
+_WAYS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # to have mounts of its own: as root, and else
+
+
+def unshared() -> list[str]:
+    """What a command begins with so that its process has mounts of its own; nothing where the system does not allow that."""
+    if shutil.which("unshare") is None:
+        return []
+    test = "mount -t tmpfs none /mnt"
+    return next((way for way in _WAYS if subprocess.run([*way, "sh", "-c", test], capture_output=True, check=False).returncode == 0), [])
+
+
+@dataclass
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        status: its exit status, or minus a signal; None where it had to be killed after the job's time.
+        output: all it printed.
+    """
+
+    status: int | None
+    output: str
+
+
+class Forked:
+    def __init__(self) -> None:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
+        env = kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        way = unshared()
+        self.can_mount = bool(way)
+        self.process = subprocess.Popen(
+            [*way, sys.executable, "-m", "tests.mesh.monitor.forked"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+        self.folder = tempfile.TemporaryDirectory(prefix="shardmesh-forked-")
+        self._jobs = 0
+
+    def __call__(
+        self,
+        program: Callable[..., Any],
+        size: int,
+        *args: Any,
+        limit_s: float = 90.0,
+        own: bool = True,
+        mounts: dict[str, str] | None = None,
+        **env: str,
+    ) -> list[Ended]:
+        """Run `program(*args)` on so many ranks that no launcher looks after.
+
+        Args:
+            limit_s: seconds after which ranks that have not ended are killed.
+            own: have the files of the watch in a folder of this job.
+            mounts: options of file systems in memory that the job has there, by folder: {"/dev/shm": "size=1m"}; "watch" is the job's.
+                Where that is not allowed the test is skipped.
+        """
+        assert self.process.stdin
+        assert self.process.stdout
+        if mounts and not self.can_mount:
+            pytest.skip("this process may not mount anything")
+        self._jobs += 1
+        folder = Path(self.folder.name, str(self._jobs))
+        (folder / "watch").mkdir(parents=True)
+        common = ({"SHARDMESH_WATCH_DIR": str(folder / "watch")} if own else {}) | {"LOCAL_WORLD_SIZE": str(size)} | env
+        job = {
+            "module": program.__module__, "name": program.__name__, "args": args, "env": by_hand(size, 0, **common),
+            "folder": str(folder), "limit_s": limit_s, "mounts": {str(folder / where): how for where, how in (mounts or {}).items()},
+        }  # fmt: skip
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        assert is_readable(self.process.stdout, START_S + limit_s), "the job hangs"
+        ended = json.loads(self.process.stdout.readline())
+        return [Ended(ended[str(r)], (folder / f"{r}.output").read_text()) for r in range(size)]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self.folder.cleanup()
+
+
+# ------------------------------------------------------------------------------------------- in the process that forks
+
+
+def serve() -> None:
+    import torch
+
+    import shardmesh  # noqa: F401
+
+    torch.set_num_threads(1)
+    importlib.import_module("tests.mesh.monitor.forked_ranks")
+    gc.freeze()  # what was imported is no garbage when a rank ends: to look through it takes 0.5 s of each
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        job = json.loads(line)
+        ranks: dict[int, int] = {}
+        with mounted(job["mounts"]):
+            for rank in range(len(job["env"])):
+                pid = os.fork()
+                if pid == 0:
+                    break
+                ranks[pid] = rank
+            else:
+                print(json.dumps(_follow(ranks, job["limit_s"])), file=answers, flush=True)
+                continue
+        return _run(job, rank)
+
+
+@contextlib.contextmanager
+def mounted(mounts: dict[str, str]) -> Iterator[None]:
+    here = os.getpid()
+    for folder, options in mounts.items():
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", folder], check=True)
+    yield
+    for folder in mounts if os.getpid() == here else ():
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _run(job: dict[str, Any], rank: int) -> None:
+    """The life of a rank; it returns from the main module."""
+    output = os.open(Path(job["folder"], f"{rank}.output"), os.O_CREAT | os.O_WRONLY)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for old, new in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(old, new)
+    os.environ.update(job["env"][rank])
+    given = settings.from_environment(os.environ)
+    here = settings.settings()  # as it was when the modules were imported
+    here.mode, here.warn, here.timeout, here.exit_s = given.mode, given.warn, given.timeout, given.exit_s
+    here.torch_calls = given.torch_calls
+    getattr(importlib.import_module(job["module"]), job["name"])(*job["args"])
+
+
+def _follow(ranks: dict[int, int], limit_s: float) -> dict[int, int | None]:
+    """The exit status of each rank."""
+    began = time.monotonic()
+    found: dict[int, int | None] = {}
+    while len(found) < len(ranks) and time.monotonic() - began < limit_s:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            found[ranks[pid]] = os.waitstatus_to_exitcode(status)
+        else:
+            time.sleep(0.01)
+    for pid, rank in ranks.items():
+        if rank not in found:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            found[rank] = None
+    return found
+
+
+def statuses(ended: Sequence[Ended]) -> list[int | None]:
+    return [rank.status for rank in ended]
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,322 @@
+"""Programs of ranks in jobs of `forked.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import shardmesh as sm
+from shardmesh.mesh.errors import WatchError
+from shardmesh.mesh.monitor import agreement
+from shardmesh.mesh.monitor.startup import progress, rendezvous
+
+_NEW_MOUNTS = 0x20000  # CLONE_NEWNS of linux/sched.h
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def make_mesh() -> sm.DeviceMesh:
+    return sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+
+
+def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
+    """Collectives over each axis and over all ranks."""
+    x = torch.tensor([1.0 + mesh.get_rank()])
+    for _ in range(steps):
+        x = torch.tensor([1.0 + mesh.get_rank()])
+        for axes in ("tp", "dp", None):
+            mesh.group(axes).all_reduce(x)
+    return x.item()
+
+
+def trained(mesh: sm.DeviceMesh) -> None:
+    print("result", train(mesh), "watch", "off" if mesh.world.watch is None else "on", flush=True)
+
+
+# -- files that cannot be made, or vanish ------------------------------------------------------------------------------
+
+
+def no_room(ranks: list[int]) -> None:
+    """The folder is full for these ranks."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if rank() in ranks:
+        os.posix_fallocate = full
+    trained(make_mesh())
+
+
+def other_folders(ranks: list[int]) -> None:
+    """These ranks see another file system where the folder is, as in a container of their own."""
+    before = agreement.Agreement.folder
+
+    def folder(self: Any, needed: int) -> Any:
+        return before(self, needed) / str(rank())
+
+    if rank() in ranks:
+        agreement.Agreement.folder = folder
+    trained(make_mesh())
+
+
+def simply_trains() -> None:
+    trained(make_mesh())
+
+
+def fills_up() -> None:
+    """The folder is full once the job has begun."""
+    mesh = make_mesh()
+    watch = mesh.world.watch
+    if rank() == 1 and watch is not None:
+        with (watch.board.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+    mesh.group().barrier()
+    for n in range(40):  # groups, calls and texts that were not there before
+        mesh.group().all_reduce(torch.ones(n))
+    trained(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    train(mesh)
+
+
+def in_containers() -> None:
+    """Each rank has a /dev/shm of its own, of 64 MB."""
+    ctypes.CDLL(None).unshare(_NEW_MOUNTS)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", "/dev/shm"], check=True)
+    trained(make_mesh())
+
+
+def raises_without_a_watch() -> None:
+    """Rank 1 raises while the others do something else for longer than they would have after a verdict."""
+    no_room([2])
+    if rank() == 1:
+        raise ValueError("no more data")
+    time.sleep(2.5)
+    print("went on", flush=True)
+
+
+def vanishes(when: str) -> None:
+    """Rank 1 deletes the folder: before all have seen each other's pages, later, or again and again."""
+    if when == "always":
+        if rank() == 1:
+            threading.Thread(target=_delete_always, args=(os.environ["SHARDMESH_WATCH_DIR"],), daemon=True).start()
+        mesh = make_mesh()
+        print("result", train(mesh), flush=True)
+        mesh.group().barrier()
+        return
+    if when == "late":
+        mesh = make_mesh()
+        train(mesh)
+    else:
+        if rank() in (2, 3):
+            time.sleep(0.5)
+        mesh = make_mesh()
+    watch = mesh.world.watch
+    if rank() == 1 and watch is not None:
+        shutil.rmtree(watch.board.folder)
+    trained(mesh)
+    if when == "late" and rank() == 2:
+        raise ValueError("no more data")
+    train(mesh)
+
+
+def _delete_always(parent: str) -> None:
+    while True:
+        for path in Path(parent).glob("*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def forks(how: str) -> None:
+    """A rank forks once the job has begun, as loaders of data do; what becomes of the child is none of the job's business."""
+    mesh = make_mesh()
+    train(mesh)
+    child = os.fork() if how != "loader" else -1
+    if child == 0 and how == "raises":
+        raise ValueError("of the child")
+    if child == 0 and how == "exits":
+        sys.exit(3)
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "loader":
+        data = torch.utils.data.TensorDataset(torch.arange(8))
+        rows = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+        print("rows", sum(int(batch.sum()) for (batch,) in rows), flush=True)
+    else:
+        os.waitpid(child, 0)
+    trained(mesh)
+
+
+def two_jobs(ports: list[str]) -> None:
+    """Eight processes are two jobs of four; rank 2 of the second one raises."""
+    job = rank() // 4
+    os.environ.update(RANK=str(rank() % 4), WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", MASTER_PORT=ports[job])
+    mesh = make_mesh()
+    train(mesh)
+    if job == 1 and rank() == 2:
+        raise ValueError("no more data")
+    if job == 1:
+        train(mesh, 1000)
+    time.sleep(0.5)
+    trained(mesh)
+
+
+def changes_folder() -> None:
+    if rank() == 2:
+        os.chdir("/")
+    trained(make_mesh())
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def swallows(how: str) -> None:
+    """Rank 2 raises; the others catch what they hear, again and again, in collectives or elsewhere."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    while True:
+        try:
+            train(mesh) if how == "communicates" else time.sleep(0.1)
+        except WatchError:
+            print("caught", flush=True)
+            time.sleep(0.2)
+
+
+def goes_on_alone() -> None:
+    """The others leave the job and go on with something else, for longer than they would have in it."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        raise ValueError("no more data")
+    try:
+        train(mesh, 1000)
+    except WatchError:
+        dist.destroy_process_group()
+        time.sleep(2.5)
+        print("went on", flush=True)
+
+
+def waits_at_exit(how: str) -> None:
+    """Ranks leave while a collective is under way that rank 2 never comes to."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        time.sleep(60)
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if how == "asynchronous":
+        globals()["kept"] = mesh.group().all_reduce(torch.ones(4), async_op=True), mesh
+    if how == "raw":
+        globals()["kept"] = dist.all_reduce(torch.ones(4), async_op=True), dist.group.WORLD
+    try:
+        train(mesh)
+    finally:
+        if how == "destroyed":
+            dist.all_reduce(torch.ones(4), async_op=True)
+            dist.destroy_process_group()
+        if how == "destroyed and a thread":
+            dist.destroy_process_group()
+            threading.Thread(target=time.sleep, args=(60,)).start()
+
+
+def hangs_at_exit() -> None:
+    """Rank 2's program is over, and a thread of it is not."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    else:
+        train(mesh)
+
+
+def cannot_end(how: str) -> None:
+    """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
+    sm.watchdog(timeout=1.0)
+    mesh = make_mesh()
+    train(mesh)
+    if how == "stopped, and threads":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    if rank() == 2 and how.startswith("stopped"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == 2 and how == "computes":
+        sum(range(10**11))
+    train(mesh)
+
+
+def dies_in_a_raw_collective() -> None:
+    """Rank 2 is killed while the others are in a collective that is not the library's."""
+    mesh = make_mesh()
+    train(mesh)
+    if rank() == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def raises_before_its_mesh(odd: int) -> None:
+    rendezvous.tell_of_early_errors()  # as the import does, in a process that has its RANK by then
+    if rank() == odd:
+        if os.fork() == 0:
+            raise ValueError("of the child")
+        os.wait()
+        raise ValueError("no such file: config.toml")
+    make_mesh()
+
+
+def never_comes(how: str) -> None:
+    """Rank 2 dies before it makes a mesh, or does something else."""
+    rendezvous.meet.__defaults__ = (5.0,)
+    progress.FIRST_SAID_S = 0.5
+    if rank() == 2 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank() == 2:
+        time.sleep(8)
+    make_mesh()
+
+
+# -- torch's default group ---------------------------------------------------------------------------------------------
+
+
+def calls_the_default_group_alone() -> None:
+    """Rank 0 reduces something over torch's default group, and nobody else does."""
+    mesh = make_mesh()
+    x = sm.device_put(torch.arange(8.0), mesh, sm.P(("dp", "tp")))
+    if rank() == 0:
+        globals()["kept"] = dist.all_reduce(torch.full((2,), 100.0), async_op=True)
+    print("result", x.redistribute(sm.P()).to_local().tolist(), train(mesh), flush=True)
+    os._exit(0)
+
+
+def restarted(port: int, env: dict[str, str]) -> None:
+    """An attempt of a job whose store the launcher keeps; the program starts the default group itself."""
+    os.environ.update(env)
+    attempt = env["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    own = dist.PrefixStore(attempt, store)  # gloo alone would often connect to addresses of the first attempt
+    dist.init_process_group("gloo", store=own, rank=rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    distributed_c10d._get_default_store = lambda: store
+    mesh = make_mesh()
+    train(mesh)
+    if attempt == "0" and rank() == 2:
+        raise ValueError("no more data")
+    trained(mesh)

@@ -1,0 +1,49 @@
+"""Ledgers without processes: four ranks, one after the other, each alone in a null world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardmesh.mesh import init_device_mesh, null_world
+from shardmesh.mesh.monitor.ledger.ledger import Ledger
+from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RING, H, Page
+
+SIZE = 4
+
+
+def run(program: Callable[[int], None]) -> dict[int, Page]:
+    """The page of each rank after `program(rank)`."""
+    pages = {}
+    for rank in range(SIZE):
+        with null_world(SIZE, rank) as world:
+            program(rank)
+            pages[rank] = world.page
+    return pages
+
+
+def ledger_of(program: Callable[[int], None]) -> Ledger:
+    return Ledger(run(program))
+
+
+def every_collective(_: int) -> None:
+    """One of each, over (2, 2) ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
+    dp, tp, world = mesh.group("dp"), mesh.group("tp"), mesh.group()
+    x = torch.ones(8)
+    dp.all_reduce(x, "max")
+    tp.all_gather(torch.empty(16), x)
+    tp.reduce_scatter(torch.empty(4), x)
+    world.all_to_all(torch.empty(8), x)
+    world.broadcast(x.to(torch.bfloat16), 2)
+    world.permute(torch.empty(8), x, dst=(world.rank + 1) % SIZE, src=(world.rank - 1) % SIZE)
+    world.barrier()
+    world.all_gather_object("x" * (world.rank + 1))
+
+
+def set_times(page: Page, number: int, start: int, end: int) -> None:
+    """Makes a record say that it was from start to end, in ns since 1970."""
+    page.words[H.CLOCK] = 1
+    at = RING + number * RECORD_WORDS
+    page.words[at + 3], page.words[at + 4] = start - 1, end - 1 if end else 0

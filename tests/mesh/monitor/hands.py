@@ -1,0 +1,82 @@
+"""The ranks of a job, all played by hand in one process: each has a page that the others see, and does what a test says.
+
+    ranks = played(tmp_path, 4)
+    ranks[0].call("all_reduce")          rank 0 has come to its collective number 0 of the group of all
+    ranks[0].judged()                    what its watch makes of that, from what the pages show
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmesh.mesh.comm.null import NullWorld
+from shardmesh.mesh.monitor.diagnosis import diagnose
+from shardmesh.mesh.monitor.monitor import Watch
+from shardmesh.mesh.monitor.recording.job_directory import Board
+from shardmesh.mesh.monitor.recording.recorder import Note, Seat
+from shardmesh.mesh.monitor.recording.trace_buffer import H, State
+from shardmesh.mesh.monitor.settings import monotonic_ns
+from shardmesh.mesh.monitor.verdict import Verdict
+
+JOB = "by-hand"
+
+
+class Hand:
+    """One rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.world = NullWorld(rank, size)
+        self.watch = Watch(self.world, Board(JOB, rank, size))
+        self.rank, self.page, self.everyone = rank, self.watch.page, tuple(range(size))
+        self._seats: dict[tuple[int, ...], Seat] = {}
+        self._notes: dict[str, Note] = {}
+
+    def seat(self, ranks: tuple[int, ...] | None = None) -> Seat:
+        """Where it writes down its collectives, without waiting for anybody."""
+        ranks = self.everyone if ranks is None else ranks
+        if ranks not in self._seats:
+            self._seats[ranks] = Seat(self.world.group(ranks), self.page, None)
+        return self._seats[ranks]
+
+    def call(
+        self,
+        op: str = "all_reduce",
+        how: str = "sum",
+        dtype: torch.dtype = torch.float32,
+        size: int = 4,
+        *,
+        ranks: tuple[int, ...] | None = None,
+        lineage: int = 0,
+        note: str = "",
+        route: int = 0,
+        moved: int = 16,
+    ) -> int:
+        """Comes to a collective; the number of its record."""
+        carried = self.world.carried
+        carried.lineage, carried.note = lineage, self._notes.setdefault(note, Note(note)) if note else None
+        return self.seat(ranks).enter(op, how, dtype, size, moved, moved, route)
+
+    def block(self, record: int, seconds: float = 10.0) -> None:
+        """Its main thread has been waiting in the collective of this record for so long."""
+        words = self.page.words
+        words[H.BLOCKED_SINCE], words[H.BLOCKED] = monotonic_ns() - int(seconds * 1e9), record + 1
+
+    def die(self) -> None:
+        """Its process is another one than the one that began the page."""
+        self.page.words[H.BORN] += 1
+
+    def end(self, state: int = State.ENDED) -> None:
+        self.page.words[H.STATE] = state
+
+    def judged(self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0) -> Verdict | None:
+        """The verdict on a collective in which this rank has waited for so many seconds."""
+        return diagnose.judge(self.watch, self.seat(ranks), sequence, monotonic_ns() - int(waited * 1e9))
+
+
+def played(folder: Path, size: int) -> list[Hand]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDMESH_WATCH_DIR", str(folder))
+        return [Hand(rank, size) for rank in range(size)]

@@ -1,0 +1,54 @@
+"""A host and job with which all is well, as the doctor's facts, for tests to break."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardmesh.mesh.monitor.doctor.devices import Device, Devices
+from shardmesh.mesh.monitor.doctor.facts import Facts, Software
+from shardmesh.mesh.monitor.doctor.network import Interface, Network, Port
+from shardmesh.mesh.monitor.doctor.system import Limits, Space, System
+
+GIB = 1 << 30
+
+LOOPBACK, ETHERNET = Interface("lo", True, ("127.0.0.1", "::1")), Interface("eth0", True, ("10.0.0.5",))
+UNUSED = Interface("eth1", False, ())
+GPU = Device("H100", 80 * GIB, 79 * GIB)
+SOFTWARE = Software("3.11.7", "2.13.0+cu128", "3.7.1", "0.1.0", True, True, True)
+SYSTEM = System(
+    name="Linux",
+    container=False,
+    cores=16,
+    memory=64 * GIB,
+    available=60 * GIB,
+    limits=Limits(),
+    open_files=(1024, 1 << 20),
+    processes=None,
+    shared=Space("/dev/shm", 32 * GIB, 32 * GIB),
+    leftovers=(),
+)
+NETWORK = Network((LOOPBACK, UNUSED, ETHERNET), "node1", ("10.0.0.5",), (), frozenset({"10.0.0.5", "127.0.0.1"}), Port(29500))
+ALONE = Facts({}, SOFTWARE, SYSTEM, NETWORK, Devices())
+
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}
+RANKS = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "OMP_NUM_THREADS": "4"}
+ADDRESS = {"MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "29500"}
+JOB = {**AGENT, **RANKS, **ADDRESS, "WORLD_SIZE": "4"}
+TWO_HOSTS = {**JOB, "WORLD_SIZE": "8"}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "4", "OMP_NUM_THREADS": "4", **ADDRESS}
+SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "2"}
+
+
+def facts(env: Mapping[str, str] | None = None, **changes) -> Facts:
+    """The healthy host, with this environment and with these fields, of whatever part, changed."""
+    found = replace(ALONE, env=env or {})
+    if found.place.agent_store:
+        port = Port(29500, True, "torchrun (process 7)", True)
+        found = replace(found, network=replace(NETWORK, master=("10.0.0.5",), port=port))
+    elif "MASTER_ADDR" in found.env:
+        found = replace(found, network=replace(NETWORK, master=("10.0.0.5",)))
+    for part in ("software", "system", "network", "devices"):
+        mine = {name: value for name, value in changes.items() if hasattr(getattr(found, part), name)}
+        found = replace(found, **{part: replace(getattr(found, part), **mine)})
+    return found

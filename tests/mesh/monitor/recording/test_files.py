@@ -1,0 +1,334 @@
+"""The watch's files: a folder that is full, that vanishes, that others sweep or cannot see costs the diagnosis, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, TCPStore
+
+from shardmesh.mesh.errors import PeerError
+from shardmesh.mesh.monitor.agreement import Agreement
+from shardmesh.mesh.monitor.recording import files
+from shardmesh.mesh.monitor.recording import job_directory as board_module
+from shardmesh.mesh.monitor.recording.cleanup import sweep
+from shardmesh.mesh.monitor.recording.files import folder_prefix, make_file, parent_folder
+from shardmesh.mesh.monitor.recording.job_directory import Alarm
+from shardmesh.mesh.monitor.recording.trace_buffer import PAGE_BYTES, H
+from shardmesh.mesh.monitor.verdict import Verdict
+from tests.mesh.monitor.forked import Ended, Forked, statuses
+from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.starter import ROOT, free_port
+from tests.mesh.monitor import forked_ranks as programs
+
+VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Hand]:
+    return played(tmp_path, 2)
+
+
+# -- one process -------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_allocated_before_they_are_mapped(tmp_path: Path) -> None:
+    found = make_file(tmp_path / "page", PAGE_BYTES).stat()
+    assert found.st_size == PAGE_BYTES
+    assert found.st_blocks * 512 >= PAGE_BYTES
+
+
+def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "alarm"
+    path.write_bytes(b"12345678")
+    assert make_file(path, 8).read_bytes() == b"12345678"
+    assert make_file(path, 4).read_bytes() == b"12345678"
+    assert make_file(path, 16).read_bytes() == b"12345678" + bytes(8)
+
+
+def test_without_room_there_is_an_error_and_no_rest(tmp_path: Path) -> None:
+    program = f"""
+import os, resource
+resource.setrlimit(resource.RLIMIT_FSIZE, ({PAGE_BYTES // 2}, {PAGE_BYTES // 2}))
+from shardmesh.mesh.monitor.recording.job_directory import Board
+try:
+    Board("job", 0, 1)
+except OSError as error:
+    print(error.errno, os.listdir("{tmp_path}/{folder_prefix()}job"))
+"""
+    env = os.environ | {"SHARDMESH_WATCH_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert found.stdout == f"{errno.EFBIG} ['alarm']\n", found.stderr
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != PAGE_BYTES // 2
+
+
+def test_where_shared_memory_is_small_the_files_lie_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SHARDMESH_WATCH_DIR", raising=False)
+    monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path)
+    free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert parent_folder(0) == tmp_path
+    assert parent_folder(free) != tmp_path
+    monkeypatch.setattr(files, "_SHARED_MEMORY", tmp_path / "none")
+    assert parent_folder(0) != tmp_path / "none"
+
+
+def test_a_relative_folder_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SHARDMESH_WATCH_DIR", "watched")
+    monkeypatch.chdir(tmp_path)
+    assert parent_folder() == Path(files._start_folder, "watched")
+
+
+def test_hosts_with_one_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[Hand]) -> None:
+    """All hosts have the same number for the set of processes outside containers."""
+    page = two[0].watch.board.of(1)
+    assert page is not None
+    assert board_module.is_local(page)
+    monkeypatch.setattr(board_module, "boot_id", lambda: "another host")
+    assert not board_module.is_local(page)
+
+
+@pytest.fixture
+def old_folders(tmp_path: Path) -> Path:
+    make_old(tmp_path, 30)
+    return tmp_path
+
+
+def make_old(parent: Path, count: int, pages: int = 4) -> None:
+    for n in range(count):
+        folder = parent / f"{folder_prefix()}dead{n}"
+        folder.mkdir()
+        for rank in range(pages):
+            (folder / f"rank{rank}.page").touch()
+        os.utime(folder, (long_ago := time.time() - 600 - n, long_ago))
+
+
+def test_many_may_sweep_at_once(old_folders: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(sweep, [old_folders] * 8))  # raises what one of them raises
+    assert sorted(path.name for path in old_folders.iterdir()) == sorted(f"{folder_prefix()}dead{n}" for n in range(10))
+
+
+def test_a_folder_that_vanishes_while_it_is_looked_at(old_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def vanishing(path: Path, pattern: str) -> Iterator[Path]:
+        """What `glob` does where the folder is gone when it begins to read."""
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "glob", vanishing)
+    sweep(old_folders)
+
+
+def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
+    gone = tmp_path / f"{folder_prefix()}dead.gone"
+    gone.mkdir()
+    sweep(tmp_path)
+    assert gone.exists()  # somebody deletes it
+    os.utime(gone, (long_ago := time.time() - 600, long_ago))
+    sweep(tmp_path)
+    assert not gone.exists()
+
+
+@pytest.mark.slow
+def test_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_old(tmp_path, 10_000, pages=1)
+    sweep(tmp_path)  # of one start: some of them
+    assert 10 < len(list(tmp_path.iterdir())) < 10_000
+    monkeypatch.setattr("shardmesh.mesh.monitor.recording.cleanup._LONGEST_S", 600.0)
+    sweep(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 10
+
+
+# -- the folder is gone, and the job goes on ---------------------------------------------------------------------------
+
+
+def test_a_verdict_reaches_the_others_without_the_folder(two: list[Hand]) -> None:
+    shutil.rmtree(two[0].watch.board.folder)
+    assert two[1].watch.board.post(VERDICT) == VERDICT
+    assert two[0].watch.board.verdict() == VERDICT
+    two[0].watch.close()
+
+
+def test_a_verdict_that_is_longer_than_there_is_room(two: list[Hand]) -> None:
+    two[1].watch.board.post(Verdict("raised", (1,), "ValueError", (), "x" * 1_000_000))
+    found = two[0].watch.board.verdict()
+    assert found is not None
+    assert (found.kind, found.ranks) == ("raised", (1,))
+    assert found.text.startswith("xxx")
+
+
+def test_a_process_that_is_stopped_while_it_writes_does_not_stop_the_others(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board_module, "_TO_LOCK_S", 0.05)
+    with (two[1].watch.board.folder / "alarm").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert two[0].watch.board.post(VERDICT) == VERDICT
+
+
+def test_of_a_verdict_and_giving_up_the_first_stands(two: list[Hand], tmp_path: Path) -> None:
+    one, other = two[0].watch.board, two[1].watch.board
+    assert one.give_up()
+    assert not other.give_up()
+    other.post(VERDICT)
+    assert one.verdict() is None
+    three, four = played(tmp_path / "b", 2)
+    three.watch.board.post(VERDICT)
+    assert not four.watch.board.give_up()
+    assert four.watch.board.alarm[0] == Alarm.VERDICT
+
+
+def test_ranks_that_gave_up_only_note_down(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+    seat = two[0].watch.sit(two[0].world.group((0, 1)))
+    two[0].world.watch = two[0].watch
+    two[1].watch.give_up("the folder is full")
+    for how in ("sum", "max"):
+        two[1].call(how=how)
+        seat.enter("all_reduce", "sum", torch.float32, 4, 16, 16)  # neither waits nor compares
+    assert (two[0].world.watch, seat.watch) == (None, None)
+    assert two[0].world.page.words[H.RECORDS] == 2  # the ledger goes on where it was
+    assert capsys.readouterr().err == "shardmesh: no watch over this job. the folder is full\n"
+    two[0].watch.wait(seat, 1, _Done())
+    two[0].watch.meet(seat, 1, [1])
+    two[0].watch.assemble(seat, 1)
+    two[0].watch.look(seat)
+
+
+class _Done:
+    def wait(self, *_: object) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> None:
+    shutil.rmtree(two[0].watch.board.folder)
+    two[1].watch.raised(ValueError("no such file"))
+    with pytest.raises(PeerError, match="no such file"):
+        two[0].watch.check()
+
+
+# -- the store ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_has_seen_all_asks_nobody(two: list[Hand]) -> None:
+    asking = Agreement(HashStore(), "job", "stale", 0, 2)
+    asking.doubt(two[0].watch, (0, 1))
+    assert asking._thread is None
+
+
+def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.CaptureFixture[str]) -> None:
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    waiting = threading.Thread(target=store.get, args=("soon",))
+    waiting.start()
+    time.sleep(0.2)  # until it waits
+    Agreement(store, "job", "stale", 0, 2).decline("the folder is full")
+    assert waiting.is_alive()
+    other = store.clone()
+    other.set("soon", "1")
+    waiting.join()
+    Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
+    assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
+    assert capsys.readouterr().err == "shardmesh: no watch over this job. rank 0: the folder is full\n"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def assert_all_train(ended: list[Ended], watch: str, warnings: int) -> None:
+    assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
+    assert all(f"result 40.0 watch {watch}" in rank.output for rank in ended)
+    assert sum(rank.output.count("no watch over this job") for rank in ended) == warnings
+
+
+@pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]])
+def test_ranks_without_room_train_on_with_the_others(forked: Forked, ranks: list[int]) -> None:
+    ended = forked(programs.no_room, 4, ranks)
+    assert_all_train(ended, "off", 1)
+    assert any("its files cannot be made: [Errno 28] No space left on device" in rank.output for rank in ended)
+
+
+def test_ranks_that_do_not_see_each_others_files(forked: Forked) -> None:
+    assert_all_train(forked(programs.other_folders, 4, [2]), "off", 1)
+
+
+def test_a_folder_that_is_full(forked: Forked) -> None:
+    ended = forked(programs.simply_trains, 4, mounts={"watch": "size=1m"})
+    assert_all_train(ended, "off", 1)
+    assert any("No space left on device" in rank.output for rank in ended)
+
+
+def test_a_folder_that_fills_up_later(forked: Forked) -> None:
+    """All memory was allocated at the start: even a verdict has room."""
+    ended = forked(programs.fills_up, 4, mounts={"watch": "size=16m"})
+    assert statuses(ended) == [1] * 4
+    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+
+
+def test_a_folder_that_cannot_be_written_to(forked: Forked) -> None:
+    ended = forked(programs.simply_trains, 4, mounts={"watch": "ro"})
+    assert_all_train(ended, "off", 1)
+    assert any("Read-only file system" in rank.output for rank in ended)
+
+
+@pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
+def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
+    """Where it has no room the files lie in the temporary folder."""
+    assert_all_train(forked(programs.simply_trains, 4, own=False, mounts={"/dev/shm": options}), "on", 0)
+
+
+def test_containers_with_shared_memory_of_their_own(forked: Forked) -> None:
+    assert_all_train(forked(programs.in_containers, 4, own=False, mounts={"/dev/shm": "size=64m"}), "off", 1)
+
+
+def test_nobody_is_ended_where_there_is_no_watch(forked: Forked) -> None:
+    ended = forked(programs.raises_without_a_watch, 4, SHARDMESH_EXIT_S="1")
+    assert statuses(ended) == [0, 1, 0, 0]
+    assert ["went on" in rank.output for rank in ended] == [True, False, True, True]
+
+
+def test_a_folder_that_vanishes_before_all_have_looked(forked: Forked) -> None:
+    assert_all_train(forked(programs.vanishes, 4, "early"), "off", 1)
+
+
+def test_a_folder_that_vanishes_later_costs_nothing(forked: Forked) -> None:
+    ended = forked(programs.vanishes, 4, "late")
+    assert statuses(ended) == [1] * 4
+    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+
+
+def test_a_folder_that_vanishes_again_and_again(forked: Forked) -> None:
+    ended = forked(programs.vanishes, 4, "always")
+    assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
+    assert all("result 40.0" in rank.output for rank in ended)
+    assert sum(rank.output.count("no watch over this job") for rank in ended) <= 1
+
+
+def test_a_rank_in_another_folder(forked: Forked) -> None:
+    try:
+        assert_all_train(forked(programs.changes_folder, 4, SHARDMESH_WATCH_DIR="watched-by-tests"), "on", 0)
+    finally:
+        shutil.rmtree(ROOT / "watched-by-tests", ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["raises", "exits", "dies", "loader"])
+def test_ranks_that_fork(forked: Forked, how: str) -> None:
+    assert_all_train(forked(programs.forks, 4, how), "on", 0)
+
+
+def test_two_jobs_at_once(forked: Forked) -> None:
+    ended = forked(programs.two_jobs, 8, [str(free_port()), str(free_port())])
+    assert_all_train(ended[:4], "on", 0)
+    assert statuses(ended[4:]) == [1] * 4
+    assert all("ValueError: no more data" in rank.output for rank in ended[4:])

@@ -1,0 +1,304 @@
+"""Seats: what a collective leaves in its rank's page, and the user's line that it names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.mesh import current_world, null_world, simulate
+from shardmesh.mesh.comm.call_site import user_frame
+from shardmesh.mesh.comm.group import Group, World
+from shardmesh.mesh.monitor.diagnosis import diagnose
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, H, Record
+from shardmesh.mesh.monitor.settings import guard as set_guard
+from shardmesh.mesh.monitor.settings import settings
+from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
+from tests.mesh.monitor.hands import played
+
+HERE = __file__
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with null_world(4) as made:
+        yield made
+
+
+@pytest.fixture
+def group(world: World) -> Group:
+    return world.group(range(4))
+
+
+def places(world: World) -> list[int]:
+    """The lines in this file that collectives came from."""
+    found = [record.place.rpartition(":") for record in world.page.records()]
+    assert {file for file, _, _ in found} <= {HERE}
+    return [int(line) for _, _, line in found]
+
+
+def line() -> int:
+    """Of the caller."""
+    return sys._getframe(1).f_lineno
+
+
+# -- what is noted down ------------------------------------------------------------------------------------------------
+
+
+def test_a_record_says_when_it_is_over(world: World, group: Group) -> None:
+    group.all_reduce(torch.ones(4))
+    (record,) = world.page.records()
+    assert 0 < record.start <= record.end
+    assert (record.sent, record.received) == (24, 24)
+    assert record.call.split("\t") == ["all_reduce", "sum", "float32", "4", ""]
+
+
+def test_one_that_raises_stays_under_way(world: World, group: Group) -> None:
+    """What a rank was doing when it died is what it had begun and not ended."""
+
+    class Odd(Exception):
+        pass
+
+    def fail() -> None:
+        raise Odd
+
+    with pytest.raises(Odd):
+        group.direct("copied", 1, 2, torch.uint8, fail)
+    assert world.page.last is not None
+    assert world.page.last.end == 0
+
+
+def test_numbers_count_for_each_group(world: World, group: Group) -> None:
+    pair = world.group([0, 1])
+    for one in (group, pair, group, pair, pair):
+        one.barrier()
+    assert [(record.group, record.sequence) for record in world.page.records()] == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
+    assert [world.page.group_text(n).rpartition("\t")[2] for n in range(2)] == ["0,1,2,3", "0,1"]
+
+
+def test_a_group_of_one_notes_nothing(world: World) -> None:
+    world.group([0]).all_reduce(torch.ones(1))
+    assert world.page.words[H.RECORDS] == 0
+
+
+def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
+    (hand,) = played(tmp_path, 1)
+    calls: list[dict[str, Any]] = [
+        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"note": "f32[4] @ P() -> P()"},
+    ]  # fmt: skip
+    low48 = (1 << 48) - 1
+    found = []
+    for sequence, call in enumerate(calls):
+        hand.call(**call)
+        found.append(diagnose.member(hand.watch.board, hand.seat().key, 0, sequence).word & low48)
+    assert len(set(found)) == len(calls)
+    hand.call(note="f32[4] @ P() -> P()")
+    assert diagnose.member(hand.watch.board, hand.seat().key, 0, len(calls)).word & low48 == found[-1]
+
+
+def test_more_collectives_than_fit(tmp_path: Path) -> None:
+    """Past the ring, the row and the 16 bits of numbers in fingerprints."""
+    hands = played(tmp_path, 2)
+    count = (1 << 16) + 100
+    for hand in hands:
+        for _ in range(count):
+            hand.call()
+    page = hands[0].page
+    assert page.words[H.RECORDS] == count
+    records = list(page.records())
+    assert [record.sequence for record in records] == list(range(count - RECORDS, count))
+    for sequence in (count - 1, count - 64):
+        found = diagnose.members(hands[0].watch, hands[0].seat(), sequence)
+        assert all(m.came for m in found)
+        assert diagnose.agree(found)
+        assert [m.number for m in found] == [sequence] * 2
+    assert [m.came for m in diagnose.members(hands[0].watch, hands[0].seat(), count - 65)] == [None, None]
+    assert [m.came for m in diagnose.members(hands[0].watch, hands[0].seat(), count)] == [False, False]
+
+
+def test_the_end_of_one_that_left_the_ring_is_not_written_over_another(world: World, group: Group) -> None:
+
+    def run() -> None:
+        for _ in range(RECORDS):
+            group.barrier()
+
+    group.direct("slow", 0, 0, torch.uint8, run)
+    assert world.page.record(0) is None
+    newest = world.page.record(RECORDS)
+    assert newest is not None
+    assert newest.end >= newest.start
+    assert all(record.call.startswith("barrier") for record in world.page.records())
+
+
+def test_groups_beyond_the_table_are_recorded(tmp_path: Path) -> None:
+    (hand,) = played(tmp_path, 1)
+    hand.page.words[H.GROUPS] = GROUPS
+    hand.call()
+    hand.call("barrier", "", torch.uint8, 0)
+    first, last = hand.page.records()
+    assert (first.call.split("\t")[0], last.call.split("\t")[0]) == ("all_reduce", "barrier")
+    assert (first.sequence, last.sequence) == (0, 1)
+    assert first.group == last.group >= GROUPS
+
+
+# -- guard("off") ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def guard() -> Iterator[Callable[[str], None]]:
+    before = settings().mode
+    yield set_guard
+    set_guard(before)
+
+
+def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group, guard: Callable[[str], None]) -> None:
+    guard("off")
+    group.all_reduce(torch.ones(4))
+    assert world.page.words[H.RECORDS] == 0
+    guard("on")
+    group.barrier()
+    assert [record.call.split("\t")[0] for record in world.page.records()] == ["barrier"]
+
+
+def test_off_still_tells_observers(world: World, group: Group, guard: Callable[[str], None]) -> None:
+    guard("off")
+    with sm.comm_budget() as used:
+        group.all_reduce(torch.ones(4))
+    assert used.launches == 1
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+def reduce(group: Group) -> int:
+    group.all_reduce(torch.ones(4))
+    return line() - 1
+
+
+def test_two_lines_in_turns(world: World, group: Group) -> None:
+    expected = []
+    for _ in range(3):
+        group.all_reduce(torch.ones(4))
+        expected.append(line() - 1)
+        group.all_reduce(torch.ones(4))
+        expected.append(line() - 1)
+    assert places(world) == expected
+
+
+def test_two_calls_on_one_line(world: World, group: Group) -> None:
+    x = torch.ones(4)
+    _ = group.all_reduce(x), group.all_reduce(x), group.barrier(), group.all_reduce(x)
+    assert places(world) == [line() - 1] * 4
+
+
+def test_one_line_from_deeper_and_from_less_deep(world: World, group: Group) -> None:
+    """The last call came from so many frames above: what is there now is another function, or nothing at all."""
+
+    def deep(n: int) -> int:
+        return reduce(group) if n == 0 else deep(n - 1)
+
+    expected = [deep(n) for n in (30, 0, 5, 5, 0, 30)]
+    group.all_reduce(torch.ones(4))
+    assert places(world) == [*expected, line() - 1]
+
+
+def test_two_functions_of_the_same_shape(world: World, group: Group) -> None:
+    """Their calls stand at the same place in their code."""
+    made: dict[str, Any] = {}
+    exec(compile("def f(group, x):\n    group.all_reduce(x)\n", HERE, "exec"), made)
+    exec(compile("\n\n\n\ndef g(group, x):\n    group.all_reduce(x)\n", HERE, "exec"), made)
+    x = torch.ones(4)
+    for f in (made["f"], made["g"], made["g"], made["f"]):
+        f(group, x)
+    assert places(world) == [2, 6, 6, 2]
+
+
+def test_lambdas_and_comprehensions(world: World, group: Group) -> None:
+    x = torch.ones(4)
+    first = lambda: group.all_reduce(x)  # noqa: E731
+    second = lambda: group.all_reduce(x)  # noqa: E731
+    here = line()
+    [f() for f in (first, second, second, first)]
+    list(map(group.all_reduce, [x, x]))
+    assert places(world) == [here - 2, here - 1, here - 1, here - 2, here + 2, here + 2]
+
+
+def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
+    """With less frames above than the last time."""
+    import threading
+
+    reduce(group)
+    thread = threading.Thread(target=group.all_reduce, args=(torch.ones(4),))
+    thread.start()
+    thread.join()
+    assert world.page.last is not None
+    assert world.page.last.place.rpartition("/")[2].startswith("threading.py:")
+
+
+def test_sharded_tensors_come_by_many_ways(world: World) -> None:
+    """The same collective with the same note, from methods of different depth."""
+    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
+    x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
+    before = world.page.words[H.RECORDS]
+    expected = []
+    for _ in range(3):
+        x.full_tensor()
+        expected.append(line() - 1)
+        x.redistribute(P())
+        expected.append(line() - 1)
+        sm.redistribute(x, P())
+        expected.append(line() - 1)
+        x.tolist()
+        expected.append(line() - 1)
+    assert places(world)[before:] == expected
+
+
+def test_backward_names_the_line_that_asked_for_it(world: World) -> None:
+    mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
+    w = sm.device_put(torch.ones(8, 8), mesh, P(), src_data_rank=None).requires_grad_()
+    x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
+    for _ in range(2):
+        loss = (x @ w).sum()
+        before = world.page.words[H.RECORDS]
+        loss.backward()
+        here = line() - 1
+        found = places(world)[before:]
+        assert found
+        assert set(found) == {here}
+
+
+class Truth:
+    """An observer that walks up the stack each time."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, _: Any) -> None:
+        frame, _ = user_frame(2)
+        self.lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_lines_of_random_programs(seed: int) -> None:
+    """What a seat remembers is what a walk up the stack finds, in every collective of every rank."""
+    found: dict[int, tuple[list[str], list[Record]]] = {}
+
+    def one_rank(program: Program, mesh: Any) -> None:
+        world, truth = current_world(), Truth()
+        world.observers.append(truth)
+        before = world.page.words[H.RECORDS]
+        run(program, mesh, world.rank, False)
+        found[world.rank] = truth.lines, list(world.page.records())[before:]
+
+    program = healthy_program(seed, MORE_MESHES, turns=(3, 6))
+    simulate(program.size, prints="plain")(lambda: one_rank(program, mesh_of(program)))()
+    assert found
+    for truth, records in found.values():
+        assert len(truth) == len(records)
+        assert [record.place for record in records] == truth

@@ -1,0 +1,324 @@
+"""Pages: what a rank writes and others read, its bounds, and the folder that the pages of a job lie in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmesh.mesh.monitor.recording import job_directory as boards
+from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
+from shardmesh.mesh.monitor.recording.files import folder_prefix
+from shardmesh.mesh.monitor.recording.job_directory import Board, is_dead, is_stopped, open_page
+from shardmesh.mesh.monitor.recording.trace_buffer import (
+    GROUPS,
+    MAGIC,
+    PAGE_BYTES,
+    RECORDS,
+    STACK_BYTES,
+    TEXT_BYTES,
+    H,
+    Page,
+    State,
+    stable_hash,
+)
+from shardmesh.mesh.monitor.verdict import Seen, Verdict
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page.private(1, 4)
+
+
+def record(page: Page, number: int, group: int = 0, call: str = "barrier") -> None:
+    page.write_record(number, [group << 48 | number, page.text(call), page.text("a.py:1"), 10, 20, 30, 40, 50])
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_comes_back(page: Page) -> None:
+    record(page, 0, group=3, call="all_reduce\tsum")
+    found = page.last
+    assert found is not None
+    assert found[:5] == (0, 3, 0, "all_reduce\tsum", "a.py:1")
+    assert found[5:] == (10, 20, 30, 40, 50)
+
+
+def test_a_page_without_records(page: Page) -> None:
+    assert page.last is None
+    assert page.blocked is None
+    assert list(page.records()) == []
+    assert page.record(0) is None
+    assert page.record(-1) is None
+
+
+def test_the_newest_records_stay(page: Page) -> None:
+    for number in range(RECORDS + 3):
+        record(page, number)
+    assert page.record(2) is None
+    assert page.record(RECORDS + 3) is None
+    assert [found.number for found in page.records()] == list(range(3, RECORDS + 3))
+    assert [found.sequence for found in page.records()] == list(range(3, RECORDS + 3))
+
+
+def test_large_numbers(page: Page) -> None:
+    """Groups take 16 bits and sequences 48 of one word; numbers do not wrap."""
+    number = (1 << 40) + 5
+    page.write_record(number, [0xFFFF << 48 | number, 0, 0, 1, 2, (1 << 64) - 1, 3, 4])
+    found = page.record(number)
+    assert found is not None
+    assert (found.group, found.sequence, found.lineage) == (0xFFFF, number, (1 << 64) - 1)
+
+
+def test_the_collective_that_it_waits_in(page: Page) -> None:
+    record(page, 0, call="all_gather")
+    record(page, 1)
+    page.words[H.BLOCKED] = 1
+    assert page.blocked is not None
+    assert page.blocked.call == "all_gather"
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "x", "f32[8, 4] @ P('dp')", "größe", "\N{SNOWMAN}" * 9, "a\tb\nc"])
+def test_texts_come_back(page: Page, text: str) -> None:
+    assert page.read_text(page.text(text)) == text
+
+
+def test_a_text_is_written_once(page: Page) -> None:
+    first = page.text("somewhere/train.py:12")
+    end = page.words[H.TEXT_END]
+    assert page.text("somewhere/train.py:12") == first
+    assert page.words[H.TEXT_END] == end
+
+
+def test_long_texts_are_cut(page: Page) -> None:
+    assert page.read_text(page.text("x" * 10_000)) == "x" * 4096
+
+
+def test_a_lone_surrogate_does_no_harm(page: Page) -> None:
+    """As in a file name that is no UTF-8."""
+    assert page.read_text(page.text("bad\udcff.py:3")) == "bad?.py:3"
+
+
+def test_when_the_table_of_texts_is_full(page: Page) -> None:
+    texts = [f"{n:04} " + "x" * 4000 for n in range(TEXT_BYTES // 4000 + 5)]
+    places = [page.text(text) for text in texts]
+    lost = places[-1]
+    assert page.read_text(lost) == "?"
+    assert all(page.read_text(place) == text for place, text in zip(places, texts, strict=True) if place != lost)
+    assert page.words[H.TEXT_END] <= TEXT_BYTES
+    record(page, 0, call=texts[-1])
+    assert page.last is not None
+    assert page.last.call == "?"
+    assert page.read_text(page.text("short")) == "short"  # there is room for this one
+    assert texts[-1] not in page._texts  # of which there may be ever new ones
+
+
+@pytest.mark.parametrize("place", [-1, 0, TEXT_BYTES - 4, TEXT_BYTES, 1 << 40])
+def test_what_is_no_place_of_a_text(page: Page, place: int) -> None:
+    assert page.read_text(place) == ""
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_found_by_their_key(page: Page) -> None:
+    numbers = [page.add_group(stable_hash(f"group {n}"), f"axis{n}\t0,1") for n in range(3)]
+    assert numbers == [0, 1, 2]
+    assert page.find_group(stable_hash("group 1")) == 1
+    assert page.find_group(stable_hash("group 3")) is None
+    assert page.group_text(2) == "axis2\t0,1"
+    assert page.group_key(2) == stable_hash("group 2")
+
+
+def test_a_full_table_of_groups(page: Page) -> None:
+    for n in range(GROUPS):
+        assert page.add_group(n + 1, "x\t0,1") == n
+    assert page.add_group(GROUPS + 1, "x\t0,1") is None
+    assert page.find_group(GROUPS + 1) is None
+    assert page.words[H.GROUPS] == GROUPS
+
+
+def test_the_group_that_has_no_place_in_the_table_has_no_text(page: Page) -> None:
+    for n in range(300):
+        page.text(f"{n} " * 1000)  # so that something stands where its text would be
+    assert page.group_text(0xFFFF) == ""
+
+
+def test_hashes_do_not_depend_on_the_process() -> None:
+    assert stable_hash("(0, 1) 0") == 3238981434332414913
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------------
+
+
+def test_stacks_come_back_and_are_cut(page: Page) -> None:
+    page.words[H.STACK_WANTED] = 3
+    page.write_stack("File a.py, line 1")
+    assert page.read_stack() == "File a.py, line 1"
+    assert page.words[H.STACK_GIVEN] == 3
+    page.write_stack("x" * STACK_BYTES * 2)
+    assert set(page.read_stack()) == {"x"}
+    page.write_stack("short")
+    assert page.read_stack() == "short"
+    assert page.group_text(0) == ""  # what comes after the stack is untouched
+    assert page.words[H.GROUPS] == 0
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_others_see_what_a_rank_writes(parent: Path) -> None:
+    mine, other = Board("job", 0, 2), Board("job", 1, 2)
+    record(mine.page, 0, call="all_reduce")
+    seen = other.of(0)
+    assert seen is not None
+    assert seen.words[H.RANK] == 0
+    assert seen.words[H.SIZE] == 2
+    assert seen.words[H.PID] == os.getpid()
+    assert seen.last == mine.page.last
+    assert sorted(path.name for path in mine.folder.iterdir()) == ["alarm", "rank0.page", "rank1.page"]
+    assert mine.folder == parent / f"{folder_prefix()}job"
+    assert mine.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_page_that_is_not_there_or_none(parent: Path) -> None:
+    board = Board("job", 0, 2)
+    assert board.of(1) is None
+    board.path(1).write_bytes(b"")
+    assert open_page(board.path(1)) is None
+    board.path(1).write_bytes(bytes(PAGE_BYTES))
+    assert open_page(board.path(1)) is None  # without the magic word
+    board.path(1).write_bytes(MAGIC.to_bytes(8, "little"))
+    assert open_page(board.path(1)) is None  # too short
+
+
+def test_the_first_verdict_stands(parent: Path) -> None:
+    one, two = Board("job", 0, 2), Board("job", 1, 2)
+    first = Verdict("mismatch", (1,), "shape", (Seen(1, "all_reduce", "a.py:1"),), "rank 1 differs")
+    assert one.alarm[0] == two.alarm[0] == 0
+    assert one.post(first) == first
+    assert two.alarm[0] == 1
+    assert two.post(Verdict("stall", (0,), "", (), "rank 0 is late")) == first
+    assert two.verdict() == one.verdict() == first
+    assert not list(one.folder.glob("verdict.*.*"))
+
+
+def test_a_verdict_where_the_folder_has_gone(parent: Path) -> None:
+    board = Board("job", 0, 2)
+    for path in board.folder.iterdir():
+        path.unlink()
+    board.folder.rmdir()
+    verdict = Verdict("left", (), "", (), "gone")
+    assert board.post(verdict) == verdict
+
+
+def test_the_last_rank_takes_the_folder_away(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    one, two = Board("job", 0, 2), Board("job", 1, 2)
+    one.leave(State.ENDED)
+    assert one.folder.exists()
+    two.leave(State.CLOSED)
+    assert not one.folder.exists()
+
+
+def test_a_rank_that_ends_before_others_have_come_leaves_its_page(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They learn from it that nobody will come."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    one = Board("job", 0, 3)
+    one.leave(State.ENDED)
+    two = Board("job", 1, 3)
+    seen = two.of(0)
+    assert seen is not None
+    assert seen.words[H.STATE] == State.ENDED
+    two.leave(State.ENDED)
+    assert one.folder.exists()
+    Board("job", 2, 3).leave(State.ENDED)
+    assert not one.folder.exists()
+
+
+def test_the_folder_stays_where_something_went_wrong(parent: Path) -> None:
+    board = Board("job", 0, 1)
+    board.post(Verdict("lost", (0,), "", (), "died"))
+    board.leave(State.ENDED)
+    assert board.verdict() is not None
+
+
+def folder_of(parent: Path, job: str, age_s: float, *, dead: bool = True) -> Path:
+    board = Board(job, 0, 2)
+    board.page.words[H.BORN] += dead
+    then = time.time() - age_s
+    os.utime(board.folder, (then, then))
+    return board.folder
+
+
+def test_what_dead_jobs_have_left_is_swept_but_for_the_newest(parent: Path) -> None:
+    old = [folder_of(parent, f"old{n}", 1000 + n) for n in range(14)]
+    other = parent / "somebody-elses"
+    other.mkdir()
+    sweep(parent)
+    assert [folder.exists() for folder in old] == [True] * 10 + [False] * 4
+    assert other.exists()
+
+
+def test_jobs_that_live_and_new_folders_are_left_alone(parent: Path) -> None:
+    living = [folder_of(parent, f"living{n}", 2000, dead=False) for n in range(3)]
+    empty_and_new = parent / f"{folder_prefix()}begins"
+    empty_and_new.mkdir()
+    old = [folder_of(parent, f"old{n}", 1000 + n) for n in range(14)]
+    sweep(parent)
+    assert all(folder.exists() for folder in [*living, empty_and_new])
+    assert sum(folder.exists() for folder in old) == 9  # the new one is among the ten
+
+
+def test_jobs_of_another_container_are_left_alone(parent: Path) -> None:
+    board = Board("job", 0, 1)
+    board.page.words[H.PID_SPACE] += 1
+    board.page.words[H.BORN] += 1
+    assert not is_dead(board.page)  # nobody can tell
+    assert not is_over(board.folder)
+
+
+def test_a_process_that_stopped_and_died(parent: Path) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        page = Board("job", 0, 1).page
+        page.words[H.PID], page.words[H.BORN] = child.pid, boards.born(child.pid)
+        assert not is_dead(page)
+        assert not is_stopped(page)
+        child.send_signal(19)  # SIGSTOP
+        deadline = time.monotonic() + 10
+        while not is_stopped(page) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert is_stopped(page)
+        assert not is_dead(page)
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(page)  # a zombie
+    child.wait(10)
+    assert is_dead(page)  # gone
+
+
+def test_another_process_with_the_same_number_is_not_the_rank(parent: Path) -> None:
+    page = Board("job", 0, 1).page
+    assert not is_dead(page)
+    page.words[H.BORN] -= 1
+    assert is_dead(page)
+
+
+def test_a_verdict_as_json() -> None:
+    verdict = Verdict("mismatch", (1, 3), "dtype", (Seen(1, "all_reduce(sum, f32)", "tränen.py:3"), Seen(0, "?", "")), "zwei\nZeilen")
+    assert Verdict.from_json(verdict.to_json()) == verdict

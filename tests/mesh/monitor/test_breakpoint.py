@@ -1,0 +1,187 @@
+"""sm.breakpoint: a debugger with scripted commands on one rank, while the others wait."""
+
+from __future__ import annotations
+
+import bdb
+import io
+import os
+import pty
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmesh.mesh import MeshError, current_world, simulate
+from shardmesh.mesh.errors import PeerError
+from shardmesh.mesh.monitor.breakpoint import breakpoint
+from shardmesh.mesh.monitor.settings import settings, watchdog
+from tests.mesh.monitor.starter import is_readable
+from tests.pool import Pool
+
+PATIENCE_S = 90.0
+
+
+def sum_of_ranks() -> float:
+    x = torch.tensor([float(current_world().rank)])
+    current_world().group(range(current_world().size)).all_reduce(x)
+    return x.item()
+
+
+def program(rank: int) -> tuple[float, bool]:
+    value = 10 + current_world().rank
+    breakpoint(rank)
+    value += 100  # "the next line"
+    value *= 2
+    return value + sum_of_ranks() / 1000, sys.gettrace() is None
+
+
+def line_of(text: str) -> int:
+    return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(text))
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commands: str, rank: int = 1) -> list[str]:
+    """What the debugger on that rank of three answers to these commands, by line."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(commands.replace(";", "\n")))
+    values = [2 * (110 + r) + 0.003 for r in range(3)]
+    assert [value for value, _ in simulate(3)(program)(rank)] == values
+    return [line.removeprefix(f"(Pdb, rank {rank} of 3) ") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_it_stops_at_the_line_of_the_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = answers(monkeypatch, capsys, "p value;c;")
+    assert said[0] == f"> {__file__}({line_of('breakpoint(rank)')})program()"
+    assert said[1] == "-> breakpoint(rank)"
+    assert said[2] == "11"
+
+
+@pytest.mark.parametrize(
+    ("commands", "values"),
+    [
+        ("n;p value;n;p value;c;", ["11", "111"]),  # the first stop is before the next line
+        ("s;n;p value;c;", ["111"]),
+        ("b {line};c;p value;c;", ["111"]),
+        ("value = 11;c;", []),
+    ],
+)
+def test_it_goes_on_as_it_is_told(commands, values, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said = answers(monkeypatch, capsys, commands.format(line=line_of("value *= 2")))
+    bdb.Breakpoint.clearBreakpoints()
+    assert [line for line in said if line.isdigit()] == values
+
+
+def test_after_c_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
+    assert all(untraced for _, untraced in simulate(2)(program)(0))
+
+
+def test_a_debugger_does_not_trace_the_next_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Threads of simulated ranks are used again."""
+    answers(monkeypatch, capsys, f"b {line_of('value *= 2')};c;c;")
+    bdb.Breakpoint.clearBreakpoints()
+    assert simulate(3)(sys.gettrace)() == [sys.gettrace()] * 3
+
+
+def test_quitting_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for commands in ("q\n", ""):  # the end of the input quits too
+        monkeypatch.setattr(sys, "stdin", io.StringIO(commands))
+        with pytest.raises(bdb.BdbQuit, match=r"rank 1 quit the debugger at .*test_breakpoint.py:\d+"):
+            simulate(3)(program)(1)
+
+
+@pytest.mark.parametrize("rank", [3, -1, "0", True])
+def test_a_rank_that_does_not_exist(rank) -> None:
+    def fn() -> str:
+        with pytest.raises(MeshError) as caught:
+            breakpoint(rank)
+        return str(caught.value)
+
+    texts = simulate(3)(fn)()
+    assert texts == [f"breakpoint(rank={rank!r}): the world has 3 ranks, numbered 0 to 2."] * 3
+
+
+def test_nothing_to_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmesh.mesh.monitor.breakpoint._TERMINAL", "/no/such/terminal")
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+
+        def fn() -> str:
+            with pytest.raises(RuntimeError, match="there is nothing to read commands from") as caught:
+                breakpoint(1)
+            return str(caught.value)
+
+        assert len(set(simulate(3)(fn)())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+def on_processes(commands: str) -> tuple[str, float]:
+    """What becomes of this rank, and a sum that all make afterwards."""
+    here, before = settings(), sys.stdin
+    times = here.warn, here.timeout
+    watchdog(warn=0.2, timeout=0.5)
+    if current_world().rank == 2:
+        sys.stdin = io.StringIO(commands)
+    try:
+        return str(program(2)[0]), sum_of_ranks()
+    except (bdb.BdbQuit, PeerError) as error:
+        return f"{type(error).__name__}: {error}", sum_of_ranks()
+    finally:
+        sys.stdin, here.warn, here.timeout = before, *times
+
+
+def test_the_others_wait_however_long_it_takes(world4: Pool) -> None:
+    found = world4(on_processes, "import time\ntime.sleep(1.5)\nn\ntime.sleep(1.0)\nc\n")
+    assert found == [(str(2 * (110 + r) + 0.006), 6.0) for r in range(4)]
+
+
+def test_the_others_hear_that_it_quit(world4: Pool) -> None:
+    place = f"{__file__}:{line_of('breakpoint(rank)')}"
+    cause = f"rank 2 quit the debugger at {place}"
+    for rank, (said, total) in enumerate(world4(on_processes, "q\n")):
+        assert said == f"{'BdbQuit' if rank == 2 else 'PeerError'}: {cause}"
+        assert total == 6.0
+
+
+def test_processes_of_launch_ask_at_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        textwrap.dedent("""
+            import shardmesh as sm
+            from shardmesh.mesh.monitor.breakpoint import breakpoint
+
+            def work():
+                secret = 40 + sm.init_device_mesh("cpu", (2,)).get_rank()
+                breakpoint(1)
+                return secret
+
+            if __name__ == "__main__":
+                print("results", sm.launch(work, 2))
+        """)
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, str(path)])
+    try:
+        converse(terminal, [("(Pdb, rank 1 of 2)", "p secret + 1000\n"), ("1041", "c\n"), ("results [40, 41]", "")])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        status = os.waitpid(pid, 0)[1]
+    assert status == 0
+
+
+def converse(terminal: int, turns: list[tuple[str, str]]) -> None:
+    """Waits for each text, then types the answer to it."""
+    said, deadline = "", time.monotonic() + PATIENCE_S
+    for expected, answer in turns:
+        while expected not in said:
+            if not is_readable(terminal, max(0.0, deadline - time.monotonic())):
+                pytest.fail(f"no {expected!r} in {said!r}")
+            said += os.read(terminal, 4096).decode()
+        os.write(terminal, answer.encode())

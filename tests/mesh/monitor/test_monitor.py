@@ -1,0 +1,442 @@
+"""The watch of one rank among others whose pages are written by hand: what it raises, tells, waits for and leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardmesh.mesh import errors
+from shardmesh.mesh.comm.null import NullWorld
+from shardmesh.mesh.monitor import monitor as watch_module
+from shardmesh.mesh.monitor import settings as settings_module
+from shardmesh.mesh.monitor import termination
+from shardmesh.mesh.monitor.monitor import start_watch
+from shardmesh.mesh.monitor.recording.recorder import route_of
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, H, State
+from shardmesh.mesh.monitor.settings import from_environment, guard, settings, watchdog
+from shardmesh.mesh.monitor.termination import tell_of
+from shardmesh.mesh.monitor.verdict import ERRORS, Verdict, ranks_text
+from tests.mesh.monitor.hands import Hand, played
+
+SOON_S = 10.0  # tells an answer from a hang
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Hand]:
+    return played(tmp_path, 2)
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> list[Hand]:
+    return played(tmp_path, 4)
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    before = settings().mode, settings().warn, settings().timeout
+    yield
+    settings().mode, settings().warn, settings().timeout = before
+
+
+def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
+    """The rank calls a collective of all with its watch, which compares and waits as it would."""
+    seat = next((s for s in hand.watch.seats), None) or hand.watch.sit(hand.world.group(hand.everyone))
+    hand.world.carried.lineage = lineage
+    seat.enter(op, how, torch.float32, size, 16, 16)
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_agree_go_on(two: list[Hand]) -> None:
+    for n in range(300):
+        two[1].call(size=n)
+        watched(two[0], size=n)
+    assert two[0].watch.standing() is None
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 63, 64, 100])
+def test_the_second_of_two_sees_the_difference(two: list[Hand], number: int) -> None:
+    for _ in range(number):
+        two[1].call()
+        watched(two[0])
+    two[1].call(how="max")
+    with pytest.raises(errors.CollectiveMismatchError, match="the reduction differs") as caught:
+        watched(two[0])
+    assert caught.value.ranks == ()
+    assert caught.value.verdict.field == "reduction"
+    assert two[1].watch.standing() == caught.value.verdict
+
+
+def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> None:
+    two[1].call(how="max")
+    texts = []
+    for _ in range(2):
+        with pytest.raises(errors.CollectiveMismatchError) as caught:
+            watched(two[0])
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    with pytest.raises(errors.CollectiveMismatchError) as caught:
+        two[1].watch.check()
+    assert str(caught.value) == texts[0]
+
+
+def test_lineage_alone_makes_a_difference(four: list[Hand]) -> None:
+    one, other = 1 << 42 | 2 << 21 | 3, 4 << 42 | 5 << 21 | 6
+    for rank in (1, 2):
+        four[rank].call(lineage=one)
+    four[3].call(lineage=other)
+    with pytest.raises(errors.CollectiveMismatchError) as caught:
+        watched(four[0], lineage=one)
+    assert caught.value.ranks == (3,)
+    assert caught.value.verdict.field == "lineage"
+
+
+def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
+    for rank in (1, 2, 3):
+        four[rank].call(lineage=1 << 42 | 2 << 21 | 3)
+    watched(four[0], lineage=1 << 42 | 9 << 21 | 9)
+    assert four[0].watch.standing() is None
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
+    timer = threading.Timer(seconds, call)
+    timer.start()
+    return timer
+
+
+def test_the_first_collective_of_a_group_waits_for_everybody(two: list[Hand]) -> None:
+    since = time.monotonic()
+    timer = later(two[1].call)
+    watched(two[0])
+    assert time.monotonic() - since > 0.25
+    timer.join()
+    watched(two[0])  # and the others do not
+
+
+def test_strict_waits_each_time(two: list[Hand]) -> None:
+    two[1].call()
+    watched(two[0])
+    guard("strict")
+    for _ in range(2):
+        since = time.monotonic()
+        timer = later(two[1].call)
+        watched(two[0])
+        assert time.monotonic() - since > 0.25
+        timer.join()
+
+
+def test_who_waits_shows_what_it_waits_in(two: list[Hand]) -> None:
+    found: list[str] = []
+
+    def look() -> None:
+        blocked = two[0].page.blocked
+        found.append("nothing" if blocked is None else blocked.call.split("\t")[0])
+        two[1].call("all_gather", "")
+
+    timer = later(look)
+    watched(two[0], "all_gather", "")
+    timer.join()
+    assert found == ["all_gather"]
+    assert two[0].page.blocked is None
+
+
+def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
+    timer = later(lambda: two[1].watch.raised(ValueError("no such file")))
+    with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
+        watched(two[0])
+    timer.join()
+    assert caught.value.ranks == (1,)
+
+
+def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
+    watch, now, looked, judged = two[0].watch, [0], [], []
+
+    class Work:
+        def wait(self, slice_: timedelta) -> None:
+            now[0] += int(slice_.total_seconds() * 1e9)
+            if now[0] < 200_000_000:
+                raise RuntimeError("timeout")
+
+        def is_completed(self) -> bool:
+            return False
+
+    monkeypatch.setattr(watch_module, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(watch, "checked", lambda: looked.append(now[0]) or watch)
+    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]) or True)
+    seat = watch.sit(two[0].world.group(two[0].everyone))
+    watch.wait(seat, 0, Work())
+    assert [at // 1_000_000 for at in looked] == [20]
+    assert [at // 1_000_000 for at in judged] == [30, 55, 80, 105, 130, 155, 180]
+
+
+def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:
+    timer = later(two[1].die)
+    with pytest.raises(errors.RankLostError, match="rank 1 died") as caught:
+        watched(two[0])
+    timer.join()
+    assert caught.value.ranks == (1,)
+
+
+@pytest.fixture
+def beyond(four: list[Hand]) -> list[Hand]:
+    """Ranks in a group that has no place in their tables: it is recorded, but not compared, and nobody knows who has come."""
+    for rank in four:
+        rank.page.words[H.GROUPS] = GROUPS
+        rank.block(rank.call("permute", "", size=-1, route=route_of((rank.rank + 1) % 4, (rank.rank - 1) % 4)))
+    return four
+
+
+def test_groups_beyond_the_table_wait_for_nobody(beyond: list[Hand]) -> None:
+    watch, seat = beyond[0].watch, beyond[0].seat()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(watch.meet, seat, 0, [1, 3]).result(SOON_S)
+    assert watch.standing() is None
+
+
+def test_groups_beyond_the_table_are_not_judged(beyond: list[Hand]) -> None:
+    settings().timeout = 0.5
+    assert beyond[0].judged(waited=60.0) is None
+
+
+# -- telling -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_tells_the_others_once(two: list[Hand]) -> None:
+    two[1].call("all_gather", "")
+    try:
+        raise KeyError("loss")
+    except KeyError as error:
+        two[1].watch.raised(error)
+        two[1].watch.raised(ValueError("a second one"))
+    found = two[0].watch.standing()
+    assert found is not None
+    assert (found.kind, found.ranks, found.field) == ("raised", (1,), "KeyError")
+    assert "test_a_rank_that_raises_tells_the_others_once" in found.text  # the traceback
+    assert "all_gather" in found.seen[0].call
+    assert two[1].page.words[H.STATE] == State.RAISED
+
+
+def test_a_verdict_is_not_told_as_an_error_of_the_ranks_own(two: list[Hand]) -> None:
+    verdict = Verdict("stall", (1,), "", (), "rank 1 is late")
+    two[0].watch.raised(verdict.error())
+    assert two[1].watch.standing() is None
+
+
+def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(termination, "watches", {two[0].watch})
+    tell_of(RuntimeError("out of memory"))
+    found = two[1].watch.standing()
+    assert found is not None
+    assert "rank 0 raised RuntimeError: out of memory" in found.text
+
+
+def test_the_state_that_it_shows(two: list[Hand]) -> None:
+    two[0].watch.set_state("downloads the data")
+    page = two[1].watch.board.of(0)
+    assert page is not None
+    assert page.read_text(page.words[H.DOING]) == "downloads the data"
+    two[0].watch.set_state("")
+    assert page.words[H.DOING] == 0
+
+
+def test_pauses_may_be_nested(two: list[Hand]) -> None:
+    watch = two[0].watch
+    with watch.paused():
+        with watch.paused():
+            assert two[1].watch.ns_since(0) == 0
+        assert two[1].watch.ns_since(0) == 0
+    assert 0 < two[1].watch.ns_since(0) < 60e9  # since the pause ended
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_each_kind_of_verdict_has_its_error(kind: str) -> None:
+    error = Verdict(kind, (2,), "", (), "what happened").error()
+    assert isinstance(error, ERRORS[kind])
+    assert isinstance(error, errors.WatchError)
+    assert error.ranks == (2,)
+    assert str(error) == "what happened"
+
+
+def test_ranks_text() -> None:
+    assert ranks_text([2]) == "rank 2"
+    assert ranks_text([0, 1, 3]) == "ranks 0, 1, 3"
+    assert ranks_text(range(100)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..., 96, 97, 98, 99"
+
+
+# -- the watchdog's thread ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running(two: list[Hand]) -> Iterator[list[Hand]]:
+    """Both with a watchdog that runs."""
+    for hand in two:
+        hand.watch.told = True  # the main thread is this test's: it is not to be called away
+        hand.watch.watchdog.start()
+    yield two
+    for hand in two:
+        hand.watch.watchdog.stop()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_heart_beats(running: list[Hand]) -> None:
+    before = running[0].page.words[H.HEARTBEAT]
+    until(lambda: running[0].page.words[H.HEARTBEAT] > before)
+
+
+def test_the_stack_of_another_rank(running: list[Hand]) -> None:
+    lines = "\n".join(running[0].watch.stack_of(1))
+    assert "test_the_stack_of_another_rank" in lines
+    assert "in stack\n" not in lines  # the watchdog's own frames are not the rank's
+
+
+def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where the main thread waits without looking up, as for a GPU."""
+    running[0].call()
+    running[1].call()
+    running[0].watch.seats.append(running[0].seat())
+    watchdog(warn=0.1, timeout=1.0)
+    running[0].call()
+    until(lambda: running[1].watch.standing())
+    found = running[1].watch.standing()
+    assert found is not None
+    assert (found.kind, found.ranks) == ("stall", (1,))
+    printed = capfd.readouterr().err
+    assert printed.count("shardmesh: rank 0: rank 0 has waited") == 1
+    assert "for rank 1 in number 1" in printed
+
+
+def test_the_watchdog_settles_what_all_have_come_to(running: list[Hand]) -> None:
+    for hand in running:
+        for _ in range(3):
+            hand.call()
+        hand.watch.seats.append(hand.seat())
+    until(lambda: running[0].seat().settled == 3)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_closing(two: list[Hand]) -> None:
+    folder = two[0].watch.board.folder
+    two[0].watch.close(State.ENDED)
+    two[0].watch.close()  # once is enough
+    assert two[0].page.words[H.STATE] == State.ENDED
+    two[1].watch.close()
+    assert not folder.exists()
+
+
+def test_a_forked_child_says_nothing(two: list[Hand]) -> None:
+    two[0].watch.pid += 1
+    two[0].watch.raised(ValueError("in a child"))
+    two[0].watch.close()
+    assert two[1].watch.standing() is None
+    assert two[0].page.words[H.STATE] == State.RUNNING
+
+
+def test_settling_waits_for_those_who_come_and_prints_what_went_wrong(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
+    """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
+    two[1].call()
+    watched(two[0])
+    timer = later(lambda: two[1].watch.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
+    watched(two[0])
+    two[0].watch.settle()
+    timer.join()
+    assert "shardmesh: rank 0: rank 0 called another collective" in capsys.readouterr().err
+    assert two[0].watch.abandoned  # so that the process ends with an error
+
+
+def test_settling_is_short(two: list[Hand]) -> None:
+    two[1].call()
+    watched(two[0])
+    since = time.monotonic()
+    two[0].watch.settle()
+    assert two[0].watch.is_settled(two[0].watch.seats[0])
+    watched(two[0])
+    two[0].watch.settle()
+    assert time.monotonic() - since < SOON_S
+
+
+def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(file))
+    assert start_watch(NullWorld(0, 2), "job") is None
+    assert "no watch over this job" in capsys.readouterr().err
+
+
+def test_a_process_alone_has_no_watch() -> None:
+    assert NullWorld(0, 4).watch is None
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_environment() -> None:
+    assert from_environment({}) == settings_module.Settings("on", 30.0, 300.0)
+    found = from_environment({"SHARDMESH_MONITOR": "strict", "SHARDMESH_STALL_WARN_S": "1.5", "SHARDMESH_STALL_TIMEOUT_S": "20"})
+    assert found == settings_module.Settings("strict", 1.5, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SHARDMESH_MONITOR", "yes"), ("SHARDMESH_STALL_WARN_S", "soon"), ("SHARDMESH_STALL_TIMEOUT_S", "0"),
+        ("SHARDMESH_STALL_TIMEOUT_S", "-1"), ("SHARDMESH_STALL_WARN_S", "nan"), ("SHARDMESH_STALL_WARN_S", ""),
+    ],
+)  # fmt: skip
+def test_settings_that_make_no_sense(name: str, value: str) -> None:
+    with pytest.raises(errors.LaunchEnvironmentError, match=name) as caught:
+        from_environment({name: value})
+    assert repr(value) in str(caught.value)
+    assert "write" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["on", "strict", "full", "off"])
+def test_guard_sets_the_mode(mode: str) -> None:
+    guard(mode)
+    assert settings().mode == mode
+
+
+def test_guard_and_watchdog_refuse_what_makes_no_sense() -> None:
+    before = settings().mode, settings().warn, settings().timeout
+    with pytest.raises(ValueError, match=r"guard\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
+        guard("yes")
+    for value in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"watchdog\(timeout=.*write a positive number of seconds"):
+            watchdog(warn=1, timeout=value)
+        with pytest.raises(ValueError, match=r"watchdog\(warn="):
+            watchdog(warn=value, timeout=1)
+    assert (settings().mode, settings().warn, settings().timeout) == before
+
+
+def test_watchdog_sets_what_is_given() -> None:
+    watchdog(warn=7)
+    assert (settings().warn, settings().timeout) == (7.0, 300.0)
+    watchdog(timeout=8)
+    assert (settings().warn, settings().timeout) == (7.0, 8.0)
+
+
+def test_settings_are_read_when_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "_settings", None)
+    monkeypatch.setenv("SHARDMESH_STALL_WARN_S", "3")
+    assert settings_module.settings().warn == 3.0
+    monkeypatch.setenv("SHARDMESH_STALL_WARN_S", "4")
+    assert settings_module.settings().warn == 3.0

@@ -1,0 +1,219 @@
+"""After a verdict every process ends, by itself and soon, whoever started it and whatever it does; and nobody else is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardmesh.mesh.errors import WatchError
+from shardmesh.mesh.monitor import termination
+from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.monitor.verdict import Verdict
+from tests.mesh.monitor.attempts import LAST
+from tests.mesh.monitor.forked import Ended, Forked, statuses
+from tests.mesh.monitor.hands import Hand, played
+from tests.mesh.monitor.starter import ROOT
+from tests.mesh.monitor import forked_ranks as programs
+
+
+@pytest.fixture
+def two(tmp_path) -> list[Hand]:
+    return played(tmp_path, 2)
+
+
+@pytest.mark.parametrize("how", ["communicates", "computes"])
+def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
+    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="1")
+    assert statuses(ended) == [1] * 4
+    for rank in (0, 1, 3):
+        output = ended[rank].output
+        assert output.count("caught") > (1 if how == "communicates" else 0)
+        assert f"shardmesh: rank {rank} is ended 1 s after its job failed (SHARDMESH_EXIT_S), here:" in output
+        assert output.rstrip().endswith("ValueError: no more data")  # the verdict is the last word
+
+
+def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
+    ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="1")
+    assert statuses(ended) == [0, 0, 1, 0]
+    assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
+def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
+    ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
+    assert statuses(ended) == [1] * 4
+    assert all("StallError" in rank.output for rank in ended)
+
+
+def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
+    ended = forked(programs.hangs_at_exit, 4, SHARDMESH_EXIT_S="2")
+    assert statuses(ended) == [1] * 4
+    assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
+
+
+@pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
+def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
+    ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
+    assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
+    assert any("rank 2 does not react and is killed" in ended[rank].output for rank in (0, 1, 3))
+
+
+def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> None:
+    ended = forked(programs.dies_in_a_raw_collective, 4, SHARDMESH_MONITOR_TORCH="off")
+    assert statuses(ended) == [1, 1, -signal.SIGKILL, 1]
+    for rank in (0, 1, 3):
+        last = ended[rank].output.rpartition("rank 2 died.")[2]
+        assert last.count("\n") == 3, ended[rank].output
+        assert f"rank {rank} raised" not in ended[rank].output
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
+    ended = forked(programs.raises_before_its_mesh, 4, odd)
+    assert statuses(ended) == [1] * 4
+    for rank in {0, 1, 2, 3} - {odd}:
+        assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
+        assert "of the child" not in ended[rank].output
+
+
+@pytest.mark.parametrize("how", ["dies", "sleeps"])
+def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
+    ended = forked(programs.never_comes, 4, how)
+    assert statuses(ended) == [1, 1, -signal.SIGKILL if how == "dies" else 1, 1]
+    assert "waiting for rank" in ended[0].output
+    assert all("rank 2 of 4 did not come to MASTER_ADDR=" in ended[rank].output for rank in (0, 1, 3))
+
+
+def test_a_store_that_was_used_before(forked: Forked) -> None:
+    """torchrun keeps one store for all attempts; a program may start the default group itself."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def attempt(number: str) -> list[Ended]:
+        env = {"TORCHELASTIC_RESTART_COUNT": number, "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "job"}
+        return forked(programs.restarted, 4, store.port, env)
+
+    first = attempt("0")
+    assert all("ValueError: no more data" in rank.output for rank in first)
+    again = attempt("1")
+    assert statuses(again) == [0] * 4
+    assert [rank.output for rank in again] == ["result 40.0 watch on\n"] * 4
+
+
+@pytest.mark.slow
+def test_every_attempt_of_torchrun_ends_and_the_next_one_begins_afresh(tmp_path: Path) -> None:
+    """Each but the last goes wrong, and leaves ranks that would not end by themselves."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("SHARDMESH_", "TORCHELASTIC_", "PYTEST_"))}
+    env |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "SHARDMESH_WATCH_DIR": str(tmp_path), "SHARDMESH_EXIT_S": "4"}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", f"--max-restarts={LAST}"]
+    command = [sys.executable, *command, "-m", "tests.mesh.monitor.attempts"]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("result 10.0 watch on") == 4
+    said = found.stderr
+    assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
+    assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6
+    assert "rank 2 does not react and is killed" in said
+
+
+def test_a_collective_of_one_rank_on_torchs_default_group(forked: Forked) -> None:
+    ended = forked(programs.calls_the_default_group_alone, 4)
+    assert [rank.output for rank in ended] == [f"result {[float(n) for n in range(8)]} 40.0\n"] * 4
+
+
+# -- who is never ended ------------------------------------------------------------------------------------------------
+
+
+class World:
+    """That a default group has started."""
+
+    def __init__(self, over: bool) -> None:
+        self.over = over
+
+    def is_over(self, default: Any) -> bool:
+        return self.over
+
+
+@pytest.fixture
+def failed(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A watch over a job that has failed, in a process that no test runner runs."""
+    watch = two[0].watch
+    watch.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    monkeypatch.setattr(termination, "is_hosted", lambda: False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "group", type("group", (), {"WORLD": object()}))
+    monkeypatch.setattr(watch, "world", World(over=False))
+    return watch
+
+
+def test_a_process_that_is_only_what_the_job_was(failed: Any) -> None:
+    assert termination.may_end(failed)
+
+
+def test_under_a_test_runner_nothing_is_ended(two: list[Hand], failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert termination.is_hosted()
+    assert not termination.may_end(failed)
+    assert two[1].page.words[H.EXIT_S] == 0  # which other ranks read
+
+
+def test_a_program_that_left_the_job_is_not_ended(failed: Any) -> None:
+    failed.world.over = True
+    assert not termination.may_end(failed)
+
+
+def test_a_forked_child_is_not_ended(failed: Any) -> None:
+    failed.pid += 1
+    assert not termination.may_end(failed)
+
+
+def test_nothing_is_ended_while_the_ranks_pause(failed: Any) -> None:
+    with failed.paused():
+        assert not termination.may_end(failed)
+
+
+def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings(), "exit_s", 0.0)
+    assert not termination.may_end(failed)
+
+
+@pytest.mark.parametrize(
+    ("state", "stuck"), [("R", False), ("T", True), ("t", False), ("Z", False)], ids=["runs", "stopped", "debugged", "dead"]
+)
+def test_who_is_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
+    """A process that a debugger has stopped is no process that is stuck."""
+    page = two[1].page
+    page.words[H.EXIT_S], page.words[H.AWARE] = 10, state == "R"
+    monkeypatch.setattr(termination, "process_state", lambda pid: (state, page.words[H.BORN]))
+    assert termination._is_stuck(page) == stuck
+    with two[1].watch.paused():
+        assert not termination._is_stuck(page)
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:32660."), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (dist.DistNetworkError("recvValue failed"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_broken_connections(error: Exception, broken: bool) -> None:
+    assert termination.is_broken_connection(error) == broken
+
+
+def test_who_meets_the_verdict_meets_it_again(two: list[Hand]) -> None:
+    two[1].watch.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    for _ in range(2):
+        with pytest.raises(WatchError):
+            two[0].watch.check()
+    assert two[0].watch.failed_at

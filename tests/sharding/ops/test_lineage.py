@@ -1,0 +1,498 @@
+"""Lineage: the same on all ranks that make a value in the same way, on whatever lines; another one for another value."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import shardmesh as sm
+from shardmesh import P
+from shardmesh.mesh import current_world, simulate
+from shardmesh.mesh.monitor.recording.recorder import unlike
+from shardmesh.mesh.monitor.settings import guard, settings
+from shardmesh.sharding.ops.lineage import mixed, packed, seed_of
+
+RANKS = 4
+
+
+def make(spec: P | None = None, value: float = 1.0) -> Any:
+    """On this line, wherever it is called from."""
+    return sm.device_put(torch.full((8, 8), value), mesh(), P("x") if spec is None else spec, src_data_rank=None)
+
+
+def mesh() -> Any:
+    return sm.init_device_mesh("cpu", (RANKS,), axis_names=("x",))
+
+
+def shown(x: Any) -> int:
+    """What stands beside the collectives that move it."""
+    return packed(x._lineage)
+
+
+def on_ranks(fn: Callable[[int], list[Any]]) -> list[list[int]]:
+    """For each rank, what its tensors show."""
+    return simulate(RANKS, prints="plain")(lambda: [shown(x) for x in fn(current_world().rank)])()
+
+
+def all_alike(found: list[list[int]]) -> bool:
+    """Whether the ranks agree on each tensor: directly, or through another rank."""
+    return not any(unlike(one, other) for column in zip(*found, strict=True) for one in column for other in column)
+
+
+def all_different(row: list[int]) -> bool:
+    """Whether no two tensors of a rank could be taken for each other."""
+    return all(unlike(one, other) for n, one in enumerate(row) for other in row[:n])
+
+
+# -- alike on all ranks ------------------------------------------------------------------------------------------------
+
+
+def test_the_same_program_gives_the_same_lineages() -> None:
+    def fn(_: int) -> list[Any]:
+        a, b = make(), make(P(None, "x"))
+        w = make(P()).requires_grad_()
+        (a @ w).sum().backward()
+        return [a, b, a + b, a @ b, (a @ b).sum(), w, w.grad, torch.stack([a, b]), a.redistribute(P())]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all(row != 0 for row in found[0])
+
+
+def test_a_line_of_its_own_on_each_rank() -> None:
+    def fn(rank: int) -> list[Any]:
+        if rank == 0:  # noqa: SIM114 - the lines are what this is about
+            a = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        elif rank == 1:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        else:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        return [a, a * 2, a @ a]
+
+    found = on_ranks(fn)
+    assert found[0] != found[1] != found[2]
+    assert all_alike(found)
+
+
+@pytest.mark.parametrize("extra", [1, 7])
+def test_tensors_that_one_rank_makes_for_itself(extra: int) -> None:
+    def fn(rank: int) -> list[Any]:
+        a = make()
+        if rank == 2:
+            more = [sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) * 2 for _ in range(extra)]
+            assert len(more) == extra
+        b = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        return [a, b, a + b]
+
+    assert all_alike(on_ranks(fn))
+
+
+def test_a_tensor_for_itself_and_later_a_line_of_its_own() -> None:
+    """Order and line differ; what was made since the last collective does not."""
+
+    def fn(rank: int) -> list[Any]:
+        if rank == 0:
+            sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        mesh().group("x").barrier()
+        if rank == 0:
+            b = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        else:
+            b = sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None)
+        return [b, b * 2]
+
+    assert all_alike(on_ranks(fn))
+
+
+def test_a_thread_that_makes_tensors() -> None:
+    def fn(rank: int) -> list[Any]:
+        a, here = make(), mesh()
+        if rank == 1:
+            thread = threading.Thread(target=lambda: sm.device_put(torch.ones(8, 8), here, P("x"), src_data_rank=None) * 2)
+            thread.start()
+            thread.join()
+        b = sm.device_put(torch.ones(8, 8), here, P("x"), src_data_rank=None)
+        return [a, b]
+
+    assert all_alike(on_ranks(fn))
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "detach": lambda x: x.detach(),
+    "repr": repr,
+    "to_local": lambda x: x.to_local(),
+    "grad": lambda x: x.grad,
+    "placements": lambda x: (x.placements, x.spec, x.shape, x.mesh),
+    "deepcopy": lambda x: copy.deepcopy(x.detach()),
+    "operators": lambda x: (x * 2 + 1).neg(),
+    "shards": lambda x: x.addressable_shards,
+    "data": lambda x: x.data * 2,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looking_at_a_tensor_on_one_rank_changes_nothing(look: str) -> None:
+    def fn(rank: int) -> list[Any]:
+        a = make()
+        if rank == 0:
+            LOOKS[look](a)
+        return [a, make(), a @ make()]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+
+
+def test_uneven_and_empty_parts() -> None:
+    def fn(_: int) -> list[Any]:
+        x = sm.device_put(torch.ones(5, 2), mesh(), P("x"), src_data_rank=None)
+        return [x, x * 2, x.sum(0), x.redistribute(P())]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+
+
+# -- carried along -----------------------------------------------------------------------------------------------------
+
+KEEPS: dict[str, Callable[[Any], Any]] = {
+    "redistribute": lambda x: x.redistribute(P()),
+    "async": lambda x: x.redistribute(P(), async_op=True).wait(),
+    "donate": lambda x: copy.deepcopy(x).redistribute(P(), donate=True),
+    "many": lambda x: sm.redistribute_many([x], [P()])[0],
+    "reshard": lambda x: sm.reshard(x, P()),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "deepcopy": copy.deepcopy,
+    "constraint": lambda x: sm.with_sharding_constraint(x, P()),
+}
+
+
+@pytest.mark.parametrize("way", KEEPS)
+def test_the_same_value_elsewhere_keeps_its_lineage(way: str) -> None:
+    def fn(_: int) -> list[Any]:
+        x = make()
+        return [x, KEEPS[way](x)]
+
+    for one, other in on_ranks(fn):
+        assert one == other
+
+
+def test_data_that_is_put_in_brings_its_lineage() -> None:
+    def fn(_: int) -> list[Any]:
+        x, y = make(), make(value=2)
+        z = y * 3
+        x.data = z
+        return [x, z]
+
+    for one, other in on_ranks(fn):
+        assert one == other
+
+
+# -- another value -----------------------------------------------------------------------------------------------------
+
+
+def test_values_of_one_shape_are_told_apart() -> None:
+    def fn(_: int) -> list[Any]:
+        a, b = make(), make()
+        c = make(P(None, "x"))
+        return [
+            a, b, c, a + b, b + a, a - b, a * b, a + a, b + b, (a + b) + a, a + (b + a), a @ b, b @ a, a.neg(), a.neg().neg(),
+            a.t(), a.exp(), *a.chunk(2), *a.split(4, 1), *a.max(0),
+        ]  # fmt: skip
+
+    for row in on_ranks(fn):
+        assert all_different(row)
+
+
+def test_arguments_that_are_no_tensors_count() -> None:
+    """On a square, these have the same shape and may have the same layout."""
+
+    def fn(_: int) -> list[Any]:
+        a = make(P())
+        return [
+            a, a.sum(0), a.sum(1), a[0], a[1], a.select(1, 0), a.select(1, 1), a.narrow(1, 0, 4), a.narrow(1, 4, 4), a.softmax(0),
+            a.softmax(1), a * 2, a * 3, a.cumsum(0), a.cumsum(1), a.roll(1, 0), a.roll(2, 0),
+        ]  # fmt: skip
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+def test_each_turn_of_a_loop_makes_another_value() -> None:
+    def fn(_: int) -> list[Any]:
+        made = [make() for _ in range(20)]
+        return [*made, *(x * 2 for x in made)]
+
+    for row in on_ranks(fn):
+        assert all_different(row)
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.add_(x), lambda x: x.zero_(), lambda x: x.copy_(make(value=5))])
+def test_writing_in_place_makes_another_value(write: Callable[[Any], Any]) -> None:
+    def fn(_: int) -> list[Any]:
+        x = make()
+        before = x.detach().clone()
+        write(x)
+        return [before, x]
+
+    for row in on_ranks(fn):
+        assert all_different(row)
+
+
+def test_gradients_of_two_parameters() -> None:
+    def fn(_: int) -> list[Any]:
+        a, b = make(P()).requires_grad_(), make(P()).requires_grad_()
+        (make() @ a @ b).sum().backward()
+        return [a.grad, b.grad]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+def test_gradients_of_two_losses() -> None:
+    """Of one parameter; and what a second backward adds."""
+
+    def fn(_: int) -> list[Any]:
+        w, found = make(P()).requires_grad_(), []
+        for loss in (lambda: (make() @ w).sum(), lambda: (make() @ w).square().sum()):
+            loss().backward()
+            found += [w.grad.detach()]
+        w.grad = None
+        (make() @ w).mean().backward()
+        return [*found, w.grad]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+# -- what it catches ---------------------------------------------------------------------------------------------------
+
+
+def raised(fn: Callable[[int], Any]) -> Any:
+    with pytest.raises(sm.CollectiveMismatchError) as caught:
+        simulate(RANKS, prints="plain")(lambda: fn(current_world().rank))()
+    return caught.value
+
+
+@pytest.mark.parametrize("odd", range(RANKS))
+def test_two_swapped_redistributions(odd: int) -> None:
+    def fn(rank: int) -> None:
+        a, b = make(), make()
+        for x in (b, a) if rank == odd else (a, b):
+            x.redistribute(P())
+
+    error = raised(fn)
+    assert error.ranks == (odd,)
+    assert error.verdict.field == "lineage"
+
+
+def test_one_skipped_in_a_loop() -> None:
+    def fn(rank: int) -> None:
+        for turn in range(4):
+            x = make() * 2
+            if not (rank == 3 and turn == 1):
+                x.full_tensor()
+
+    assert raised(fn).ranks == (3,)
+
+
+def test_an_operator_that_one_rank_leaves_out() -> None:
+    def fn(rank: int) -> None:
+        x = make()
+        if rank != 1:
+            x = x * 2
+        x.full_tensor()
+
+    assert raised(fn).ranks == (1,)
+
+
+def test_an_update_that_one_rank_leaves_out() -> None:
+    def fn(rank: int) -> None:
+        x = make()
+        if rank != 2:
+            x.add_(1)
+        x.full_tensor()
+
+    assert raised(fn).ranks == (2,)
+
+
+def test_gradients_in_another_order() -> None:
+    def fn(rank: int) -> None:
+        a, b = make(P()).requires_grad_(), make(P()).requires_grad_()
+        losses = [(make() * a).sum(), (make() * b).sum()]
+        for loss in losses[::-1] if rank == 0 else losses:
+            loss.backward()
+
+    assert raised(fn).ranks == (0,)
+
+
+ORDERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "operators of one operand": (lambda x: x.sin() * 2, lambda x: (x * 2).sin()),
+    "in place": (lambda x: x.neg_().mul_(2), lambda x: x.mul_(2).neg_()),
+    "operators of two operands": (lambda x: make() @ x.sin(), lambda x: (make() @ x).sin()),
+}
+
+
+@pytest.mark.parametrize("ways", ORDERS.values(), ids=ORDERS)
+def test_operators_in_another_order(ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+    def fn(rank: int) -> None:
+        ways[rank == 2](make(value=0.5)).full_tensor()
+
+    assert raised(fn).ranks == (2,)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_a_gradient_of_an_operand_that_moves_is_known_by_its_loss(spec: P) -> None:
+    """w is gathered for the product, which all ranks do alike; its gradient depends on x, which one rank has changed."""
+
+    def fn(rank: int) -> None:
+        w, x = make(P("x")).requires_grad_(), make(spec)
+        if rank == 1:
+            x = torch.sin(x * x)
+        (x @ w).square().sum().backward()
+
+    assert raised(fn).ranks == (1,)
+
+
+def mapped(x: Any) -> Any:
+    return sm.shard_map(lambda y: y * 0.5 + sm.psum(y.sum(), "x"), mesh=mesh(), in_specs=P("x"), out_specs=P("x"))(x)
+
+
+def test_another_tensor_goes_into_a_mapped_function() -> None:
+    def fn(rank: int) -> None:
+        a, b = make(), make()
+        mapped(b if rank == 1 else a)
+
+    assert raised(fn).ranks == (1,)
+
+
+def test_what_comes_out_of_a_mapped_function_remembers_what_went_in() -> None:
+    def fn(_: int) -> list[Any]:
+        a, b = make(), make()
+        return [a, b, mapped(a), mapped(b), mapped(mapped(a))]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+F = torch.nn.functional
+DRAWS: dict[str, Callable[[], Any]] = {
+    "a factory": lambda: sm.randn(8, device_mesh=mesh(), placements=P("x")),
+    "dropout": lambda: F.dropout(make(), 0.5),
+    "dropout in place": lambda: F.dropout(make(), 0.5, inplace=True),
+    "dropout of another dropout": lambda: F.dropout(F.dropout(make(), 0.5) * 2, 0.5),
+    "dropout of attention": lambda: F.scaled_dot_product_attention(*[make().view(1, 1, 8, 8)] * 3, dropout_p=0.5),
+    "uniform_": lambda: make().uniform_(),
+    "bernoulli_ with a tensor": lambda: make().bernoulli_(torch.tensor(0.5)),
+    "initialisation": lambda: torch.nn.init.kaiming_uniform_(make()),
+    "rand_like": lambda: torch.rand_like(make()),
+    "multinomial": lambda: torch.multinomial(make(), 2),
+    "an operator of torch's generator": lambda: torch.poisson(make()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_another_seed(draw: Callable[[], Any]) -> None:
+    def fn(rank: int) -> None:
+        sm.manual_seed(5 if rank == 2 else 1)
+        draw().full_tensor()
+
+    error = raised(fn)
+    assert error.ranks == (2,)
+    assert error.verdict.field == "lineage"
+    assert "random numbers differ (ranks 0, 1, 3: seed 1, " in str(error)
+    assert "rank 2: seed 5, " in str(error)
+
+
+def test_one_draw_more() -> None:
+    def fn(rank: int) -> None:
+        if rank == 1:
+            F.dropout(make(), 0.5)
+        F.dropout(make(value=2.0) + 1, 0.5).sum().item()
+
+    error = raised(fn)
+    assert error.ranks == (1,)
+    assert "rank 1: seed 0, 2 tensors drawn" in str(error)
+
+
+def test_what_is_made_without_random_numbers_is_as_before() -> None:
+    """Whatever seeds ranks have: no value is made of them."""
+
+    def fn(rank: int) -> list[Any]:
+        sm.manual_seed(rank)
+        x = make()
+        F.dropout(x, 0.5)
+        F.dropout(x, 0.0)
+        F.dropout(x, 0.5, training=False)
+        return [x, x + 1, torch.zeros_like(x), (x @ x).sum()]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+
+
+def test_the_same_draws_give_the_same_lineages() -> None:
+    def fn(rank: int) -> list[Any]:
+        sm.manual_seed(3)
+        state = sm.get_rng_state()
+        one, other = sm.rand(8, device_mesh=mesh(), placements=P("x")), F.dropout(make(), 0.5)
+        sm.set_rng_state(state)
+        return [one, other, one * other, sm.rand(8, device_mesh=mesh(), placements=P("x"))]
+
+    found = on_ranks(fn)
+    assert found == [found[0]] * RANKS
+    assert all_different(found[0])
+
+
+def test_a_draw_on_the_ranks_of_another_mesh() -> None:
+    def fn(rank: int) -> list[Any]:
+        part = sm.DeviceMesh("cpu", [0, 1], axis_names=("y",))
+        sm.rand(4, device_mesh=part, placements=P("y"))
+        return [F.dropout(make(), 0.5)]
+
+    assert all_alike(on_ranks(fn))
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_fit_beside_each_other() -> None:
+    one = (1 << 32) - 1
+    for name in ("add", "mul", "matmul"):
+        seed = seed_of(name)
+        assert seed >> 128 == seed >> 64 & one == seed & one
+        assert seed >> 160 == 0
+
+
+def test_mixing_keeps_the_hashes_apart() -> None:
+    """What is mixed in one hash depends on that hash of the operands alone."""
+
+    class Operand:
+        def __init__(self, *hashes: int) -> None:
+            self._lineage = hashes[0] << 128 | hashes[1] << 64 | hashes[2]
+
+    top = (1 << 32) - 1
+    base = mixed(seed_of("add"), [Operand(1, 2, 3), Operand(top, top, top)])
+    for place in range(3):
+        hashes = [1, 2, 3]
+        hashes[place] = top
+        other = mixed(seed_of("add"), [Operand(*hashes), Operand(top, top, top)])
+        changed = [base >> shift & top != other >> shift & top for shift in (128, 64, 0)]
+        assert changed == [place == n for n in range(3)]
+
+
+def test_guard_off_makes_none() -> None:
+    before = settings().mode
+    guard("off")
+    try:
+        assert on_ranks(lambda _: [make(), make() * 2])[0][0] == 0
+    finally:
+        guard(before)
