@@ -23,7 +23,7 @@ def circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
         following.setdefault(i.target, [])
     number: dict[str, int] = {}  # in order of the first visit
     lowest: dict[str, int] = {}  # the smallest number that is reached from here
-    open_: list[str] = []  # visited, and not yet in a component
+    waiting: dict[str, None] = {}  # visited, and not yet in a component, in this order
     found = []
     for start in following:
         path = [(start, iter(following[start]))] if start not in number else []
@@ -31,12 +31,12 @@ def circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
             node, rest = path[-1]
             if node not in number:
                 number[node] = lowest[node] = len(number)
-                open_.append(node)
+                waiting[node] = None
             for nxt in rest:
                 if nxt not in number:
                     path.append((nxt, iter(following[nxt])))
                     break
-                if nxt in open_:
+                if nxt in waiting:
                     lowest[node] = min(lowest[node], number[nxt])
             else:
                 path.pop()
@@ -44,8 +44,9 @@ def circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
                     above = path[-1][0]
                     lowest[above] = min(lowest[above], lowest[node])
                 if lowest[node] == number[node]:
-                    at = open_.index(node)
-                    component, open_ = open_[at:], open_[:at]
+                    component = []
+                    while node in waiting:
+                        component.append(waiting.popitem()[0])
                     if len(component) > 1:
                         found.append(tuple(sorted(component)))
     return sorted(found)

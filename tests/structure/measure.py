@@ -4,6 +4,8 @@
     python tests/structure/measure.py --limits          the exceptions that `limits.py` records, as Python
     python tests/structure/measure.py --contributing    write the table of CONTRIBUTING.md
     python tests/structure/measure.py --write           write both
+
+The source is read, not imported. `limits.py` has the goals; `test_structure.py` fails beyond the limits.
 """
 
 from __future__ import annotations
@@ -95,7 +97,12 @@ class Figures:
 
     def functions_over(self, lines: int) -> list[str]:
         """Return where functions with more lines than that are, the longest first."""
-        over = [(f.lines, f"{m.path}:{f.line} {f.name}") for m in self.modules.values() for f in m.functions if f.lines > lines]
+        over = [
+            (f.lines, f"{m.path}:{f.line} {f.name}")
+            for m in self.modules.values()
+            for f in m.functions
+            if f.lines > lines
+        ]
         return [f"{place}, {n} lines" for n, place in sorted(over, reverse=True)]
 
     def circle_through(self, path: str) -> list[Import]:
@@ -199,7 +206,9 @@ def report(figures: Figures) -> Iterator[str]:
     long = sorted(((n, path) for path, n in figures.files.items() if n > limits.LINES_PER_FILE), reverse=True)
     yield from _section(f"files of more than {limits.LINES_PER_FILE} lines", (f"{path}: {n}" for n, path in long))
     long_functions = figures.functions_over(limits.FUNCTION_90TH)
-    yield from _section(f"{len(long_functions)} functions of more than {limits.FUNCTION_90TH} lines", long_functions[:20])
+    yield from _section(
+        f"{len(long_functions)} functions of more than {limits.FUNCTION_90TH} lines", long_functions[:20]
+    )
     yield from _section("imports of a higher layer by a lower one", map(str, figures.upward))
     yield from _section("imports inside functions", map(str, figures.function_imports))
     twice = (f"{name}: {', '.join(places)}" for name, places in figures.classes_twice.items())

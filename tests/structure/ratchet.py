@@ -30,7 +30,9 @@ def check_counts(
         raise AssertionError("\n".join(where(name) for name in worse))
     better = [name for name, was in recorded.items() if measured.get(name, -slack) < was - slack]
     if better:
-        lines = "\n".join(f"{name}: recorded {recorded[name]}, now {measured.get(name, 'within the goal')}" for name in better)
+        lines = "\n".join(
+            f"{name}: recorded {recorded[name]}, now {measured.get(name, 'within the goal')}" for name in better
+        )
         raise AssertionError(f"better than recorded; lower the limits with `{RENEW}`:\n{lines}")
 
 
@@ -70,7 +72,9 @@ def write(limits: Path, exceptions: Mapping[str, object]) -> None:
 
 def _literal(value: object) -> str:
     if isinstance(value, list):  # of tuples
-        groups = ["    (\n" + "".join(f"        {json.dumps(name)},\n" for name in group) + "    ),\n" for group in value]
+        groups = [
+            "    (\n" + "".join(f"        {json.dumps(name)},\n" for name in group) + "    ),\n" for group in value
+        ]
         return "[\n" + "".join(groups) + "]" if groups else "[]"
     text = json.dumps(value, indent=4, ensure_ascii=False)
     return re.sub(r"(?<=[\d\"])\n", ",\n", text)  # a comma at the end of the last entry, too

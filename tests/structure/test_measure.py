@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from tests.structure import limits
+from tests.structure import measure as script
 from tests.structure.import_graph import circles, layer
-from tests.structure.measure import BEGIN, END, ROOT, Figures, exceptions, measure, quantile, read_table, table, write_table
+from tests.structure.measure import BEGIN, END, Figures, exceptions, measure, quantile, read_table, table, write_table
 from tests.structure.ratchet import LINE, check_counts, check_groups, render, write
 from tests.structure.source_tree import Import
 
@@ -150,9 +150,9 @@ def test_circles_are_the_strongly_connected_components():
         assert {(a, b) for c in found for a in c for b in c if a != b} == {
             (a, b) for a, b in reach if (b, a) in reach and a != b
         }
-    chain = [str(n) for n in range(5000)]
-    assert circles([Import(a, b, 1, "import") for a, b in zip(chain, chain[1:], strict=False)]) == []
-    assert len(circles([Import(a, b, 1, "import") for a, b in zip(chain, [*chain[1:], "0"], strict=True)])[0]) == 5000
+    chain = [Import(str(n), str(n + 1), 1, "import") for n in range(5000)]
+    assert circles(chain) == []
+    assert [len(c) for c in circles([*chain, Import("5000", "0", 1, "import")])] == [5001]
 
 
 def test_an_arrow_upward_counts_wherever_it_is(package):
@@ -171,14 +171,16 @@ def test_an_arrow_upward_counts_wherever_it_is(package):
 
 def test_a_folder_inside_a_layer_may_be_a_layer():
     layers = ("low", "high/first", "high")
-    assert [layer(path, layers) for path in ("low/a.py", "high/first/a.py", "high/a.py", "lower/a.py", "a.py")] == [0, 1, 2, 3, 3]
+    paths = ("low/a.py", "high/first/a.py", "high/a.py", "lower/a.py", "a.py")
+    assert [layer(path, layers) for path in paths] == [0, 1, 2, 3, 3]
 
 
 # -- sizes and names ---------------------------------------------------------------------------------------------------
 
 
 def test_sizes(package):
-    made = package({"low/a.py": "x = 1\n\n# the end\n", "low/deep/b.py": "", "tests/c.py": "not Python", "d.py": "x = 1"})
+    files = {"low/a.py": "x = 1\n\n# the end\n", "low/deep/b.py": "", "tests/c.py": "not Python", "d.py": "x = 1"}
+    made = package(files)
     assert made.folders == {".": 2, "low": 2, "low/deep": 2}
     assert made.files["low/a.py"] == 3
     assert made.files["d.py"] == 1
@@ -190,7 +192,10 @@ def test_sizes(package):
         ("def f(a,\n      b):\n    return 1\n", [1]),
         ('def f():\n    """One\n\n    two."""\n    x = 1\n\n    # why\n    return x\n', [4]),
         ("def f():\n    return g(\n        1,\n    )\n", [3]),
-        ("class A:\n    async def f(self):\n        @cache\n        def g():\n            pass\n        return g\n", [1, 4]),
+        (
+            "class A:\n    def f(self):\n        @cache\n        async def g():\n            pass\n        return g\n",
+            [1, 4],
+        ),
         ('def f():\n    """A declaration."""\n\ndef g(): ...\n\ndef h():\n    """Another."""\n    ...\n', []),
         ("try:\n    def f():\n        return 1\nexcept E:\n    def f():\n        return 2\n", [1, 1]),
     ],
@@ -356,10 +361,54 @@ def test_every_row_of_the_table_has_a_name_of_its_own(package):
     assert len({name for name, _, _ in rows}) == len(rows)
 
 
-def test_the_script_prints_the_limits():
-    script = str(Path(__file__).with_name("measure.py"))
-    done = subprocess.run([sys.executable, script, "--limits"], capture_output=True, text=True, cwd=ROOT.parent)
+# -- the script --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(package, tmp_path, monkeypatch) -> Callable[..., tuple[str, str]]:
+    """From arguments of the script to the texts of `limits.py` and of the page after it has run on a made-up package."""
+    made = package({"high/a.py": "from . import b\n", "high/b.py": "from . import a\n"})
+    page, file = tmp_path / "PAGE.md", tmp_path / "limits.py"
+    page.write_text(f"{BEGIN}{END}")
+    file.write_text(f"{LINE}written\n")
+    monkeypatch.setattr(script, "measure", lambda *_: made)
+    monkeypatch.setattr(script, "PAGE", page)
+    monkeypatch.setattr(limits, "__file__", str(file))
+
+    def run(*arguments: str) -> tuple[str, str]:
+        script.main(arguments)
+        return file.read_text(), page.read_text()
+
+    return run
+
+
+def test_without_arguments_the_script_prints(written, capsys):
+    assert written() == (f"{LINE}written\n", f"{BEGIN}{END}")
+    printed = capsys.readouterr().out
+    assert "\nmodules that import each other in a circle               2    goal 0\n" in printed
+    assert "\n    high/a.py:1 -> high/b.py\n" in printed
+
+
+def test_what_the_script_prints_as_limits_is_what_it_writes(written, capsys):
+    assert written("--limits") == (f"{LINE}written\n", f"{BEGIN}{END}")
+    printed = capsys.readouterr().out
+    file, page = written("--write")
+    assert file == f"{LINE}written\n{printed}"
+    assert "| modules that import each other in a circle | 2 | 0 |" in page
+    assert capsys.readouterr().out == ""
+
+
+def test_the_script_writes_the_page_alone(written):
+    file, page = written("--contributing")
+    assert file == f"{LINE}written\n"
+    assert "| modules that import each other in a circle | 2 | 0 |" in page
+
+
+def test_the_script_runs_in_any_folder(tmp_path):
+    done = subprocess.run([sys.executable, script.__file__, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    names: dict[str, object] = {}
-    exec(done.stdout, names)
-    assert {name for name in names if name.isupper()} == {*exceptions(Figures({}, (), ()))}
+    assert "--write" in done.stdout
+
+
+def test_limits_records_each_exception():
+    assert {*exceptions(Figures({}, (), ()))} <= {*vars(limits)}

@@ -21,7 +21,9 @@ def test_files_per_folder(figures):
 
     def where(folder: str) -> str:
         allowed = limits.FOLDERS.get(folder, limits.FILES_PER_FOLDER)
-        return f"{folder}: {figures.folders[folder]} files, at most {allowed}: put some of them into a folder of their own"
+        return (
+            f"{folder}: {figures.folders[folder]} files, at most {allowed}: put some of them into a folder of their own"
+        )
 
     check_counts(measured, limits.FOLDERS, where)
 
@@ -101,7 +103,9 @@ def test_layers_are_the_folders_of_the_wheel():
     with open(ROOT / "pyproject.toml", "rb") as file:
         packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
     shipped = {package.split(".")[1] for package in packages if "." in package}
-    assert {layer.split("/")[0] for layer in limits.LAYERS} == shipped, "LAYERS in limits.py, or packages in pyproject.toml"
+    assert {layer.split("/")[0] for layer in limits.LAYERS} == shipped, (
+        "LAYERS in limits.py, or packages in pyproject.toml"
+    )
 
 
 def test_contributing_shows_the_figures(figures):
