@@ -57,15 +57,18 @@ def inside(circle: Sequence[str], imports: Iterable[Import]) -> list[Import]:
     return [i for i in imports if i.source in circle and i.target in circle]
 
 
-def shortest_circle(first: Import, imports: Sequence[Import]) -> list[Import]:
+def shortest_circle(first: Import, imports: Iterable[Import]) -> list[Import]:
     """Return the imports of a shortest way that begins with one import and comes back to its source; none if there is none."""
+    following: dict[str, list[Import]] = {}
+    for i in imports:
+        following.setdefault(i.source, []).append(i)
     came: dict[str, Import] = {first.target: first}
     queue = [first.target]
     for node in queue:
         if node == first.source:
             break
-        for i in imports:
-            if i.source == node and i.target not in came:
+        for i in following.get(node, ()):
+            if i.target not in came:
                 came[i.target] = i
                 queue.append(i.target)
     else:

@@ -105,6 +105,11 @@ class Figures:
         ]
         return [f"{place}, {n} lines" for n, place in sorted(over, reverse=True)]
 
+    def describe(self, inner: Import) -> str:
+        """Return an import inside a function, and the circle that it would close at the top of the file, if any."""
+        circle = import_graph.shortest_circle(inner, self.edges)
+        return f"{inner} (not at the top: " + ", ".join(map(str, circle[1:])) + ")" if circle[1:] else str(inner)
+
     def circle_through(self, path: str) -> list[Import]:
         """Return the imports of a shortest circle through a module."""
         first = [i for i in self.edges if i.source == path]
@@ -210,7 +215,7 @@ def report(figures: Figures) -> Iterator[str]:
         f"{len(long_functions)} functions of more than {limits.FUNCTION_90TH} lines", long_functions[:20]
     )
     yield from _section("imports of a higher layer by a lower one", map(str, figures.upward))
-    yield from _section("imports inside functions", map(str, figures.function_imports))
+    yield from _section("imports inside functions", map(figures.describe, figures.function_imports))
     twice = (f"{name}: {', '.join(places)}" for name, places in figures.classes_twice.items())
     yield from _section("class names defined more than once", twice)
 

@@ -111,11 +111,12 @@ def test_imports_for_type_checkers_and_inside_functions_make_no_circle(package):
     assert made.circles == []
     assert edges(made) >= {("low/b.py", "low/e.py"), ("low/d.py", "low/e.py")}
     assert [str(i) for i in made.function_imports] == ["low/c.py:3 -> low/a.py", "low/c.py:5 -> low/a.py"]
+    assert made.describe(made.function_imports[0]) == "low/c.py:3 -> low/a.py (not at the top: low/a.py:1 -> low/c.py)"
 
 
 def test_one_statement_is_one_import_of_a_module(package):
     made = package({"low/a.py": "def f():\n    from .b import x, y, z\n    from .b import w\n", "low/b.py": ""})
-    assert [i.line for i in made.function_imports] == [2, 3]
+    assert [made.describe(i) for i in made.function_imports] == ["low/a.py:2 -> low/b.py", "low/a.py:3 -> low/b.py"]
 
 
 # -- circles and layers ------------------------------------------------------------------------------------------------
