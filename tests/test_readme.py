@@ -13,7 +13,10 @@ import torch
 import shardmesh as sm
 
 ROOT = Path(__file__).parent.parent
-MODULES = ["spec", "layout", "plan.planner", "plan.command", "explain", "picture", "show", "rules.notation"]
+MODULES = [
+    "layout.spec", "layout.layout", "redistribute.plan.planner", "redistribute.plan.command", "debug.explain", "debug.picture", "debug.visualize",
+    "ops.rules.notation",
+]  # fmt: skip
 
 
 def test_readme_example_runs():

@@ -23,7 +23,7 @@ import torch
 import typing_extensions  # torch needs it, too
 
 # Not resolved through symbolic links, since that is how frames name their files.
-_PACKAGE = Path(__file__).parent.parent
+_PACKAGE = Path(__file__).parent.parent.parent
 _OURS = tuple(str(_PACKAGE / part) + "/" for part in ("mesh", "sharding", "kernels"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")

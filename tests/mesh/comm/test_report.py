@@ -56,7 +56,7 @@ def test_the_report_names_lines() -> None:
     lines = used.report().splitlines()
     assert lines[0].split() == ["operator", "collective", "axis", "launches", "received", "sent", "line"]
     assert lines[1].split()[:6] == ["all_gather", "all_gather", "tp", "1", "40", "40"]
-    assert "test_counting.py:" in lines[1]
+    assert "test_report.py:" in lines[1]
     assert len(lines) == 5
     assert lines[-1].split() == ["total", "3", "140", "140"]
 
@@ -64,7 +64,7 @@ def test_the_report_names_lines() -> None:
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"bytes": 70}, r"test_counting.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used"),
+        ({"bytes": 70}, r"test_report.py:\d+: all_reduce over ranks 0,1 .2 ranks.*40 bytes of float32.*bytes=70.*40 are used"),
         ({"launches": 1}, r"launches=1\), of which 1 are used"),
     ],
 )
