@@ -53,7 +53,7 @@ def test_forbidden_before_anything_moves(name):
     messages = on_mesh((3,), program)
     for message, allowed in messages:
         assert f" by {operator} of f64[" in message
-        assert "test_policy.py:" in message
+        assert "test_implicit_comm.py:" in message
         assert "Nothing has moved" in message
         assert allowed
     assert len({text.partition("receiving")[0] for text, _ in messages}) == 1
@@ -151,7 +151,7 @@ def test_a_budget_names_operator_layouts_and_line():
 
     for message in on_mesh((2,), program):
         assert "linear of f64[4, 6] @ P('a', None) on (a=2), f64[5, 6] @ P('a', None) on (a=2)" in message
-        assert "test_policy.py:" in message
+        assert "test_implicit_comm.py:" in message
         assert "over a (2 ranks" in message
         assert "Write operand_" in message
 
@@ -172,7 +172,7 @@ def test_the_report_is_by_operator_axis_and_line(tmp_path):
         assert set(report.by_axis) <= {"a", "b", "a,b"}
         assert {"a", "b"} <= set(report.by_axis)
         assert len(report.by_line) == 3
-        assert all("test_policy.py:" in line for line in report.by_line)
+        assert all("test_implicit_comm.py:" in line for line in report.by_line)
         for totals in (report.by_operator, report.by_axis, report.by_line, report.by_op):
             assert sum(launches for launches, _ in totals.values()) == report.launches
             assert sum(received for _, received in totals.values()) == report.bytes_received
