@@ -5,10 +5,17 @@
     z = dropout(y)              and seed and number of the random tensor that it has drawn
     y.full_tensor()             each rank shows the lineage of y beside its collective
 
-Three hashes side by side, which differ in what they know a tensor by that enters the program: the line and how many came from it
-before; how many of its layout there were before; how many since this rank's last collective. Ranks of a correct program may differ in
-one or another (they make it on different lines, or one makes a tensor more for itself): only where all differ, the values do.
-Operators mix all three in one multiplication.
+A lineage is four hashes side by side, which differ in what identifies a tensor that enters the program:
+
+    line      the line that made it, and how many tensors came from that line before
+    order     how many tensors of its layout entered before
+    since     how many tensors of its layout entered since this rank's last collective
+    layout    its layout alone
+
+Ranks of a correct program may differ in one of the first three: they make a tensor on different lines, or one rank makes another tensor
+for itself. Values are taken for different only where all three differ. A rank may do both, and then all three differ for a value made
+of both tensors; so where ranks have made tensors on different lines so far (`made`), the operators and layouts must differ as well.
+Operators mix all four hashes in one multiplication.
 """
 
 from __future__ import annotations
@@ -26,19 +33,25 @@ from ..layout.layout import Layout
 
 _FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
 _CALLERS = 3
-_ONE = (1 << 32) - 1
-_PIECE = 0x9E3779B1 << 128 | 0x9E3779B1 << 64 | 0x9E3779B1  # odd, and large, so that it shows in the upper bits
-_ALL = _ONE << 128 | _ONE << 64 | _ONE
+_HASHES, _ONE = 4, (1 << 32) - 1
+_KEPT, _BYTE = (1 << 16) - 1, (1 << 8) - 1  # what is shown beside a collective: of the first three hashes; of the last, and of `made`
 _settings = settings()
+
+
+def _beside(*hashes: int) -> int:
+    found = 0
+    for one in hashes:
+        found = found << 64 | one
+    return found
+
+
+_PIECE = _beside(*[0x9E3779B1] * _HASHES)  # odd, and large, so that it shows in the upper bits
+_ALL = _beside(*[_ONE] * _HASHES)
 
 
 def seed_of(name: str) -> int:
     """What an operator adds."""
-    return _beside(*[zlib.crc32(name.encode())] * 3)
-
-
-def _beside(a: int, b: int, c: int) -> int:
-    return a << 128 | b << 64 | c
+    return _beside(*[zlib.crc32(name.encode())] * _HASHES)
 
 
 def mixed(seed: int, operands: Iterable[Any]) -> int:
@@ -80,10 +93,13 @@ def root(layout: Layout) -> int:
         return 0
     line = " ".join(_lines())
     stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
-    roots = world.carried.roots
+    carried = world.carried
+    roots = carried.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
+    if by_line == 1:
+        carried.made += zlib.crc32(repr((line, stamp)).encode()) >> 7  # a sum: whatever the order in which they were made
     return _beside(*(zlib.crc32(repr(known).encode()) for known in (
-        (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives))
+        (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives)), stamp
     )))  # fmt: skip
 
 
@@ -115,14 +131,15 @@ def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
     return count
 
 
-def packed(lineage: int) -> int:
-    """As it stands beside a collective: the upper 21 bits of each hash, in 63 bits; see `seat.unlike`."""
-    return lineage >> 139 << 42 | (lineage >> 75 & 0x1F_FFFF) << 21 | (lineage >> 11 & 0x1F_FFFF)
+def packed(lineage: int, made: int = 0) -> int:
+    """Return a lineage as it stands beside a collective: upper bits of each hash, and some of `made`, in 64 bits as `unlike` takes them."""
+    hashes = lineage >> 208 << 32 | (lineage >> 144 & _KEPT) << 16 | (lineage >> 80 & _KEPT)
+    return hashes << 16 | (lineage >> 24 & _BYTE) << 8 | made & _BYTE
 
 
 def unpacked(lineage: int) -> int:
     """What was packed, as a lineage to mix with others."""
-    return _beside(lineage >> 42 << 11, (lineage >> 21 & 0x1F_FFFF) << 11, (lineage & 0x1F_FFFF) << 11)
+    return _beside(lineage >> 48 << 16, (lineage >> 32 & _KEPT) << 16, (lineage >> 16 & _KEPT) << 16, (lineage >> 8 & _BYTE) << 24)
 
 
 class carrying_on:
@@ -143,9 +160,9 @@ class carrying_on:
 def carrying_back(world: Any, lineage: int) -> carrying_on:
     """with carrying_back(world, what was carried in forward): collectives inside move its gradient, of the loss that is carried now."""
     loss = world.carried.lineage
-    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
+    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL, world.carried.made) if loss else lineage)
 
 
 def carrying(world: Any, lineage: int) -> carrying_on:
     """with carrying(x.mesh.world, x._lineage): collectives inside move a value of this lineage."""
-    return carrying_on(world, packed(lineage))
+    return carrying_on(world, packed(lineage, world.carried.made))

@@ -43,7 +43,7 @@ _LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
 _COUNT = H.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW48 = (1 << 48) - 1
-_HASH = (1 << 21) - 1
+_HASH, _BYTE = (1 << 16) - 1, (1 << 8) - 1
 
 
 class Note:
@@ -158,7 +158,7 @@ class Seat:
             for theirs, start in self.others:
                 found = theirs[start + slot]
                 if found == mine:
-                    if theirs[start + slot + 1] != lineage:
+                    if theirs[start + slot + 1] != lineage and unlike(theirs[start + slot + 1], lineage):
                         watch.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
                     watch.look(self)
@@ -245,6 +245,11 @@ def row_of(number: int) -> int:
 
 
 def unlike(one: int, other: int) -> bool:
-    """Whether two lineages speak of different values: all three hashes differ; see `sharding/ops/lineage.py`. 0 says nothing."""
+    """Return whether two lineages, as packed, are those of different values; see `sharding/ops/lineage.py`. 0 says nothing.
+
+        16 bits line | 16 order | 16 since | 8 layout | 8 made
+    """
     different = one ^ other
-    return bool(one and other and different & _HASH and different >> 21 & _HASH and different >> 42)
+    if not (one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH):
+        return False
+    return not different & _BYTE or bool(different >> 8 & _BYTE)

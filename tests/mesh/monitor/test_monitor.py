@@ -89,7 +89,7 @@ def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> Non
 
 
 def test_lineage_alone_makes_a_difference(four: list[Hand]) -> None:
-    one, other = 1 << 42 | 2 << 21 | 3, 4 << 42 | 5 << 21 | 6
+    one, other = 1 << 48 | 2 << 32 | 3 << 16, 4 << 48 | 5 << 32 | 6 << 16
     for rank in (1, 2):
         four[rank].call(lineage=one)
     four[3].call(lineage=other)
@@ -101,8 +101,8 @@ def test_lineage_alone_makes_a_difference(four: list[Hand]) -> None:
 
 def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
     for rank in (1, 2, 3):
-        four[rank].call(lineage=1 << 42 | 2 << 21 | 3)
-    watched(four[0], lineage=1 << 42 | 9 << 21 | 9)
+        four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
+    watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
     assert four[0].watch.standing() is None
 
 

@@ -31,7 +31,7 @@ def mesh() -> Any:
 
 def shown(x: Any) -> int:
     """What stands beside the collectives that move it."""
-    return packed(x._lineage)
+    return packed(x._lineage, current_world().carried.made)
 
 
 def on_ranks(fn: Callable[[int], list[Any]]) -> list[list[int]]:
@@ -90,6 +90,37 @@ def test_tensors_that_one_rank_makes_for_itself(extra: int) -> None:
         return [a, b, a + b]
 
     assert all_alike(on_ranks(fn))
+
+
+def test_a_tensor_on_a_line_of_its_own_and_another_for_itself() -> None:
+    """The line of `a` and the number of `b` differ, and with them all that identifies their product."""
+
+    def fn(rank: int) -> list[Any]:
+        if rank == 1:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
+            assert sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) is not None
+        else:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
+        b = make()
+        w = (b @ a).detach().requires_grad_()
+        w.square().sum().backward()
+        return [a, b, b @ a, (b @ a).sum(), w.grad]
+
+    assert all_alike(on_ranks(fn))
+
+
+def test_then_another_operator_still_differs() -> None:
+    def fn(rank: int) -> list[Any]:
+        if rank == 1:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
+            assert sm.device_put(torch.ones(8, 8), mesh(), P("x"), src_data_rank=None) is not None
+        else:
+            a = sm.device_put(torch.ones(8, 8), mesh(), P(), src_data_rank=None)
+        b = make()
+        return [(b + b) @ a if rank == 1 else (b * b) @ a]
+
+    found = on_ranks(fn)
+    assert all(unlike(found[1][0], found[rank][0]) for rank in (0, 2, 3))
 
 
 def test_a_tensor_for_itself_and_later_a_line_of_its_own() -> None:
@@ -468,8 +499,8 @@ def test_seeds_fit_beside_each_other() -> None:
     one = (1 << 32) - 1
     for name in ("add", "mul", "matmul"):
         seed = seed_of(name)
-        assert seed >> 128 == seed >> 64 & one == seed & one
-        assert seed >> 160 == 0
+        assert seed >> 192 == seed >> 128 & one == seed >> 64 & one == seed & one
+        assert seed >> 224 == 0
 
 
 def test_mixing_keeps_the_hashes_apart() -> None:
@@ -477,16 +508,16 @@ def test_mixing_keeps_the_hashes_apart() -> None:
 
     class Operand:
         def __init__(self, *hashes: int) -> None:
-            self._lineage = hashes[0] << 128 | hashes[1] << 64 | hashes[2]
+            self._lineage = hashes[0] << 192 | hashes[1] << 128 | hashes[2] << 64 | hashes[3]
 
     top = (1 << 32) - 1
-    base = mixed(seed_of("add"), [Operand(1, 2, 3), Operand(top, top, top)])
-    for place in range(3):
-        hashes = [1, 2, 3]
+    base = mixed(seed_of("add"), [Operand(1, 2, 3, 4), Operand(top, top, top, top)])
+    for place in range(4):
+        hashes = [1, 2, 3, 4]
         hashes[place] = top
-        other = mixed(seed_of("add"), [Operand(*hashes), Operand(top, top, top)])
-        changed = [base >> shift & top != other >> shift & top for shift in (128, 64, 0)]
-        assert changed == [place == n for n in range(3)]
+        other = mixed(seed_of("add"), [Operand(*hashes), Operand(top, top, top, top)])
+        changed = [base >> shift & top != other >> shift & top for shift in (192, 128, 64, 0)]
+        assert changed == [place == n for n in range(4)]
 
 
 def test_guard_off_makes_none() -> None:

@@ -122,8 +122,8 @@ def test_what_differs_in_a_layout(four: list[Hand], note: str, field: str) -> No
     assert (found.ranks, found.field) == ((3,), field)
 
 
-def lineage(one: int, two: int, three: int) -> int:
-    return one << 42 | two << 21 | three
+def lineage(line: int, order: int, since: int, layout: int = 0, made: int = 0) -> int:
+    return line << 48 | order << 32 | since << 16 | layout << 8 | made
 
 
 def test_values_that_were_made_differently(four: list[Hand]) -> None:
@@ -143,13 +143,16 @@ def test_one_hash_in_common_is_enough(four: list[Hand], other: int) -> None:
 
 
 def test_unlike_looks_at_all_three_hashes() -> None:
-    top = (1 << 21) - 1
+    top = (1 << 16) - 1
     assert unlike(lineage(1, 2, 3), lineage(4, 5, 6))
     assert unlike(lineage(top, top, top), lineage(0, 0, 1))
     for same in range(3):
         one, other = [1, 2, 3], [4, 5, 6]
         other[same] = one[same]
         assert not unlike(lineage(*one), lineage(*other))
+    assert not unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 7, 9))  # the ranks have made different tensors, and the operators agree
+    assert unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 9, 9))
+    assert unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 9, 8))
     assert not unlike(0, lineage(4, 5, 6))
     assert not unlike(lineage(4, 5, 6), 0)
 

@@ -287,7 +287,7 @@ def test_a_relay_only_where_there_may_be_other_hosts(monkeypatch, tmp_path):
 
 
 def lineage_of(*hashes: int) -> int:
-    return sum(h << 21 * i for i, h in enumerate(hashes))
+    return sum(h << at for h, at in zip(hashes, (48, 32, 16), strict=True))
 
 
 def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace:
