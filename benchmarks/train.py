@@ -16,8 +16,8 @@ counted, see train_counts.py. "at rest" is what is held between steps. "compiled
 bytes and memory are those of a step that is not compiled.
 
 All make `torch.optim.AdamW(model.parameters())`. What that does by default is part of what is measured: on the CPU torch takes the loop for
-plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/ops/rules/optim/implementation.py). With `--fused` all are
-made with `fused=True`, so that what is left is the difference of the layers.
+plain parameters and DTensors, and its fused kernel for `ShardedTensor`s (sharding/ops/rules/optim/implementation.py). With `--fused` all
+are made with `fused=True`, so that what is left is the difference of the layers.
 """
 
 from __future__ import annotations

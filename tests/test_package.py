@@ -73,7 +73,7 @@ def test_installed_from_the_wheel(wheel, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
         "import shardmesh, shardmesh.kernels, shardmesh.sharding.ops.rules\n"
-        "from shardmesh.mesh import launch\n"
+        "from shardmesh.mesh.launch import local_processes\n"
         "print(shardmesh.__file__, shardmesh.mesh.__file__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

@@ -14,8 +14,8 @@ import shardmesh as sm
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
-    "layout.spec", "layout.layout", "redistribute.plan.planner", "redistribute.plan.command", "debug.explain", "debug.picture", "debug.visualize",
-    "ops.rules.notation",
+    "layout.spec", "layout.layout", "redistribute.plan.planner", "redistribute.plan.command", "debug.explain", "debug.picture",
+    "debug.visualize", "ops.rules.notation",
 ]  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_a_raising_rank():
     assert isinstance(error.__cause__, ValueError)
     assert "in raise_on" in error.traceback
     assert error.traceback in str(error) + "\n"
-    assert "launch.py" not in error.traceback.replace("test_launch.py", "")  # the user's line comes first
+    assert "local_processes.py" not in error.traceback.replace("test_local_processes.py", "")  # the user's line comes first
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank) == (str(error), 1)
 

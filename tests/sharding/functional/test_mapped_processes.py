@@ -63,7 +63,7 @@ PROGRAMS = {
         "test_checkpoint_of_a_mapped_function",
         "test_functional_call_of_a_module",
     ],
-    "test_vmap": [
+    "transforms.test_vmap": [
         "test_the_batch_of_the_result_lies_as_that_of_the_arguments",
         "test_spmd_axis_name",
         "test_plain_and_sharded_together",
@@ -72,7 +72,7 @@ PROGRAMS = {
         "test_an_error_inside_leaves_nothing_behind",
         "test_transforms_of_torch_around_are_refused",
     ],
-    "test_forward": [
+    "transforms.test_forward": [
         "test_a_tangent_travels_as_its_value",
         "test_what_is_pending",
         "test_an_operator_without_a_forward_derivative",

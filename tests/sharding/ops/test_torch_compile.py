@@ -22,8 +22,8 @@ ORDERS = {
 def test_rules_are_set_whenever_dynamo_is_loaded(order):
     checks = (
         "from torch._dynamo import trace_rules\n"
-        "from shardmesh.sharding import dispatch, compiler\n"
-        "from shardmesh.mesh import group\n"
+        "from shardmesh.sharding.ops import dispatch\n"
+        "from shardmesh.mesh.comm import group\n"
         "assert trace_rules.check(dispatch.wrap) and trace_rules.check(group.Group.all_reduce)\n"
         "assert not any(type(finder).__name__ == '_WhenLoaded' for finder in sys.meta_path)\n"
     )

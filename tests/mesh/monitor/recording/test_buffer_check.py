@@ -64,7 +64,7 @@ def waited(start: Start, write: Callable[[Tensor], Any], x: Tensor | None = None
 def test_a_write_while_under_way(start: Start, write: Callable[[Tensor], Any]) -> None:
     with pytest.raises(CollectiveError, match="its buffer was written to while it was under way") as caught:
         waited(start, write)
-    assert "test_buffers.py:" in str(caught.value)
+    assert "test_buffer_check.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
@@ -144,7 +144,7 @@ def test_two_threads_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
         text = str(caught.value)
         assert "two threads are in collectives of the group of ranks (0, 1, 2, 3) at the same time: 'loader' in all_reduce at" in text
         assert "'MainThread' in all_gather at" in text
-        assert text.count("test_buffers.py:") == 2
+        assert text.count("test_buffer_check.py:") == 2
         group.all_gather(torch.empty(8), torch.ones(2))
 
 
