@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import device
+from tests import device, tiers
 from tests.pool import Pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
@@ -70,6 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("processes"))  # one worker of `pytest -n` has the pools
+    tiers.sort_out(items)
     if torch.cuda.is_available():
         return
     for item in items:
