@@ -34,7 +34,7 @@ def sort_out(items: Sequence[pytest.Item]) -> None:
     """Marks tests `slow` and `fast`."""
     for cases in _by_function(items).values():
         for mark in cases[0].iter_markers("one_in"):
-            kept = chosen([_values(case) for case in cases], [case.name for case in cases], *mark.args, **mark.kwargs)
+            kept = chosen([_values(case) for case in cases], [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
@@ -64,10 +64,11 @@ def _is_hashable(value: Any) -> bool:
 
 def chosen(values: Sequence[Mapping[str, Hashable]], names: Sequence[str], n: float, each: Sequence[str] = ()) -> set[int]:
     """Numbers of the cases that stay: one in n, rounded up, and more only where that leaves out values of the parameters `each`.
+    Of two tests with the same cases the same ones stay.
 
     Args:
         values: of each case, the values of its parameters.
-        names: of the cases.
+        names: of the cases, without the function's.
     """
     unknown = [name for name in each if name not in values[0]]
     if unknown:

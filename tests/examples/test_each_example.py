@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import shardmesh as sm
+from tests.tiers import slow
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = {  # and the most ranks that it is tried on
@@ -41,6 +42,7 @@ def test_equals_one_process(name, ranks, capsys):
     assert f"{differences[0]:.1e}" in capsys.readouterr().out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_equals_one_process_on_processes(name, world4):
     differences = world4(importlib.import_module(name).main, 4)
@@ -72,11 +74,11 @@ def test_a_difference_is_noticed(name, monkeypatch):
     "command",
     [
         [sys.executable, FOLDER / "pipeline.py"],
-        [sys.executable, FOLDER / "muon.py"],
+        slow([sys.executable, FOLDER / "muon.py"]),
         [sys.executable, FOLDER / "ring_attention.py", "--launch", "2"],
-        [sys.executable, FOLDER / "adamw.py", "--launch", "2"],
+        slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "megatron_block.py"],
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"],
+        slow([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"]),
     ],
     ids=["simulated", "simulated again", "launch", "launch again", "torchrun", "torchrun again"],
 )
