@@ -24,9 +24,14 @@ torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
 # No deadline: a machine that is busy with other things must not fail a test.
 hypothesis.settings.register_profile(
-    "shardmesh", max_examples=50, deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "thorough",
+    max_examples=tiers.THOROUGH,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile("few", parent=hypothesis.settings.get_profile("shardmesh"), max_examples=5)
+for profile, examples in (("shardmesh", 15), ("few", 5)):
+    hypothesis.settings.register_profile(profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples)
 hypothesis.settings.load_profile("shardmesh")
 
 

@@ -72,6 +72,7 @@ def test_workers_stay(world4):
     assert pids(world4) == pids(world4)
 
 
+@pytest.mark.slow
 def test_eight(world8):
     assert world8(total, 0.0) == [(r, 28.0) for r in range(8)]
 

@@ -2,7 +2,7 @@
 
 A test that only tries more of the same is marked `slow`. A table of cases that differ little is marked as a whole:
 
-    @pytest.mark.one_in(4, each=["kind"])     # of its cases one in four, and at least one with each value of `kind`
+    @pytest.mark.one_in(4, each=["kind"])     # of its cases one in four, and at least one for each `kind`
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sum(kind, shape): ...
@@ -19,8 +19,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
+import hypothesis
 import pytest
 
+THOROUGH = 50  # examples of each property that does not say how many
 # Folders and files of which nothing is fast: programs that are started, kernels in an interpreter, and what compiles.
 LEISURELY = ("benchmarks", "docs", "examples", "faults", "kernels", "models", "multinode")
 
@@ -30,11 +32,17 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def examples(most: int) -> int:
+    """So many examples of a property by `make test-all`, and by others as many fewer as their profile of hypothesis has (conftest.py)."""
+    return max(5, most * hypothesis.settings.default.max_examples // THOROUGH)
+
+
 def sort_out(items: Sequence[pytest.Item]) -> None:
     """Marks tests `slow` and `fast`."""
     for cases in _by_function(items).values():
         for mark in cases[0].iter_markers("one_in"):
-            kept = chosen([_values(case) for case in cases], [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
+            values = [_values(case, mark.kwargs.get("each", ())) for case in cases]
+            kept = chosen(values, [case.name.partition("[")[2] for case in cases], *mark.args, **mark.kwargs)
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
@@ -48,10 +56,15 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     return found
 
 
-def _values(case: pytest.Item) -> Mapping[str, Hashable]:
-    """What tells its parameters' values apart from those of other cases, by the names of the parameters."""
-    given = case.callspec.params if hasattr(case, "callspec") else {}  # type: ignore[attr-defined]
-    return {name: value if _is_hashable(value) else id(value) for name, value in given.items()}
+def _values(case: pytest.Item, wanted: Iterable[str]) -> dict[str, Hashable]:
+    """The values of these parameters, or of attributes of theirs ("case.kind"); of what has no hash, its identity."""
+    found = {}
+    for name in wanted:
+        parameter, _, attribute = name.partition(".")
+        value = case.callspec.params[parameter]  # type: ignore[attr-defined]
+        value = getattr(value, attribute) if attribute else value
+        found[name] = value if _is_hashable(value) else id(value)
+    return found
 
 
 def _is_hashable(value: Any) -> bool:
@@ -67,12 +80,9 @@ def chosen(values: Sequence[Mapping[str, Hashable]], names: Sequence[str], n: fl
     Of two tests with the same cases the same ones stay.
 
     Args:
-        values: of each case, the values of its parameters.
+        values: of each case, those of the parameters `each`.
         names: of the cases, without the function's.
     """
-    unknown = [name for name in each if name not in values[0]]
-    if unknown:
-        raise ValueError(f"one_in(each={unknown}): no parameter of {names[0]}, which has {list(values[0])}")
     order = sorted(range(len(names)), key=lambda number: (crc32(names[number].encode()), number))
     kept, seen = [], set()
     for number in order:

@@ -129,6 +129,7 @@ def test_ranks_see_what_torchrun_would_set():
     assert not {"RANK", "MASTER_PORT", "SOME_SETTING"} & set(os.environ)
 
 
+@pytest.mark.slow
 def test_a_set_thread_count_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch(os.getenv, 1, ("OMP_NUM_THREADS",)) == ["5"]
@@ -143,6 +144,7 @@ def test_env_init_and_tensors_by_value():
     assert launch(fill_in_place, 2, (torch.zeros(2),)) == [0.0, 1.0]  # each rank has its own copy
 
 
+@pytest.mark.slow
 def test_a_partial_and_two_launches_at_once():
     results: dict[int, list[int]] = {}
     threads = [
@@ -156,6 +158,7 @@ def test_a_partial_and_two_launches_at_once():
     assert results == {10: [11, 11], 20: [21, 21]}
 
 
+@pytest.mark.slow
 def test_sys_exit_zero_is_an_ordinary_end():
     assert launch(exit_with, 2, (None,)) == [None, None]
 
@@ -188,6 +191,7 @@ def test_an_exception_that_cannot_be_pickled():
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
     with pytest.raises(LaunchError, match=f"^rank 1 of 2 was killed by {number.name}") as caught:
@@ -195,6 +199,7 @@ def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
     assert (caught.value.rank, caught.value.signal) == (1, number)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fn", "args", "text"), [(exit_with, (3,), "SystemExit: 3"), (vanish, (), "exited with code 7")]
 )
@@ -261,6 +266,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_script_itself(tmp_path):
     path = script(
         tmp_path,
@@ -362,6 +368,7 @@ def test_no_orphans_after_a_killed_parent(waiting):
     await_end(pids)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_orphans_after_a_killed_child(waiting):
     program, pids = waiting
@@ -371,6 +378,7 @@ def test_no_orphans_after_a_killed_child(waiting):
     assert "was killed by SIGKILL" in stderr
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("shardmesh.mesh.launch._TERM_GRACE_S", 0.2)

@@ -85,6 +85,7 @@ def test_ctrl_c_in_a_script(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_the_system_gives_to_another_thread(tmp_path: Path) -> None:
     to_itself = "import signal, threading\n        signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
     script = BUSY.replace('print("ready", flush=True)', to_itself)
@@ -93,6 +94,7 @@ def test_ctrl_c_that_the_system_gives_to_another_thread(tmp_path: Path) -> None:
     assert (out, err) == ("[rank 1] unwound\nstopped\n[0, 1]\n", "")
 
 
+@pytest.mark.slow
 def test_prompts_show_at_once_on_a_terminal(tmp_path: Path) -> None:
     """So that `input` and `breakpoint` can be used in a rank."""
     pty = pytest.importorskip("pty")

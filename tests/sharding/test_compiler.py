@@ -67,6 +67,7 @@ def mapped(x, w):
     return total(x, w)
 
 
+@pytest.mark.one_in(2, each=["program"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", [arithmetic, attributes, in_place, parts, mapped])
 def test_a_compiled_function_is_right(program, backend):

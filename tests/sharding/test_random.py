@@ -82,6 +82,7 @@ def places(draw):
     return mesh_shape, shape, draw(ragged_specs(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), shape, ()))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DRAWS)
 @given(places())
 @settings(max_examples=6)

@@ -47,6 +47,7 @@ def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
 def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
@@ -60,6 +61,7 @@ def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
     assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
 def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
     ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
@@ -76,6 +78,7 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
         assert f"rank {rank} raised" not in ended[rank].output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
     ended = forked(programs.raises_before_its_mesh, 4, odd)

@@ -297,6 +297,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("asks", ["asks", "does not ask"])
 def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))

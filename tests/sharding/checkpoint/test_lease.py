@@ -103,6 +103,7 @@ def test_a_second_job_is_told_of_the_first(tmp_path):
     assert [text for text, _ in sm.launch(save_once, 2, (folder,))] == ["", ""]
 
 
+@pytest.mark.slow
 def test_after_a_job_that_was_killed_in_a_save(tmp_path):
     with pytest.raises(LaunchError, match="SIGKILL"):
         sm.launch(save_and_be_killed, 2, (tmp_path,))

@@ -62,6 +62,7 @@ def test_axes_of_one_rank(what, mesh, axis):
     check_case(Case(mesh, every_collective(n, axis)[what], (all_ranks(mesh, (n, 2)),)))
 
 
+@pytest.mark.one_in(4)
 @every
 @pytest.mark.parametrize("axis", ["b", ("a", "c"), ("c", "a"), ("c", "a", "b")], ids=str)
 def test_three_axes(what, axis):
@@ -83,6 +84,7 @@ VIEWS: dict[str, tuple[Shape, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @every
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(what, view):

@@ -198,6 +198,7 @@ MAPPED: dict[str, Mapped] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name not in ("vmap of vmap", "vmap of dim 1")])
 def test_transform_of_mapped_functions(transform):
     rng, run = random.Random(transform), TRANSFORMS[transform]

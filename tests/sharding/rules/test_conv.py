@@ -13,6 +13,7 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
+from tests.tiers import examples
 
 ROW = 3 * 8 * 8  # bytes of one row of one image of 3 channels, 8 wide, in float64
 
@@ -146,7 +147,7 @@ def check_twice(mesh, call, tensors, specs):
 
 
 @given(data=st.data(), window=windows(), transposed=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_split_space_equals_the_single_process(data, window, transposed):
     length, options, size = window
     if transposed:

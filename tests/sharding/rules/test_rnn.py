@@ -142,6 +142,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("partition", [None, split_rows])
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a"), P("b", "a")])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell, lambda *a, **k: nn.RNNCell(*a, **k, nonlinearity="relu")])

@@ -197,6 +197,7 @@ def test_ranks_outside_the_mesh_take_part_in_backward(name):
         torch.testing.assert_close(grad, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["max", "min", "avg", "product"])
 def test_what_is_pending_with_another_kind_stays_so_or_is_reduced(kind):
     for func in (

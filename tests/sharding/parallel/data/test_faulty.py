@@ -58,6 +58,7 @@ def _one_failure(mesh, form, place, where, kind, sharded):
     check_gradients(made, mesh)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
