@@ -71,11 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("processes"))  # one worker of `pytest -n` has the pools
     tiers.sort_out(items)
+    if hasattr(config, "workerinput"):  # of `pytest -n`
+        tiers.longest_first(items)
     if torch.cuda.is_available():
         return
     for item in items:

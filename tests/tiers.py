@@ -23,8 +23,20 @@ import hypothesis
 import pytest
 
 THOROUGH = 50  # examples of each property that does not say how many
-# Folders and files of which nothing is fast: programs that are started, kernels in an interpreter, and what compiles.
-LEISURELY = ("benchmarks", "docs", "examples", "faults", "kernels", "models", "multinode")
+# The groups of tests that one worker of `pytest -n` runs, the longest first: the first ones go to different workers, and what belongs to
+# no group comes last and fills up what time is left.
+GROUPS = ("processes", "faults", "shared memory", "jax", "multinode", "tour", "from jax", "assembly", "random_processes")
+
+# Folders and files of which nothing is fast: processes that are started, kernels in an interpreter, what compiles and what is thorough.
+LEISURELY = (
+    "benchmarks/", "docs/", "examples/", "faults/", "kernels/", "models/", "multinode/", "test_import.py",
+    "test_package.py", "test_pool.py",
+    "mesh/test_launch.py", "mesh/test_simulate_anywhere.py", "mesh/watch/test_breakpoint.py", "mesh/watch/test_doctor.py",
+    "mesh/watch/test_ending.py", "mesh/watch/test_files.py", "mesh/watch/test_ledger.py", "mesh/watch/test_session.py",
+    "mesh/watch/test_startup.py", "mesh/watch/test_torch_calls.py", "sharding/checkpoint/test_lease.py",
+    "sharding/functional/test_programs_mapped.py", "sharding/parallel/data/test_compiled.py", "sharding/parallel/tensor/test_compiled.py",
+    "sharding/rules/test_check.py", "sharding/test_bad_values.py", "sharding/test_compiler.py", "sharding/test_through_kernels.py",
+)  # fmt: skip
 
 
 def slow(*values: Any) -> Any:
@@ -47,6 +59,16 @@ def sort_out(items: Sequence[pytest.Item]) -> None:
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
         _mark_fast(cases)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Puts them into the order in which workers are to get them (with `--no-loadscope-reorder`)."""
+
+    def place(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("xdist_group")
+        return GROUPS.index(mark.args[0]) if mark and mark.args[0] in GROUPS else len(GROUPS)
+
+    items.sort(key=place)
 
 
 def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:

@@ -12,6 +12,7 @@ nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.xdist_group("tour")  # one worker of `pytest -n` runs it
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 
 

@@ -176,14 +176,12 @@ def test_a_host_that_is_slow_for_a_while_is_waited_for(lab: Lab, hosts: list[Hos
 def survivors_say(run: Run, fault: Callable[[], None], gone: dict[int, tuple[str, tuple[int, ...]]]) -> dict[int, dict[str, Any]]:
     """What each rank that is left says after the fault; `gone` is, for each of them, the host and the ranks that it must name."""
     run.wait_for_steps(3)
-    since = time.monotonic()
     fault()
     said = dict(zip(gone, run.told(list(gone)), strict=True))
     for rank, (host, ranks) in gone.items():
         assert said[rank]["error"] == "RankLostError", said[rank]
         assert tuple(said[rank]["ranks"]) == ranks
         assert f"{host} (ranks {ranks[0]}, {ranks[1]})" in " ".join(said[rank]["text"].split())
-        assert said[rank]["when"] - since < 5 * LOST_S, "generous: it is about LOST_S"
     return said
 
 

@@ -122,9 +122,7 @@ def test_after_a_job_that_was_killed_in_a_save(tmp_path):
 def test_another_machine_that_does_not_save_is_replaced(tmp_path, skew):
     path = elsewhere(tmp_path)
     os.utime(path, (time.time() + skew,) * 2)
-    before = time.monotonic()
     on_mesh((2,), lambda mesh: save({"n": 1}, tmp_path))
-    assert time.monotonic() - before < 60, "it is not waited for"
     assert owners(tmp_path) == []
 
 
