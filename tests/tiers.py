@@ -46,7 +46,7 @@ def slow(*values: Any) -> Any:
 
 def examples(most: int) -> int:
     """So many examples of a property by `make test-all`, and by others as many fewer as their profile of hypothesis has (conftest.py)."""
-    return max(5, most * hypothesis.settings.default.max_examples // THOROUGH)
+    return max(5, most * hypothesis.settings().max_examples // THOROUGH)
 
 
 def sort_out(items: Sequence[pytest.Item]) -> None:
