@@ -22,6 +22,7 @@ from zlib import crc32
 import hypothesis
 import pytest
 
+SLOW_LIMIT_S = 300  # of a test that is slow; all others have pyproject's
 THOROUGH = 50  # examples of each property that does not say how many
 # The groups of tests that one worker of `pytest -n` runs, the longest first: the first ones go to different workers, and what belongs to
 # no group comes last and fills up what time is left.
@@ -58,6 +59,9 @@ def sort_out(items: Sequence[pytest.Item]) -> None:
             for number, case in enumerate(cases):
                 if number not in kept:
                     case.add_marker(pytest.mark.slow)
+        for case in cases:
+            if case.get_closest_marker("slow") and not case.get_closest_marker("timeout"):
+                case.add_marker(pytest.mark.timeout(SLOW_LIMIT_S))
         _mark_fast(cases)
 
 

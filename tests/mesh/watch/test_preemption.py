@@ -20,7 +20,7 @@ from shardmesh.mesh.watch import preemption
 from shardmesh.mesh.watch.preemption import _Across, ending_in_order, reached_preemption
 from tests.pool import Pool
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def forget_everything() -> None:

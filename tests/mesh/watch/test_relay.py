@@ -21,7 +21,7 @@ from shardmesh.mesh.watch.seat import SLOT_WORDS, row_of
 from shardmesh.mesh.watch.verdict import Verdict
 from shardmesh.mesh.watch.watch import Watch
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _prefixes = itertools.count()
 
 

@@ -24,7 +24,7 @@ from shardmesh.mesh.watch.session import session
 from shardmesh.mesh.watch.settings import settings
 from tests.pool import Pool
 
-PATIENCE_S = 120.0
+PATIENCE_S = 90.0
 
 
 def make_mesh() -> DeviceMesh:
