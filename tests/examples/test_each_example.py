@@ -83,7 +83,7 @@ def test_a_difference_is_noticed(name, monkeypatch):
     ids=["simulated", "simulated again", "launch", "launch again", "torchrun", "torchrun again"],
 )
 def test_script(command):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest" in done.stdout
     assert len(done.stdout.splitlines()) <= 3  # only one rank tells

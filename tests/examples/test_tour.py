@@ -40,7 +40,7 @@ def ran(source, tmp_path_factory):
     """The notebook after it has run; an error in a cell is raised here."""
     notebook = nbformat.from_dict(source.copy())
     where = {"metadata": {"path": str(tmp_path_factory.mktemp("tour"))}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", resources=where).execute()
     return notebook
 
 

@@ -84,7 +84,7 @@ def test_it_learns(single):
 @pytest.mark.slow
 def test_script_compares_and_writes_metrics(tmp_path):
     command = [sys.executable, str(SCRIPT), "--compare", *ARGUMENTS, "--mesh", "fsdp=2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert all(text in done.stdout for text in ("all_gather", "rows", "largest relative difference"))
