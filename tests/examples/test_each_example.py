@@ -75,7 +75,7 @@ def test_a_difference_is_noticed(name, monkeypatch):
     [
         [sys.executable, FOLDER / "pipeline.py"],
         slow([sys.executable, FOLDER / "muon.py"]),
-        [sys.executable, FOLDER / "ring_attention.py", "--launch", "2"],
+        slow([sys.executable, FOLDER / "ring_attention.py", "--launch", "2"]),
         slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "megatron_block.py"],
         slow([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"]),

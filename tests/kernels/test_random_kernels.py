@@ -136,6 +136,7 @@ PLACES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_kind_of_rows(name, place):

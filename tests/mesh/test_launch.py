@@ -163,6 +163,7 @@ def test_sys_exit_zero_is_an_ordinary_end():
     assert launch(exit_with, 2, (None,)) == [None, None]
 
 
+@pytest.mark.slow
 def test_threads_and_exit_functions_come_to_their_end(tmp_path, capfd):
     assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
     assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
@@ -185,6 +186,7 @@ def test_a_raising_rank():
     assert (str(again), again.rank) == (str(error), 1)
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled():
     with pytest.raises(LaunchError, match="raised Stubborn: this and that") as caught:
         launch(raise_stubborn, 1)
@@ -208,6 +210,7 @@ def test_an_exit_is_a_failure(fn, args, text):
         launch(fn, 1, args)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
     with pytest.raises(LaunchError, match="was killed by SIGKILL"):
         launch(die_before_my_own_child, 1, (str(tmp_path),))
@@ -215,6 +218,7 @@ def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
     os.kill(child, signal.SIGKILL)  # it was still there to be killed
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_travel():
     with pytest.raises(LaunchError, match="returned a lock that cannot be sent back"):
         launch(return_lock, 1)
@@ -227,6 +231,7 @@ def test_a_timeout_names_who_is_late(tmp_path):
     assert caught.value.rank == 0
 
 
+@pytest.mark.slow
 def test_launch_inside_a_rank():
     with pytest.raises(LaunchError, match=r"already rank 0 of 1 .*__main__"):
         launch(launch_again, 1)
@@ -285,6 +290,7 @@ def test_a_function_of_the_script_itself(tmp_path):
     assert run(str(path)).stdout == "(0, 1) True\n"
 
 
+@pytest.mark.slow
 def test_a_script_without_guard_says_what_is_missing(tmp_path):
     done = run(str(script(tmp_path, "launch(os.getpid, 2)\n")))
     assert done.returncode == 1

@@ -157,6 +157,7 @@ def test_the_example_trains_on_two_hosts_as_in_one_process(lab: Lab, hosts: list
     assert [host.run("ls", "/dev/shm") for host in hosts] == ["", ""], "a job that went well leaves no files"
 
 
+@pytest.mark.slow
 def test_a_host_that_is_slow_for_a_while_is_waited_for(lab: Lab, hosts: list[Host]):
     run = lab.run("endure")
     run.wait_for_steps(3)

@@ -18,6 +18,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rules_are_set_whenever_dynamo_is_loaded(order):
     checks = (

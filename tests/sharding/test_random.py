@@ -105,6 +105,7 @@ def test_processes_draw_what_one_rank_draws(world4):
         assert all(torch.equal(found[name], expected[name]) for name in DRAWS)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DRAWS)
 def test_replicas_are_equal_and_draws_differ(name):
     def program(mesh):
@@ -139,6 +140,7 @@ def test_a_thousand_draws_one_by_one():
     on_mesh((1,), program)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_thousandth_draw(name):
     def program(mesh, spec):

@@ -88,6 +88,7 @@ def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
         assert "of the child" not in ended[rank].output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)

@@ -82,6 +82,7 @@ def save_and_be_killed(folder: Path) -> None:
     save(tree(mesh, 1), folder)
 
 
+@pytest.mark.slow
 def test_a_second_job_is_told_of_the_first(tmp_path):
     folder, stop, results = tmp_path / "checkpoints", tmp_path / "stop", []
     first = threading.Thread(target=lambda: results.append(sm.launch(save_until_stopped, 2, (folder, stop))))

@@ -53,6 +53,7 @@ NAMES = list(every_collective(2, "a"))
 every = pytest.mark.parametrize("what", NAMES)
 
 
+@pytest.mark.one_in(4)
 @every
 @pytest.mark.parametrize(
     ("mesh", "axis"), [((1,), "a"), ((1, 3), "a"), ((3, 1), ("b", "a")), ((1, 3), ("a", "b"))], ids=str

@@ -107,7 +107,7 @@ EVERY = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("func", EVERY)
 def test_every_combination_on_two_axes(func):
     assert prove(func, EVERY[func], meshes=[(2, 2)], most=10**6) >= 144

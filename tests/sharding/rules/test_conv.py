@@ -161,6 +161,7 @@ def test_split_space_equals_the_single_process(data, window, transposed):
     on_mesh((ranks,), lambda mesh: check_twice(mesh, lambda x, w, b: func(x, w, b, **options), tensors, [spec, P(), P()]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "specs",
     [
@@ -237,6 +238,7 @@ def split_channels(name, module, mesh):
         sm.shard_parameter(module, "bias", mesh, P("b"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P("b", None, None, "a")])
 def test_a_training_step(padding_mode, spec):

@@ -50,6 +50,7 @@ def _exists(sample: Callable[[], _Sample]) -> _Sample | None:
         return None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:.*no sharding rule")
 @pytest.mark.parametrize(("func", "call"), list(_cases()))
 def test_one_number_after_another(func: Callable[..., Any], call: Call) -> None:

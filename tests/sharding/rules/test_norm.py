@@ -29,6 +29,7 @@ OPERATORS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, ("b", "a")), P("a", None, unreduced={"b"})], ids=str)
 def test_values_and_second_gradients(name, spec):

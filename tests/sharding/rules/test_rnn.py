@@ -62,6 +62,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("partition", [None, split_rows])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

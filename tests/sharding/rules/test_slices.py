@@ -46,6 +46,7 @@ CALLS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("spec", [P("a"), RAGGED], ids=["even", "ragged"])
 @pytest.mark.parametrize("name", CALLS)
 def test_only_what_changes_ranks_moves(name, spec):
@@ -157,6 +158,7 @@ DOUBLED = {
 LAYOUTS = [P("a"), P("a", sizes={"a": (0, 4, 1)}), P(None, "a"), P(unreduced={"a"})]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DOUBLED)
 def test_gradients_of_gradients(name):
     plain = f(5, 3).requires_grad_()

@@ -38,8 +38,8 @@ WITHOUT_SAMPLES = (
 
 
 # Meshes, and how many combinations to try on each. Functions that share a rule are tried briefly, and again under another
-# owner (`torch.add`, `Tensor.add`). `make test` tries a quarter of them, and functions under another owner not at all; slow tests try
-# all, and three times as many: on (3,) 18 are all of two operands of two dims, on (2, 2) 18 are all of one.
+# owner (`torch.add`, `Tensor.add`). `make test` tries a quarter of them, for one function of each rule; slow tests try all, and three
+# times as many: on (3,) 18 are all of two operands of two dims, on (2, 2) 18 are all of one.
 THOROUGHLY = {(3,): 8, (2, 2): 6}
 BRIEFLY = {(3,): 3, (2, 2): 2}
 ONCE_MORE = {(2, 2): 1}
@@ -63,7 +63,7 @@ def _table() -> list[Any]:
             continue
         maker, name = _makers(func), label.rpartition(".")[2]
         extent = THOROUGHLY if maker not in makers else BRIEFLY if name not in names else ONCE_MORE
-        cases.append(pytest.param(label, func, extent, id=label, marks=[pytest.mark.slow] if extent is ONCE_MORE else []))
+        cases.append(pytest.param(label, func, extent, id=label, marks=[] if extent is THOROUGHLY else [pytest.mark.slow]))
         makers.add(maker)
         names.add(name)
     return cases

@@ -211,6 +211,7 @@ def test_a_unit_left_out_on_one_rank_is_an_error(form):
     assert all("blocks.1: " in text for text in on_ranks((4,), program))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("form", SOME)
 def test_frozen_parameters(form, find):
