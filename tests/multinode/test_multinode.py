@@ -229,7 +229,6 @@ def test_another_collective_on_another_host(lab: Lab, hosts: list[Host]):
     told = run.told(range(4))
     assert [(t["error"], t["ranks"]) for t in told] == [("CollectiveMismatchError", [3])] * 4, run.printed()
     assert all("all_reduce(max" in t["text"] and "the reduction differs" in t["text"] for t in told)
-    assert max(t["when"] for t in told) - min(t["when"] for t in told) < 10
 
 
 @pytest.mark.slow
