@@ -1,7 +1,9 @@
 # Needs make and Python 3.11 or newer, nothing else: every target sets up its own .venv first (once; quick afterwards).
 #
 #   make demo      train the example language model on four local processes and compare with one process
-#   make test      all tests that need no GPU
+#   make test-fast each property once, without processes: at each change
+#   make test      the tests that need no GPU, but for what only tries more of the same
+#   make test-all  all of them
 #   make gpu-test  on a machine with a CUDA device: the tests that need one, the library's tests on it, memcheck, benchmark
 #   make lint      ruff and pyright
 #   make clean     remove .venv and what builds and tests leave behind
@@ -23,13 +25,22 @@ GPU_PY := .venv/gpu/bin/python
 GPU_PIP := $(GPU_PY) -m pip install --quiet --disable-pip-version-check
 GPU_READY := .venv/gpu/ready
 
-.PHONY: demo test gpu-test lint clean
+# Each of the two workers of pytest gets the groups that take longest first (tests/tiers.py). What they import may be kept compiled.
+TEST := env -u PYTHONDONTWRITEBYTECODE $(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+.PHONY: demo test test-fast test-all gpu-test lint clean
 
 demo: $(READY)
 	$(PY) examples/train_lm.py --compare $(ARGS)
 
+test-fast: $(READY)
+	$(TEST) -m fast $(ARGS)
+
 test: $(READY)
-	$(PY) -m pytest -m "not gpu and not slow" -n 2 --dist loadgroup $(ARGS)
+	$(TEST) -m "not gpu and not slow" $(ARGS)
+
+test-all: $(READY)
+	$(TEST) -m "not gpu" --hypothesis-profile thorough $(ARGS)
 
 gpu-test: $(GPU_READY)
 	tests/gpu/run $(GPU_PY) $(ARGS)
@@ -40,6 +51,7 @@ lint: $(READY)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and pinned, so that nothing installed later chooses another. The link is for pyright: see pyproject.toml.
 $(READY): pyproject.toml Makefile

@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import device
+from tests import device, tiers
 from tests.pool import Pool
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell does to what it starts in the background
@@ -24,9 +24,14 @@ torch.set_num_threads(1)  # small tensors, and worker processes beside us
 
 # No deadline: a machine that is busy with other things must not fail a test.
 hypothesis.settings.register_profile(
-    "shardmesh", max_examples=50, deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "thorough",
+    max_examples=tiers.THOROUGH,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.register_profile("few", parent=hypothesis.settings.get_profile("shardmesh"), max_examples=5)
+for profile, examples in (("shardmesh", 15), ("few", 5)):
+    hypothesis.settings.register_profile(profile, parent=hypothesis.settings.get_profile("thorough"), max_examples=examples)
 hypothesis.settings.load_profile("shardmesh")
 
 
@@ -66,10 +71,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if {"world4", "world8"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group("processes"))  # one worker of `pytest -n` has the pools
+    tiers.sort_out(items)
+    if hasattr(config, "workerinput"):  # of `pytest -n`
+        tiers.longest_first(items)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -34,7 +34,7 @@ from tests import device
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 100.0
 _SETTLE_S = 3.0  # after one rank failed: how long the others may take to end their call too
 
 

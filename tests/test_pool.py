@@ -72,10 +72,12 @@ def test_workers_stay(world4):
     assert pids(world4) == pids(world4)
 
 
+@pytest.mark.slow
 def test_eight(world8):
     assert world8(total, 0.0) == [(r, 28.0) for r in range(8)]
 
 
+@pytest.mark.slow
 def test_an_error_on_every_rank_keeps_the_pool(pool):
     before = pids(pool)
     with pytest.raises(KeyError, match="only") as caught:
@@ -107,6 +109,7 @@ def test_a_hang_shows_where(pool):
         pool(barrier_without, 1, timeout=2.0)
 
 
+@pytest.mark.slow
 def test_a_destroyed_group_comes_back(pool):
     before = pids(pool)
     pool(destroy)
@@ -114,6 +117,7 @@ def test_a_destroyed_group_comes_back(pool):
     assert pids(pool) == before
 
 
+@pytest.mark.slow
 def test_an_error_that_cannot_be_pickled(pool):
     with pytest.raises(WorkerError, match=r"Local: bad"):
         pool(unpicklable)

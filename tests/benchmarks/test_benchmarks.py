@@ -96,6 +96,7 @@ def test_there_are_pairs_for_every_promise(redistribute):
         assert any("uneven" in str(p) for p in pairs)
 
 
+@pytest.mark.slow
 def test_redistribute_runs_and_finds_the_bound_reached(tmp_path):
     figures, document = run_script("redistribute.py", tmp_path, "--quick")
     assert len(figures["pairs"]) == 15
@@ -120,6 +121,7 @@ def test_peers(plan_scale, pair, peers):
     assert plan_scale.time_rank(plan_scale.Case((4, 8), None, pair, plan_scale.EVEN)).found == peers
 
 
+@pytest.mark.slow
 def test_plan_scale_runs_and_writes_its_figures(tmp_path):
     figures, document = run_script("plan_scale.py", tmp_path, "--quick")
     assert {case["ranks"] for case in figures["cases"]} == {8}
@@ -131,6 +133,7 @@ def test_plan_scale_runs_and_writes_its_figures(tmp_path):
 # -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dispatch_runs_and_writes_its_figures(tmp_path):
     figures, document = run_script("dispatch.py", tmp_path, "--only", "moves")
     cases = figures["sections"]["moves"]

@@ -19,6 +19,7 @@ from tests.docs.jax_side import answers, error_of
 from tests.docs.pages import DOCS
 from tests.sharding.ranks import on_mesh
 
+pytestmark = pytest.mark.xdist_group("from jax")  # one worker of `pytest -n` asks JAX
 PAGE = (DOCS / "from_jax.md").read_text()
 ROWS = {
     section: {cells[0].replace("`", ""): cells[1] for cells in re.findall(r"^\| (.+?) \| (same|other|no) \| .*\|$", text, re.MULTILINE)}

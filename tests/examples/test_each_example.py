@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import shardmesh as sm
+from tests.tiers import slow
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = {  # and the most ranks that it is tried on
@@ -33,6 +34,7 @@ def simulated(ranks: int, fn: Any, *args: Any) -> list[Any]:
     return sm.simulate(ranks, prints="first")(fn)(*args)
 
 
+@pytest.mark.one_in(3, each=["name"])
 @pytest.mark.parametrize(("name", "ranks"), [(name, n) for name, most in EXAMPLES.items() for n in (1, 2, 3, 4, 6) if n <= most])
 def test_equals_one_process(name, ranks, capsys):
     differences = simulated(ranks, importlib.import_module(name).main, ranks)
@@ -40,6 +42,7 @@ def test_equals_one_process(name, ranks, capsys):
     assert f"{differences[0]:.1e}" in capsys.readouterr().out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_equals_one_process_on_processes(name, world4):
     differences = world4(importlib.import_module(name).main, 4)
@@ -71,16 +74,16 @@ def test_a_difference_is_noticed(name, monkeypatch):
     "command",
     [
         [sys.executable, FOLDER / "pipeline.py"],
-        [sys.executable, FOLDER / "muon.py"],
-        [sys.executable, FOLDER / "ring_attention.py", "--launch", "2"],
-        [sys.executable, FOLDER / "adamw.py", "--launch", "2"],
+        slow([sys.executable, FOLDER / "muon.py"]),
+        slow([sys.executable, FOLDER / "ring_attention.py", "--launch", "2"]),
+        slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "megatron_block.py"],
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"],
+        slow([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "mixture_of_experts.py"]),
     ],
     ids=["simulated", "simulated again", "launch", "launch again", "torchrun", "torchrun again"],
 )
 def test_script(command):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "largest" in done.stdout
     assert len(done.stdout.splitlines()) <= 3  # only one rank tells

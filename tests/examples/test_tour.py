@@ -12,6 +12,7 @@ nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("matplotlib")
 
+pytestmark = pytest.mark.xdist_group("tour")  # one worker of `pytest -n` runs it
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 
 
@@ -39,7 +40,7 @@ def ran(source, tmp_path_factory):
     """The notebook after it has run; an error in a cell is raised here."""
     notebook = nbformat.from_dict(source.copy())
     where = {"metadata": {"path": str(tmp_path_factory.mktemp("tour"))}}
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3", resources=where).execute()
     return notebook
 
 

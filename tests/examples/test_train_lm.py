@@ -40,6 +40,7 @@ def check_same_losses(run: report.Run, single: report.Run) -> None:
         assert ours.valid_loss == pytest.approx(theirs.valid_loss, rel=train_lm.TOLERANCE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", CALLS)
 def test_any_mesh_trains_as_one_process(mesh, single):
     options = train_lm.parse([*ARGUMENTS, "--mesh", mesh])
@@ -48,6 +49,7 @@ def test_any_mesh_trains_as_one_process(mesh, single):
     assert {op: calls for op, (calls, _) in run.collectives.items()} == CALLS[mesh]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("axes", ["dp=2,fsdp=2", "zero1=2,tp=2", "zero2=4", "dp=4", "fsdp=2,tp=2", "fsdp=2,sp=2"])
 def test_layers_train_as_one_process(axes, single):
     run = sm.simulate(4)(train_lm.train_on_mesh)(train_lm.parse([*ARGUMENTS, "--parallel", axes]))[0]
@@ -55,6 +57,7 @@ def test_layers_train_as_one_process(axes, single):
     assert run.sample == single.sample
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "after"), [("fsdp=2,tp=2", "zero1=4"), ("dp=2", "fsdp=2,sp=2")])
 def test_resumed_on_another_mesh_it_goes_on_as_before(before, after, single, tmp_path):
     saving = ["--save", str(tmp_path), "--save-every", "6"]
@@ -78,9 +81,10 @@ def test_it_learns(single):
     assert single.rows[0].loss == pytest.approx(math.log(train_lm.VOCABULARY), rel=0.1)
 
 
+@pytest.mark.slow
 def test_script_compares_and_writes_metrics(tmp_path):
     command = [sys.executable, str(SCRIPT), "--compare", *ARGUMENTS, "--mesh", "fsdp=2", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in (done.stdout + done.stderr).lower()
     assert all(text in done.stdout for text in ("all_gather", "rows", "largest relative difference"))

@@ -45,6 +45,8 @@ class At:
 
     Attributes:
         rank, size: of the world.
+        stalls: whether a rank that does not come within `STALL_S` is an error once it is asked who goes wrong. Not before: on a busy
+            machine ranks start far apart.
         d: `shardmesh`, or a namespace with torch's things of the same names.
         mesh: the mesh of the table's entry.
         notes: what happens here.
@@ -53,6 +55,7 @@ class At:
     def __init__(self, rank: int, size: int, odd: bool, notes: Notes) -> None:
         self.rank, self.size, self._odd, self.notes = rank, size, odd, notes
         self._noted = False
+        self.stalls = False
         self.d: Any = sm
         self.mesh: Any = None
 
@@ -67,6 +70,8 @@ class At:
 
     def odd(self) -> bool:
         """Whether this rank is to go wrong here. If so, that is the time of the fault, when it is asked for the first time."""
+        if self.stalls:
+            self.stalls_soon()
         if self._odd and not self._noted:
             self._noted = True
             self.notes.add("fault")

@@ -30,7 +30,7 @@ import torch
 from shardmesh.kernels.symmetric import MAX_PROGRAMS, PAD_BYTES, Peers, SymmetricMemoryError
 
 MOST = 8  # ranks of a group
-LIMIT_S = 240.0  # far more than a call takes, on a machine that is busy with other things
+LIMIT_S = 100.0  # far more than a call takes, on a machine that is busy with other things
 
 
 @dataclass(frozen=True)

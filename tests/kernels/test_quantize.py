@@ -23,6 +23,7 @@ from shardmesh.kernels.quantize import (
     record_bytes,
 )
 from tests.kernels.device import DEVICE
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # the interpreter's numpy, of NaN
 
@@ -32,7 +33,7 @@ SPECIALS = (torch.inf, -torch.inf, torch.nan, 0.0, -0.0)
 
 formats = pytest.mark.parametrize("transport", FORMATS)
 every_dtype = pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
-few = settings(max_examples=40)
+few = settings(max_examples=examples(40))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -149,6 +149,7 @@ def test_box_index_is_a_slice_of_all_positions(data, shape):
     assert torch.equal(box_index(shape, box), positions[slices(box)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
 @given(data=st.data())
 def test_a_box_is_a_slice_of_the_whole(name, data):
@@ -157,6 +158,7 @@ def test_a_box_is_a_slice_of_the_whole(name, data):
     assert torch.equal(draw(shape, box), draw(shape, full_box(shape))[slices(box)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_tiles_do_not_show(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
@@ -174,6 +176,7 @@ def test_numpy_and_torch_agree(name, monkeypatch):
     assert torch.equal(EVERY[name](shape, box), by_numpy)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
 def test_threads_do_not_show(name):
     shape = (300, 501)

@@ -16,6 +16,7 @@ from shardmesh.kernels.box import Box, box_size
 from shardmesh.kernels.elementary import over, sqrt
 from tests.kernels.device import DEVICE
 from tests.kernels.test_random import BY_ELEMENT
+from tests.tiers import examples
 
 random_triton = pytest.importorskip("shardmesh.kernels.random_triton", exc_type=ImportError)
 
@@ -109,7 +110,7 @@ def places(draw: st.DrawFn) -> tuple[Shape, Box]:
     return tuple(shape), tuple(box)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(draws, places(), words, words)
 def test_the_bits_of_the_definition(draw, place, seed, stream):
     check(draw, *place, seed, stream)
@@ -135,6 +136,7 @@ PLACES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("place", PLACES)
 def test_every_kind_of_rows(name, place):

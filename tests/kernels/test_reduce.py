@@ -14,6 +14,7 @@ from shardmesh.kernels.box import box_size, full_box, slices
 from shardmesh.kernels.reduce import combine_many, compile_combine
 from tests.kernels.device import DEVICE
 from tests.kernels.drawn import flat, grids, numbers, same_numbers, shapes, shifts
+from tests.tiers import examples
 
 KINDS = ("sum", "max", "min", "product")
 NUMBERS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -61,7 +62,7 @@ def sprinkled(values):
     return values
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(bundles(1), kinds, dtypes, shifts, st.booleans())
 def test_the_torch_form_combines_in_order(bundle, kind, dtype, shift, special):
     """Whatever the size of a box: ranks that hold an element in boxes of different sizes get the same bits."""
@@ -76,7 +77,7 @@ def test_the_torch_form_combines_in_order(bundle, kind, dtype, shift, special):
         same_numbers(out[slices(box)], one_after_the_other(kind, parts))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(
     bundles(3),
     kinds,
@@ -108,6 +109,7 @@ def test_the_kernel_is_the_torch_form(bundle, kind, dtype, to, shift, special, m
         same_numbers(a, b)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parts", [2, 8, 9, 20])
 def test_planes_that_are_cut(kind, parts):

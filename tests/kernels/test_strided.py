@@ -15,6 +15,7 @@ from shardmesh.kernels.box import row_major_strides
 from shardmesh.kernels.copy import compile_pack
 from shardmesh.kernels.strided import Placed, Table, View, divisor, make_tables
 from tests.kernels.drawn import chunks, grids, offsets, shapes
+from tests.tiers import examples
 
 TRUE_PLANE = strided_views.MAX_PLANE
 
@@ -138,7 +139,7 @@ def placements(draw):
     return placed
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     placements(),
     st.booleans(),
@@ -157,7 +158,7 @@ def test_every_element_is_moved_once(placed, to_flat, sizes, aligned, raw, most,
     assert all(len(table.rows) <= max(most_rows, 1) for table in tables)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(placements(), st.booleans(), itemsizes, alignments)
 def test_units_lie_together_and_are_aligned(placed, to_flat, sizes, aligned):
     aligned = max(aligned, *sizes)

@@ -32,6 +32,7 @@ from tests.kernels.drawn import (
     shapes,
     shifts,
 )
+from tests.tiers import examples
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 PLANES = st.sampled_from([1 << 31, 256, 64])  # units: small ones are cut, and count as wide
@@ -56,7 +57,7 @@ def cut(shape, dim, parts):
     return [(*((0, n) for n in shape[:dim]), c, *((0, n) for n in shape[dim + 1 :])) for c in chunks(shape[dim], parts)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), shapes, dtypes, layouts, shifts, shifts, PLANES)
 def test_pack(data, shape, dtype, layout, shift, flat_shift, most):
     boxes = data.draw(grids(shape))
@@ -72,7 +73,7 @@ def test_pack(data, shape, dtype, layout, shift, flat_shift, most):
     same_bytes(found, expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), shapes, dtypes, layouts, shifts, shifts, PLANES)
 def test_unpack(data, shape, dtype, layout, shift, flat_shift, most):
     boxes = data.draw(grids(shape))
@@ -89,7 +90,7 @@ def test_unpack(data, shape, dtype, layout, shift, flat_shift, most):
         same_bytes(a, b)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), shapes, *[st.sampled_from(FLOATS)] * 2, layouts, shifts, st.sampled_from([None, 0.3, -2.0]))
 def test_casts_and_scales(data, shape, dtype, to, layout, shift, scale):
     boxes = data.draw(grids(shape))
@@ -105,7 +106,7 @@ def test_casts_and_scales(data, shape, dtype, to, layout, shift, scale):
         same_bytes(b, a)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), st.lists(shapes, min_size=1, max_size=5), dtypes, shifts, st.sampled_from([1, 2, 1024]))
 def test_many_at_once(data, several, dtype, shift, most_rows):
     grid_of = [data.draw(grids(shape)) for shape in several]
@@ -151,6 +152,7 @@ EACH_KIND = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", EACH_KIND)
 def test_each_kind(case, dtype):

@@ -17,6 +17,7 @@ from shardmesh.kernels.box import Box, box_size, full_box
 from shardmesh.kernels.quantize import compile_quantize, record_bytes
 from shardmesh.kernels.symmetric import PAD_BYTES, AddNorm, AsRecord, Epilogue, Peers, SymmetricMemoryError
 from tests.kernels.shared_memory import WORKERS, Ranks, pausing
+from tests.tiers import slow
 
 pytestmark = pytest.mark.xdist_group("shared memory")  # one worker of `pytest -n` has the processes
 
@@ -90,7 +91,7 @@ def check_all_reduces(peers: Peers, programs: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [slow(1), slow(2), 3, slow(4), slow(8)])
 def test_all_ranks_get_the_same_bits(size):
     """The definition's: so one shot and two shots are the same, too."""
     with Ranks(size) as ranks:
@@ -158,7 +159,7 @@ def wanted_norm(n: Norm, seed: int, size: int) -> tuple[Tensor, Tensor]:
     return added, wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("size", [2, 3, slow(8)])
 def test_residual_sum_and_norm(size):
     with Ranks(size) as ranks:
         found = ranks(both_normed)
@@ -230,7 +231,7 @@ def check_normed_records(peers: Peers) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [slow(1), slow(2), 3])
 def test_a_sum_leaves_as_the_record_that_quantising_it_gives(size):
     """In one round and more: regions have room for a piece."""
     with Ranks(size, nbytes=8 * symmetric.MAX_PROGRAMS * PIECE) as ranks:
@@ -280,7 +281,7 @@ def check_reductions(peers: Peers) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("size", [1, slow(2), slow(3), 4, slow(8)])
 def test_straight_into_the_final_layout(size):
     with Ranks(size, nbytes=1 << 16) as ranks:
         assert ranks(check_moves) == [[]] * size
@@ -345,9 +346,10 @@ def check_many_calls(peers: Peers, calls: int, seed: int) -> list[int]:
     return wrong
 
 
-def test_many_calls_with_slow_ranks():
+@pytest.mark.parametrize("calls", [50, slow(200)])
+def test_many_calls_with_slow_ranks(calls):
     with Ranks(3) as ranks:
-        assert ranks(check_many_calls, 200, 5) == [[]] * 3
+        assert ranks(check_many_calls, calls, 5) == [[]] * 3
 
 
 def start_at(peers: Peers, epoch: int) -> None:
@@ -382,7 +384,7 @@ def impatient(size: int) -> Ranks:
     return Ranks(size, nbytes=1 << 22, spins=400, look_s=4e-3)
 
 
-@pytest.mark.parametrize(("call", "args"), [(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())])
+@pytest.mark.parametrize(("call", "args"), [slow(small_sum, (False,)), (small_sum, (True,)), (small_gather, ())])
 def test_a_missing_rank_is_named_on_all_others(call, args):
     with impatient(4) as ranks:
         ranks(call, *args)

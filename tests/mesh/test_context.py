@@ -8,12 +8,21 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh.mesh.comm.group import World, current_world
 from shardmesh.mesh.context import get_mesh, given_or_current, set_mesh
 from shardmesh.mesh.errors import MeshError
 from tests.sharding.ranks import every_rank
+
+
+@pytest.fixture(autouse=True)
+def job_of_this_test():
+    """One that a test has started ends with it: later tests are in none."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @every_rank(2, 2)

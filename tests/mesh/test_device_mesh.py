@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from shardmesh.mesh import DeviceMesh, MeshError, current_world, init_device_mesh, simulate
+from tests.tiers import examples
 
 NAMES = ("a", "b", "c")
 
@@ -29,7 +30,7 @@ def meshes_and_axes(draw: st.DrawFn) -> tuple[np.ndarray, tuple[str, ...]]:
     return np.array(ranks).reshape(shape), tuple(names[: draw(st.integers(1, len(shape)))])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(case=meshes_and_axes())
 def test_slices_and_groups(case: tuple[np.ndarray, tuple[str, ...]]) -> None:
     ranks, axes = case

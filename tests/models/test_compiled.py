@@ -42,6 +42,7 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
+@pytest.mark.one_in(3, each=["name", "inputs"])
 @pytest.mark.parametrize(
     ("name", "form", "checkpointing", "inputs", "order"),
     [

@@ -31,6 +31,7 @@ def _trained_by_accelerate(parallel):
     return {**{name: whole(x) for name, x in made.named_parameters()}, "norm": whole(norm)}
 
 
+@pytest.mark.slow
 def test_accelerate(world4):
     expected = world4(_trained_by_accelerate, False)[0]
     for found in world4(_trained_by_accelerate, True):

@@ -46,6 +46,7 @@ def _trained(name, form, sharded, checkpointing):
     return train(spread(name, made, mesh, form), rows(mesh, sharded))
 
 
+@pytest.mark.one_in(3, each=["name", "form", "inputs"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("form", "inputs", "checkpointing"),

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
 INTERFACE = "eth0"
-_PATIENCE_S = 30.0  # for a command that takes milliseconds on a machine that has nothing else to do
+_PATIENCE_S = 60.0  # for a command that takes milliseconds on a machine that has nothing else to do
 
 _LAB = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
 _HOST = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child"]

@@ -80,7 +80,7 @@ def _tell(folder: str, run: Callable[[int], bool], *files: str) -> None:
     except BaseException as caught:
         error = caught
         sys.excepthook(type(error), error, error.__traceback__)
-    told = {"error": type(error).__name__, "text": str(error), "ranks": getattr(error, "ranks", None), "when": time.monotonic()}
+    told = {"error": type(error).__name__, "text": str(error), "ranks": getattr(error, "ranks", None)}
     write(Path(folder) / f"{rank}.json", json.dumps(told | {"steps": steps}))
     for file in (f"{rank ^ 1}.json", *files):  # the agent ends a rank soon after another of its host has failed
         _wait_for(Path(folder) / file)

@@ -23,6 +23,7 @@ from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error, save_part
 from tests.sharding.strategies import AXES, mesh_shapes, ragged_moves, ragged_specs, shapes
+from tests.tiers import examples
 
 ROWS = P("a", sizes={"a": (3, 0, 5)})
 X = torch.arange(24.0, dtype=torch.float64).view(8, 3)
@@ -258,7 +259,7 @@ def test_sizes_are_printed():
 
 
 @given(st.data(), meshes(), shapes())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_distribute_and_from_local(data, mesh, shape):
     spec = data.draw(ragged_specs(mesh, shape))
     whole = torch.randn(shape, dtype=torch.float64)
@@ -276,7 +277,7 @@ def test_distribute_and_from_local(data, mesh, shape):
 
 
 @given(ragged_moves())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_redistribution_and_its_gradient(move):
     mesh_shape, shape, before, after = move
     whole, weight = torch.randn(2, *shape, dtype=torch.float64)

@@ -24,6 +24,7 @@ from shardmesh.mesh import (
 from shardmesh.mesh.comm import process
 from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.pool import Pool
+from tests.tiers import examples
 
 
 def everyone() -> Group:
@@ -110,7 +111,7 @@ def routes(draw: st.DrawFn) -> tuple[list[int | None], list[int]]:
     return dst, draw(st.lists(st.integers(0, 4), min_size=n, max_size=n))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(route=routes(), dtype=st.sampled_from(DTYPES), async_op=st.booleans())
 def test_permute_moves_along_the_route(
     route: tuple[list[int | None], list[int]], dtype: torch.dtype, async_op: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,15 +24,15 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def contribution(rank, dtype):
+def contribution(rank, size, dtype):
     """Of sizes so different that the order of adding shows."""
-    values = torch.rand(8, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10.0 ** (3 * (rank % 3))
+    values = torch.rand(size, ROWS, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * 10.0 ** (3 * (rank % 3))
     return values.to(dtype)
 
 
-def summed(dtype, async_op):
-    group = current_world().group(range(8))
-    x, out = contribution(group.rank, dtype), torch.full((ROWS,), -1, dtype=dtype)
+def summed(size, dtype, async_op):
+    group = current_world().group(range(size))
+    x, out = contribution(group.rank, size, dtype), torch.full((ROWS,), -1, dtype=dtype)
     with Called() as called:
         work = group.reduce_scatter(out, x, "sum", async_op=async_op)
         if work is not None:
@@ -40,22 +41,31 @@ def summed(dtype, async_op):
     return out, x, called.names
 
 
-def expected(rank, dtype):
+def expected(rank, size, dtype):
     """In the order of ranks; torch adds numbers of 16 bits in 32."""
     wide = torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
     total = torch.zeros(ROWS, dtype=wide)
-    for other in range(8):
-        total = total + contribution(other, dtype)[rank].to(wide)
+    for other in range(size):
+        total = total + contribution(other, size, dtype)[rank].to(wide)
     return total.to(dtype)
 
 
-def test_sums_bit_for_bit_and_without_gloos_reduce_scatter(world8):
+def check_sums(world, size):
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8):
         for async_op in (False, True):
-            for rank, (out, x, names) in enumerate(world8(summed, dtype, async_op)):
-                assert torch.equal(out, expected(rank, dtype)), dtype
-                assert torch.equal(x, contribution(rank, dtype)), "what is sent stays as it was"
+            for rank, (out, x, names) in enumerate(world(summed, size, dtype, async_op)):
+                assert torch.equal(out, expected(rank, size, dtype)), dtype
+                assert torch.equal(x, contribution(rank, size, dtype)), "what is sent stays as it was"
                 assert names == ["alltoall_base_"]
+
+
+def test_sums_bit_for_bit_and_without_gloos_reduce_scatter(world4):
+    check_sums(world4, 4)
+
+
+@pytest.mark.slow
+def test_sums_of_eight_ranks(world8):
+    check_sums(world8, 8)
 
 
 def of_nothing_and_in_inference_mode():

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardmesh.mesh import CollectiveError, CollectiveRecord, Group, MeshError, current_world, simulate
 from shardmesh.mesh.comm.group import REDUCTIONS
 from tests.mesh.comm.collectives import DTYPES, REDUCE, as_bytes, rank_values
+from tests.tiers import examples
 
 SIZES = st.integers(1, 5)
 NUMELS = st.sampled_from([0, 1, 3, 8])
@@ -23,7 +24,7 @@ def everyone() -> Group:
     return current_world().group(range(current_world().size))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(n=SIZES, shape=SHAPES, dtype=st.sampled_from(DTYPES))
 def test_all_gather_is_concatenation(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     def fn() -> Tensor:
@@ -38,7 +39,7 @@ def test_all_gather_is_concatenation(n: int, shape: tuple[int, ...], dtype: torc
         assert torch.equal(as_bytes(out), expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(n=SIZES, numel=NUMELS, dtype=st.sampled_from(DTYPES), op=st.sampled_from(sorted(REDUCTIONS)))
 def test_reductions(n: int, numel: int, dtype: torch.dtype, op: str) -> None:
     def fn() -> tuple[Tensor, Tensor]:
@@ -59,7 +60,7 @@ def test_reductions(n: int, numel: int, dtype: torch.dtype, op: str) -> None:
         assert torch.equal(as_bytes(part), as_bytes(total[r * numel : (r + 1) * numel]))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), n=SIZES, dtype=st.sampled_from(DTYPES))
 def test_all_to_all_is_a_transposition_of_parts(data: st.DataObject, n: int, dtype: torch.dtype) -> None:
     row = st.lists(st.integers(0, 3), min_size=n, max_size=n)
@@ -78,7 +79,7 @@ def test_all_to_all_is_a_transposition_of_parts(data: st.DataObject, n: int, dty
         assert torch.equal(as_bytes(out), as_bytes(torch.cat([p[r] for p in parts])))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), n=SIZES, shape=SHAPES, dtype=st.sampled_from(DTYPES))
 def test_broadcast(data: st.DataObject, n: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     src = data.draw(st.integers(0, n - 1))

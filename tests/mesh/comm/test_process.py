@@ -94,6 +94,7 @@ def reduced(mesh: DeviceMesh, axes: Any, x: torch.Tensor) -> float:
     return y.item()
 
 
+@pytest.mark.slow
 def test_each_rank_makes_only_the_groups_it_belongs_to(world8: Pool) -> None:
     for rank, (per_axis, in_all, seen) in enumerate(world8(counted_groups)):
         assert (per_axis, in_all) == (4, 5)

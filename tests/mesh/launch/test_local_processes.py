@@ -129,6 +129,7 @@ def test_ranks_see_what_torchrun_would_set():
     assert not {"RANK", "MASTER_PORT", "SOME_SETTING"} & set(os.environ)
 
 
+@pytest.mark.slow
 def test_a_set_thread_count_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert launch(os.getenv, 1, ("OMP_NUM_THREADS",)) == ["5"]
@@ -143,6 +144,7 @@ def test_env_init_and_tensors_by_value():
     assert launch(fill_in_place, 2, (torch.zeros(2),)) == [0.0, 1.0]  # each rank has its own copy
 
 
+@pytest.mark.slow
 def test_a_partial_and_two_launches_at_once():
     results: dict[int, list[int]] = {}
     threads = [
@@ -156,10 +158,12 @@ def test_a_partial_and_two_launches_at_once():
     assert results == {10: [11, 11], 20: [21, 21]}
 
 
+@pytest.mark.slow
 def test_sys_exit_zero_is_an_ordinary_end():
     assert launch(exit_with, 2, (None,)) == [None, None]
 
 
+@pytest.mark.slow
 def test_threads_and_exit_functions_come_to_their_end(tmp_path, capfd):
     assert launch(leave_notes, 2, (tmp_path,)) == [None, None]
     assert [(tmp_path / f"{rank}.exit").read_text() for rank in range(2)] == ["thread, then exit functions"] * 2
@@ -182,12 +186,14 @@ def test_a_raising_rank():
     assert (str(again), again.rank) == (str(error), 1)
 
 
+@pytest.mark.slow
 def test_an_exception_that_cannot_be_pickled():
     with pytest.raises(LaunchError, match="raised Stubborn: this and that") as caught:
         launch(raise_stubborn, 1)
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
     with pytest.raises(LaunchError, match=f"^rank 1 of 2 was killed by {number.name}") as caught:
@@ -195,6 +201,7 @@ def test_a_killed_rank_comes_before_the_errors_that_follow_from_it(number):
     assert (caught.value.rank, caught.value.signal) == (1, number)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("fn", "args", "text"), [(exit_with, (3,), "SystemExit: 3"), (vanish, (), "exited with code 7")]
 )
@@ -203,6 +210,7 @@ def test_an_exit_is_a_failure(fn, args, text):
         launch(fn, 1, args)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
     with pytest.raises(LaunchError, match="was killed by SIGKILL"):
         launch(die_before_my_own_child, 1, (str(tmp_path),))
@@ -210,6 +218,7 @@ def test_a_killed_rank_whose_own_child_lives_on(tmp_path):
     os.kill(child, signal.SIGKILL)  # it was still there to be killed
 
 
+@pytest.mark.slow
 def test_a_result_that_cannot_travel():
     with pytest.raises(LaunchError, match="returned a lock that cannot be sent back"):
         launch(return_lock, 1)
@@ -222,6 +231,7 @@ def test_a_timeout_names_who_is_late(tmp_path):
     assert caught.value.rank == 0
 
 
+@pytest.mark.slow
 def test_launch_inside_a_rank():
     with pytest.raises(LaunchError, match=r"already rank 0 of 1 .*__main__"):
         launch(launch_again, 1)
@@ -261,6 +271,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_script_itself(tmp_path):
     path = script(
         tmp_path,
@@ -279,6 +290,7 @@ def test_a_function_of_the_script_itself(tmp_path):
     assert run(str(path)).stdout == "(0, 1) True\n"
 
 
+@pytest.mark.slow
 def test_a_script_without_guard_says_what_is_missing(tmp_path):
     done = run(str(script(tmp_path, "launch(os.getpid, 2)\n")))
     assert done.returncode == 1
@@ -362,6 +374,7 @@ def test_no_orphans_after_a_killed_parent(waiting):
     await_end(pids)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_orphans_after_a_killed_child(waiting):
     program, pids = waiting
@@ -371,6 +384,7 @@ def test_no_orphans_after_a_killed_child(waiting):
     assert "was killed by SIGKILL" in stderr
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("shardmesh.mesh.launch.local_processes._TERM_GRACE_S", 0.2)

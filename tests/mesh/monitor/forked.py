@@ -28,7 +28,7 @@ import pytest
 from shardmesh.mesh.monitor import settings
 from tests.mesh.monitor.starter import ROOT, by_hand, is_readable
 
-START_S = 120.0
+START_S = 40.0
 _WAYS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])  # to have mounts of its own: as root, and else
 
 
@@ -76,7 +76,7 @@ class Forked:
         program: Callable[..., Any],
         size: int,
         *args: Any,
-        limit_s: float = 90.0,
+        limit_s: float = 75.0,
         own: bool = True,
         mounts: dict[str, str] | None = None,
         **env: str,

@@ -82,6 +82,7 @@ def simply_trains() -> None:
 def fills_up() -> None:
     """The folder is full once the job has begun."""
     mesh = make_mesh()
+    mesh.group().barrier()  # by now all have their files
     watch = mesh.world.watch
     if rank() == 1 and watch is not None:
         with (watch.board.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -121,20 +122,31 @@ def vanishes(when: str) -> None:
         print("result", train(mesh), flush=True)
         mesh.group().barrier()
         return
+    mesh = make_mesh()
     if when == "late":
-        mesh = make_mesh()
         train(mesh)
-    else:
-        if rank() in (2, 3):
-            time.sleep(0.5)
-        mesh = make_mesh()
+    _tell(f"made{rank()}")
     watch = mesh.world.watch
     if rank() == 1 and watch is not None:
+        for other in (0, 2, 3):
+            _await(f"made{other}")
         shutil.rmtree(watch.board.folder)
+        _tell("gone")
+    _await("gone")
     trained(mesh)
     if when == "late" and rank() == 2:
         raise ValueError("no more data")
     train(mesh)
+
+
+def _tell(what: str) -> None:
+    """By a file beside the watch's, so that ranks can wait for each other without a collective."""
+    Path(os.environ["SHARDMESH_WATCH_DIR"]).with_name(what).touch()
+
+
+def _await(what: str) -> None:
+    while not Path(os.environ["SHARDMESH_WATCH_DIR"]).with_name(what).exists():
+        time.sleep(0.01)
 
 
 def _delete_always(parent: str) -> None:
@@ -197,7 +209,7 @@ def swallows(how: str) -> None:
             train(mesh) if how == "communicates" else time.sleep(0.1)
         except WatchError:
             print("caught", flush=True)
-            time.sleep(0.2)
+            time.sleep(0.05)
 
 
 def goes_on_alone() -> None:
@@ -210,15 +222,15 @@ def goes_on_alone() -> None:
         train(mesh, 1000)
     except WatchError:
         dist.destroy_process_group()
-        time.sleep(2.5)
+        time.sleep(4)
         print("went on", flush=True)
 
 
 def waits_at_exit(how: str) -> None:
     """Ranks leave while a collective is under way that rank 2 never comes to."""
-    sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
+    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if rank() == 2:
         time.sleep(60)
     if how == "thread":
@@ -240,9 +252,9 @@ def waits_at_exit(how: str) -> None:
 
 def hangs_at_exit() -> None:
     """Rank 2's program is over, and a thread of it is not."""
-    sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
+    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if rank() == 2:
         threading.Thread(target=time.sleep, args=(60,)).start()
     else:
@@ -251,9 +263,9 @@ def hangs_at_exit() -> None:
 
 def cannot_end(how: str) -> None:
     """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
-    sm.watchdog(timeout=1.0)
     mesh = make_mesh()
     train(mesh)
+    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if how == "stopped, and threads":
         threading.Thread(target=time.sleep, args=(60,)).start()
     if rank() == 2 and how.startswith("stopped"):

@@ -147,6 +147,7 @@ def test_the_others_hear_that_it_quit(world4: Pool) -> None:
         assert total == 6.0
 
 
+@pytest.mark.slow
 def test_processes_of_launch_ask_at_the_terminal(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(

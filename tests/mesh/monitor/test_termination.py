@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,21 +32,22 @@ def two(tmp_path) -> list[Hand]:
 
 @pytest.mark.parametrize("how", ["communicates", "computes"])
 def test_programs_that_swallow_the_error_are_ended(forked: Forked, how: str) -> None:
-    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="1")
+    ended = forked(programs.swallows, 4, how, SHARDMESH_EXIT_S="3")
     assert statuses(ended) == [1] * 4
     for rank in (0, 1, 3):
         output = ended[rank].output
         assert output.count("caught") > (1 if how == "communicates" else 0)
-        assert f"shardmesh: rank {rank} is ended 1 s after its job failed (SHARDMESH_EXIT_S), here:" in output
+        assert re.search(rf"shardmesh: rank {rank} is ended \d+ s after its job failed \(SHARDMESH_EXIT_S\), here:", output)
         assert output.rstrip().endswith("ValueError: no more data")  # the verdict is the last word
 
 
 def test_programs_that_leave_the_job_are_not(forked: Forked) -> None:
-    ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="1")
+    ended = forked(programs.goes_on_alone, 4, SHARDMESH_EXIT_S="2")
     assert statuses(ended) == [0, 0, 1, 0]
     assert ["went on" in rank.output for rank in ended] == [True, True, False, True]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["thread", "asynchronous", "raw", "destroyed", "destroyed and a thread"])
 def test_nothing_keeps_a_process_at_its_end(forked: Forked, how: str) -> None:
     ended = forked(programs.waits_at_exit, 4, how, SHARDMESH_EXIT_S="2")
@@ -59,6 +61,7 @@ def test_a_rank_whose_threads_outlive_its_program(forked: Forked) -> None:
     assert all("StallError" in ended[rank].output for rank in (0, 1, 3))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["stopped", "computes", "stopped, and threads"])
 def test_a_process_that_cannot_end_itself_is_killed_by_another(forked: Forked, how: str) -> None:
     ended = forked(programs.cannot_end, 4, how, SHARDMESH_EXIT_S="2")
@@ -75,6 +78,7 @@ def test_who_is_lost_is_the_last_word_of_a_broken_connection(forked: Forked) -> 
         assert f"rank {rank} raised" not in ended[rank].output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("odd", [0, 2])
 def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
     ended = forked(programs.raises_before_its_mesh, 4, odd)
@@ -84,6 +88,7 @@ def test_a_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
         assert "of the child" not in ended[rank].output
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
 def test_a_rank_that_never_comes(forked: Forked, how: str) -> None:
     ended = forked(programs.never_comes, 4, how)

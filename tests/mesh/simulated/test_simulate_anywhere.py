@@ -56,7 +56,7 @@ def start(path: Path, text: str) -> subprocess.Popen[str]:
 
 
 def test_a_plain_script(tmp_path: Path) -> None:
-    out, err = start(tmp_path / "plain.py", SCRIPT).communicate(timeout=120)
+    out, err = start(tmp_path / "plain.py", SCRIPT).communicate(timeout=100)
     assert err == ""
     parts = [[0.0], [2.0]], [[1.0], [3.0]], [[4.0], [6.0]], [[5.0], [7.0]]
     assert sorted(out.splitlines()[:4]) == [f"[rank {r}] local {part}" for r, part in enumerate(parts)]
@@ -66,7 +66,7 @@ def test_a_plain_script(tmp_path: Path) -> None:
 def test_a_script_that_fails_shows_its_rank_and_line(tmp_path: Path) -> None:
     script = SCRIPT.replace("return x.sum().item()", "return x.sum().item() if mesh.get_rank() else None")
     process = start(tmp_path / "fails.py", script)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 1
     assert len(out.splitlines()) == 4
     assert "waits in all_reduce(sum, float32, 1 elements) for " in err
@@ -80,19 +80,21 @@ def test_ctrl_c_in_a_script(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "[rank 1] ready\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=100)
     assert (out, err) == ("[rank 1] unwound\nstopped\n[0, 1]\n", "")
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_that_the_system_gives_to_another_thread(tmp_path: Path) -> None:
     to_itself = "import signal, threading\n        signal.pthread_kill(threading.get_ident(), signal.SIGINT)"
     script = BUSY.replace('print("ready", flush=True)', to_itself)
     assert script != BUSY
-    out, err = start(tmp_path / "busy.py", script).communicate(timeout=120)
+    out, err = start(tmp_path / "busy.py", script).communicate(timeout=100)
     assert (out, err) == ("[rank 1] unwound\nstopped\n[0, 1]\n", "")
 
 
+@pytest.mark.slow
 def test_prompts_show_at_once_on_a_terminal(tmp_path: Path) -> None:
     """So that `input` and `breakpoint` can be used in a rank."""
     pty = pytest.importorskip("pty")
@@ -106,7 +108,7 @@ def test_prompts_show_at_once_on_a_terminal(tmp_path: Path) -> None:
         read_until(ours, "name? ")
         os.write(ours, f"{name}\n".encode())
     read_until(ours, "['ann', 'bob']")
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=100) == 0
     os.close(ours)
 
 
@@ -151,7 +153,7 @@ def cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute(env=dict(os.environ))
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="python3").execute(env=dict(os.environ))
     return [cell.outputs for cell in notebook.cells]
 
 

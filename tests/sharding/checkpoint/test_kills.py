@@ -32,6 +32,7 @@ def outcomes(tmp_path_factory):
         del os.environ[VARIABLE]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_checkpoint_or_the_other(name, outcomes):
     base, jobs = outcomes

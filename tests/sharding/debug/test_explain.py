@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 import shardmesh as sm
 from tests.sharding.strategies import AXES, moves
+from tests.tiers import examples
 
 
 def _layout(spec, shape=(8, 8), mesh=((2, 2), ("dp", "tp")), dtype=torch.float32):
@@ -56,7 +57,7 @@ def test_small_tensors_save_launches_and_large_ones_bytes():
 
 
 @given(moves(kinds=()))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_one_collective_moves_exactly_what_is_missing(move):
     """Without pending values every redistribution meets the lower bound, in at most one launch."""
     mesh_shape, shape, before, after = move

@@ -50,11 +50,18 @@ class Answer:
 
 
 class Jax:
-    """The process, and the answers that have come from it: `with Jax() as jax: jax.answer("psum on 8 over a")`."""
+    """The process, and the answers that have come from it: `with Jax([name]) as jax: jax.answer(name)`.
 
-    def __init__(self) -> None:
+    Args:
+        names: of the cases that will be asked about, "psum on 8 over a" and so on; others are left alone.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
         command = [sys.executable, "-m", "tests.sharding.functional.jax_oracle"]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin
+        pickle.dump(set(names), self._process.stdin)
+        self._process.stdin.flush()
         self._answers: dict[str, Answer] = {}
 
     def __enter__(self) -> Jax:
@@ -177,18 +184,18 @@ def _asked(cases: dict[str, Case]) -> dict[str, Answer]:
     return {n: answer for name, case in cases.items() for n, answer in _asked({name: case}).items()}
 
 
-def _answers() -> Iterator[tuple[str, Answer]]:
-    names = list(CASES)
+def _answers(asked: set[str]) -> Iterator[tuple[str, Answer]]:
+    names = [name for name in CASES if name in asked]
     for at in range(0, len(names), TOGETHER):
         yield from _asked({name: CASES[name] for name in names[at : at + TOGETHER]}).items()
-    for name, case in DIFFERENCES.items():
-        yield from _asked({name: case}).items()
+    for name in [name for name in DIFFERENCES if name in asked]:
+        yield from _asked({name: DIFFERENCES[name]}).items()
 
 
 def main() -> None:
-    """Writes the answers, in the order of the table."""
+    """Reads which cases are asked about, and writes the answers, in the order of the table."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "1", "XLA_FLAGS": FLAGS}
-    for name, answer in _answers():
+    for name, answer in _answers(pickle.load(sys.stdin.buffer)):
         pickle.dump((name, vars(answer)), sys.stdout.buffer)
         sys.stdout.buffer.flush()
 

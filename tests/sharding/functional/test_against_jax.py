@@ -20,11 +20,18 @@ pytestmark = [needs_jax, pytest.mark.xdist_group("jax")]  # one worker of `pytes
 
 
 @pytest.fixture(scope="session")
-def jax() -> Iterator[Jax]:
-    with Jax() as process:
+def jax(request: pytest.FixtureRequest) -> Iterator[Jax]:
+    with Jax([_asked_for(item) for item in request.session.items if "jax" in getattr(item, "fixturenames", ())]) as process:
         yield process
 
 
+def _asked_for(item: pytest.Item) -> str:
+    """The name of the case that a test is about."""
+    params = getattr(item, "callspec").params  # noqa: B009 - pytest gives it only to items with parameters
+    return params["case"].name if "case" in params else params["name"]
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_case(case, jax):
     """Values, dtypes and derivatives are JAX's, on every rank."""
@@ -51,6 +58,7 @@ def test_difference(name, jax):
         assert mine.dtypes == wanted.dtypes
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_definition(case, jax):
     """JAX does what the plain definitions say: so those can stand in for it where it refuses."""

@@ -23,6 +23,7 @@ def answers(names: list[str]) -> list[Answer]:
     return [ours(EVERYTHING[name]) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, len(CHOSEN), 10))
 def test_on_eight_processes(world8, start):
     names = CHOSEN[start : start + 10]

@@ -32,6 +32,7 @@ def jax() -> dict[str, list[np.ndarray]]:
     return pickle.loads(subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, check=True).stdout)
 
 
+@pytest.mark.one_in(2, each=["name"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(jax, name, layout):

@@ -18,6 +18,7 @@ ORDERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_rules_are_set_whenever_dynamo_is_loaded(order):
     checks = (
@@ -67,6 +68,7 @@ def mapped(x, w):
     return total(x, w)
 
 
+@pytest.mark.one_in(2, each=["program"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", [arithmetic, attributes, in_place, parts, mapped])
 def test_a_compiled_function_is_right(program, backend):

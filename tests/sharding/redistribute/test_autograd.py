@@ -10,6 +10,7 @@ from shardmesh.sharding.redistribute.autograd import redistribute_local
 from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.strategies import AXES, mesh_shapes, moves, shapes, specs
+from tests.tiers import examples
 
 KINDS = ("sum", "avg", "max", "min", "product")
 
@@ -37,7 +38,7 @@ def check_value(local, layout, expected):
 
 
 @given(moves(KINDS))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_any_to_any_keeps_the_value(move):
     mesh_shape, shape, before, after = move
 
@@ -56,7 +57,7 @@ def test_any_to_any_keeps_the_value(move):
 
 
 @given(moves())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_gradient_is_the_dual_redistribution(move):
     """With loss = sum(weight * value), the gradient of every contribution is the weight."""
     mesh_shape, shape, before, after = move
@@ -76,7 +77,7 @@ def test_gradient_is_the_dual_redistribution(move):
 
 
 @given(moves(KINDS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_gradient_of_every_kind_equals_autograd_on_the_stack(move):
     """The gradient of a rank's contribution is what autograd gives for combining the stacked contributions."""
     mesh_shape, shape, before, after = move
@@ -102,7 +103,7 @@ def test_gradient_of_every_kind_equals_autograd_on_the_stack(move):
 
 
 @given(moves())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_twice_differentiable(move):
     """d/dx of sum(grad of sum(y**3)) is that of the whole tensor."""
     mesh_shape, shape, before, after = move
@@ -125,7 +126,7 @@ def test_twice_differentiable(move):
 
 
 @given(mesh_shapes, shapes())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_distribute_then_full_tensor(mesh_shape, shape):
     whole = torch.randn(shape, dtype=torch.float64)
 
@@ -138,7 +139,7 @@ def test_distribute_then_full_tensor(mesh_shape, shape):
 
 
 @given(moves())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_plan_is_pure_and_counts_exactly(move):
     """The plan of an abstract mesh predicts the bytes that each rank really receives."""
     mesh_shape, shape, before, after = move

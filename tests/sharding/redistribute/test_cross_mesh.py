@@ -20,6 +20,7 @@ from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, launched, same_error
 from tests.sharding.strategies import ragged_specs, shapes
+from tests.tiers import examples
 
 WORLD = 8
 MESH_SHAPES = [(1,), (2,), (3,), (8,), (2, 2), (1, 3), (3, 2), (4, 2), (2, 2, 2)]
@@ -67,7 +68,7 @@ def everywhere(program):
 
 
 @given(crossings())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_any_mesh_to_any_mesh_keeps_the_value(crossing):
     def program():
         src, dst = layouts(crossing)
@@ -84,7 +85,7 @@ def test_any_mesh_to_any_mesh_keeps_the_value(crossing):
 
 
 @given(crossings())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
     def program():
         src, dst = layouts(crossing)
@@ -106,7 +107,7 @@ def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
 
 
 @given(crossings())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_gradient_equals_autograd_on_the_stack(crossing):
     """The gradient of a rank's contribution is what autograd gives for combining the stacked contributions."""
 
@@ -137,7 +138,7 @@ def whole_sum(local, layout):
 
 
 @given(crossings(("sum",), ()))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_twice_differentiable(crossing):
     """d/dx of sum((d/dx sum(x**3))**2) is that of the whole tensor."""
 

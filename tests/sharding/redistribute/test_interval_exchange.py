@@ -14,6 +14,7 @@ from shardmesh.sharding.ops.rules.check import place
 from shardmesh.sharding.redistribute.interval_exchange import Fetch
 from tests.sharding.ranks import collectives, launched, on_mesh
 from tests.sharding.strategies import AXES, ragged_specs
+from tests.tiers import examples
 
 MESHES = [(2,), (3,), (2, 2), (1, 3), (2, 1, 2)]
 
@@ -43,7 +44,7 @@ def fetched(layout, whole, dim, intervals):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_intervals_of_any_layout(data):
     """Values, gradients and gradients of gradients are those of slicing the whole; bytes are those that others hold."""
     mesh_shape = data.draw(st.sampled_from(MESHES))

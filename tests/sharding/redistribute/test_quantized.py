@@ -16,6 +16,7 @@ from shardmesh.kernels.quantize import record_bytes
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import mesh_shapes, shapes, specs
+from tests.tiers import examples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -48,7 +49,7 @@ def moves(draw):
 
 
 @given(moves())
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 def test_any_move(case):
     mesh_shape, shape, src, dst, transport, dtype, small = case
 

@@ -14,6 +14,7 @@ from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import mesh_shapes, ragged_specs, shapes, specs
+from tests.tiers import examples
 
 X = torch.arange(48, dtype=torch.float64).view(6, 8)
 KINDS = ("sum", "max", "product")
@@ -49,7 +50,7 @@ def layouts(mesh, moves):
 
 
 @given(lists(KINDS))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_many_are_as_each_alone(case):
     mesh_shape, moves = case
 
@@ -73,7 +74,7 @@ def test_many_are_as_each_alone(case):
 
 
 @given(lists(), st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_gradients_of_many(case, data):
     mesh_shape, moves = case
     used = [data.draw(st.booleans()) for _ in moves]
@@ -230,7 +231,7 @@ def test_a_part_that_is_a_view_of_the_output_is_gathered_in_place(mesh):
 
 
 @given(st.sampled_from([(4,), (2, 2), (3,)]), st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_into_a_given_tensor(mesh_shape, data):
     names = AXES[: len(mesh_shape)]
     before, after = (data.draw(specs(names, 2)) for _ in range(2))

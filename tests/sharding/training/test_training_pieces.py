@@ -70,6 +70,7 @@ def expected():
     return found, norms(pieces.model), evaluated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plain", [False, True], ids=["sharded batches", "plain batches"])
 @pytest.mark.parametrize("form", FORMS)
 def test_as_one_process(form, plain):
@@ -94,6 +95,7 @@ def test_as_one_process(form, plain):
     on_mesh((4,), program)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Muon, Shampoo])
 @pytest.mark.parametrize(("shape", "where"), [((2, 2), "tp and fsdp"), ((2, 2), "replicas"), ((4,), "fsdp")])
 def test_saved_and_gone_on_with_on_another_mesh(kind, shape, where, tmp_path):

@@ -21,7 +21,7 @@ from shardmesh.mesh.monitor.recording.recorder import SLOT_WORDS, row_of
 from shardmesh.mesh.monitor.recording.trace_buffer import PAGE_BYTES, RECORDS, H, Page, State
 from shardmesh.mesh.monitor.verdict import Verdict
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 _prefixes = itertools.count()
 
 

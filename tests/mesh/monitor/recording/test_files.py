@@ -252,6 +252,7 @@ def assert_all_train(ended: list[Ended], watch: str, warnings: int) -> None:
     assert sum(rank.output.count("no watch over this job") for rank in ended) == warnings
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]])
 def test_ranks_without_room_train_on_with_the_others(forked: Forked, ranks: list[int]) -> None:
     ended = forked(programs.no_room, 4, ranks)
@@ -282,6 +283,7 @@ def test_a_folder_that_cannot_be_written_to(forked: Forked) -> None:
     assert any("Read-only file system" in rank.output for rank in ended)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", ["size=64m", "size=1m", "ro"])
 def test_shared_memory_of_a_container(forked: Forked, options: str) -> None:
     """Where it has no room the files lie in the temporary folder."""
@@ -322,6 +324,7 @@ def test_a_rank_in_another_folder(forked: Forked) -> None:
         shutil.rmtree(ROOT / "watched-by-tests", ignore_errors=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["raises", "exits", "dies", "loader"])
 def test_ranks_that_fork(forked: Forked, how: str) -> None:
     assert_all_train(forked(programs.forks, 4, how), "on", 0)

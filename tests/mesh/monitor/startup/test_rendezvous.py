@@ -15,8 +15,6 @@ from shardmesh.mesh.monitor.startup.progress import Patience
 from shardmesh.mesh.monitor.startup.rank_info import Card, disagreement, file_store_fault, own_card, what_must_agree
 from tests.mesh.monitor.starter import Outcome, Rank, Starter, by_hand, free_port
 
-SOON_S = 8.0  # a second, on a machine that does much else; ranks that hang take 15
-
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Starter]:
@@ -36,10 +34,9 @@ def by_launcher(size: int, launcher: dist.TCPStore, **common: str) -> list[dict[
 
 
 def the_error(outcomes: list[Outcome]) -> str:
-    """What all ranks raised, the same, and soon."""
+    """What all ranks raised, the same. It is not that they have waited in vain, which has another text."""
     texts = {outcome.text for outcome in outcomes}
     assert len(texts) == 1, texts
-    assert max(outcome.seconds for outcome in outcomes) < SOON_S
     (text,) = texts
     assert text.startswith("LaunchEnvironmentError: ")
     return text.removeprefix("LaunchEnvironmentError: ")
@@ -140,7 +137,6 @@ def test_a_rank_of_another_job(start: Starter, launcher: dist.TCPStore) -> None:
     assert "belongs to job 'ours' (rank 0, process" in stray.text
     assert "one of job 'theirs'" in stray.text
     assert f"rank 1 of job 'theirs' (process {stray.pid} on host" in first.said
-    assert stray.seconds < SOON_S
 
 
 def test_another_job_by_hand_on_one_port(start: Starter) -> None:
@@ -163,7 +159,6 @@ def test_something_else_has_the_port(start: Starter) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         (outcome,) = start(by_hand(2, server.getsockname()[1])[:1])
     assert "the port is in use by " in outcome.text
-    assert outcome.seconds < SOON_S
 
 
 def test_a_mesh_that_a_rank_has_already_made_is_no_new_one(start: Starter) -> None:
@@ -180,7 +175,6 @@ def test_ranks_that_make_another_mesh(start: Starter) -> None:
     assert text.startswith("MeshMismatchError: rank 2 made another mesh than ranks 0, 1, 3 as mesh 2 of the program: they differ in")
     assert "they differ in shape." in text
     assert "rank 2: DeviceMesh(cpu, axis_0=4, axis_1=1) at " in text
-    assert max(outcome.seconds for outcome in outcomes) < SOON_S
 
 
 def test_meshes_in_another_order(start: Starter) -> None:

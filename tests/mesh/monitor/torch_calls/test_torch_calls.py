@@ -49,6 +49,7 @@ def test_shared_groups(forked: Forked) -> None:
         assert "library 3 torch 1" in output
 
 
+@pytest.mark.slow
 def test_torch_compile(forked: Forked) -> None:
     for output in outputs(forked(programs.compiles, 2, limit_s=100.0)):
         assert "compiled [3.0, 3.0] calls 0" in output

@@ -6,6 +6,7 @@ other arguments, under its owner and name, as in `linalg.diagonal`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,13 @@ def samples(names: str, *calls: Call) -> None:
         SAMPLES.setdefault(name, []).extend(calls)
 
 
-def registered() -> Iterator[tuple[str, Callable[..., Any]]]:
+@functools.cache
+def registered() -> list[tuple[str, Callable[..., Any]]]:
     """Every function in the table with its owner and name, once for each owner that has it."""
+    return list(_registered())
+
+
+def _registered() -> Iterator[tuple[str, Callable[..., Any]]]:
     seen = set()
     for func in [*RULES, *FORMS, *HANDLERS]:
         for label in labels(func):

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2, each=["case", "method"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_whole_attention(case, method):

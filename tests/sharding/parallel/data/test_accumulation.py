@@ -24,6 +24,7 @@ def _parts(mesh, count):
     return [(mine(mesh, x), mine(mesh, y)) for x, y in zip(TOKENS.chunk(count), TARGETS.chunk(count), strict=True)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_micro_batches(form):
     """The mean over micro-batches is that of the batch, with `accumulate_grads` and by adding up `.grad`."""

@@ -110,6 +110,7 @@ def counting(sizes):
     return backend
 
 
+@pytest.mark.one_in(4, each=["how", "order", "form"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", HOW)
@@ -128,6 +129,7 @@ def test_gradients_equal_one_process(how, order, form):
         assert max(map(max, sizes)) >= 5, "a block is one graph"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)"])
 def test_blocks_are_full_graphs(how, order):

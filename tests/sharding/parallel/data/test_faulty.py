@@ -58,6 +58,7 @@ def _one_failure(mesh, form, place, where, kind, sharded):
     check_gradients(made, mesh)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("where", [_in_forward, _in_backward])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", SOME)
@@ -210,6 +211,7 @@ def test_a_unit_left_out_on_one_rank_is_an_error(form):
     assert all("blocks.1: " in text for text in on_ranks((4,), program))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("form", SOME)
 def test_frozen_parameters(form, find):

@@ -103,6 +103,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("capacity", [None, 1.0, 0.4])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_dense_mixture(case, capacity):

@@ -21,6 +21,7 @@ from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, on_mesh
 from tests.sharding.strategies import moves, ragged_moves
+from tests.tiers import examples
 
 KINDS = ("sum", "max", "min", "product")
 
@@ -58,7 +59,7 @@ def _in_rounds(steps, rounds):
 
 
 @given(nodes_and_moves(), st.sampled_from([1, 1, 2, 5]))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_every_candidate_gives_the_value_and_moves_what_it_says(case, rounds):
     topology, move = case
 
@@ -83,7 +84,7 @@ def test_every_candidate_gives_the_value_and_moves_what_it_says(case, rounds):
 
 
 @given(nodes_and_moves(), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_ranks_of_a_mesh_in_any_order(case, random):
     """Groups list ranks in ascending order, whatever their order in the mesh."""
     topology, move = case
@@ -103,7 +104,7 @@ def test_ranks_of_a_mesh_in_any_order(case, random):
 
 
 @given(nodes_and_moves())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_without_pending_values_every_candidate_meets_the_rank_bound(case):
     topology, move = case
     src, dst, candidates = all_candidates(sm.AbstractMesh(move[0], AXES[: len(move[0])]), move, topology)
@@ -113,7 +114,7 @@ def test_without_pending_values_every_candidate_meets_the_rank_bound(case):
 
 
 @given(nodes_and_moves())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_two_phases_meet_the_node_bound(case):
     """Between nodes, each element that a node lacks comes in exactly once."""
     topology, move = case

@@ -17,6 +17,7 @@ from shardmesh.sharding.redistribute.plan.steps import Plan
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES
 from tests.sharding.redistribute.plan.test_candidates import all_candidates, nodes_and_moves
+from tests.tiers import examples
 
 
 class Allocations(TorchDispatchMode):
@@ -61,7 +62,7 @@ def allocated(run, local: torch.Tensor) -> int:
 
 
 @given(nodes_and_moves(), st.sampled_from([1, 1, 2, 4]), st.integers(0, 7))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_no_rank_holds_more_than_promised(case, rounds, rank):
     topology, move = case
     mesh_shape = move[0]

@@ -166,6 +166,7 @@ def test_layouts_that_do_not_fit(change, word):
     assert str(dst) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_layouts_that_were_tried_are_not_kept():
     mesh = sm.AbstractMesh((2, 2, 2), ("a", "b", "c"))
     pairs = [(P(unreduced={"a", "b"}), P("a")), (P("a", unreduced={"b"}), P(None, "b")), (P("a"), P(("b", "a")))]

@@ -47,6 +47,7 @@ WRITES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(("b", "a"), sizes={("b", "a"): (0, 5, 0, 4)})], ids=str)
@@ -71,6 +72,7 @@ def test_what_is_written_stays_where_it_is(name, spec):
 DIFFERENTIABLE = [name for name in WRITES if name not in ("scatter_reduce_", "masked_fill_")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_gradients_of_what_is_written_and_of_the_values(name):
@@ -186,6 +188,7 @@ READS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", READS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex128])
 def test_what_is_read_is_not_gathered(name, dtype):

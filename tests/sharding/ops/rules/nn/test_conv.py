@@ -13,6 +13,7 @@ import shardmesh as sm
 from shardmesh import P
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
+from tests.tiers import examples
 
 ROW = 3 * 8 * 8  # bytes of one row of one image of 3 channels, 8 wide, in float64
 
@@ -146,7 +147,7 @@ def check_twice(mesh, call, tensors, specs):
 
 
 @given(data=st.data(), window=windows(), transposed=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_split_space_equals_the_single_process(data, window, transposed):
     length, options, size = window
     if transposed:
@@ -160,6 +161,7 @@ def test_split_space_equals_the_single_process(data, window, transposed):
     on_mesh((ranks,), lambda mesh: check_twice(mesh, lambda x, w, b: func(x, w, b, **options), tensors, [spec, P(), P()]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "specs",
     [
@@ -236,6 +238,7 @@ def split_channels(name, module, mesh):
         sm.shard_parameter(module, "bias", mesh, P("b"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("padding_mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("spec", [P("a"), P(None, None, "a"), P("b", None, None, "a")])
 def test_a_training_step(padding_mode, spec):

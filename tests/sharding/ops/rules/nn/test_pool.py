@@ -12,6 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
+from tests.tiers import examples
 
 ROWS = P(None, None, "a")
 
@@ -53,7 +54,7 @@ def pools(draw):
 
 
 @given(data=st.data(), pool=pools(), ranks=st.sampled_from([2, 3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_any_window(data, pool, ranks):
     """Values, global indices and gradients, whichever way the dim is cut."""
     length, options = pool
@@ -229,6 +230,7 @@ MODULES = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name):
     module, shape = MODULES[name]
