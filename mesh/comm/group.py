@@ -373,12 +373,10 @@ class Carried(threading.local):
         note: what is moved, from which layout to which; None where nobody says.
         lineage: how the value was made, see `sharding/ops/lineage.py`; 0 where nobody says.
         roots: how many values have entered the program in this thread, by what they are known.
-        made: a hash of the lines and layouts of these.
     """
 
     note: Note | None = None
     lineage: int = 0
-    made: int = 0
 
     def __init__(self) -> None:
         self.roots: dict[Any, Any] = {}

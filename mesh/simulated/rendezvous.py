@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..monitor.diagnosis.diagnose import connected
-from ..monitor.recording.recorder import unlike
+from ..monitor.diagnosis.diagnose import connected, is_divided
+from ..monitor.recording.recorder import differ, unlike
 from ..monitor.recording.trace_buffer import Page
 from . import diagnosis as verdict
 
@@ -87,7 +87,8 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     first = calls[0]
     if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
         return "ranks call different collectives"
-    if len(connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))) > 1:
+    parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))
+    if is_divided(parties, lambda one, other: differ(one.lineage, one.page, other.lineage, other.page)):
         return "ranks call the same collective for values that were made differently"
     if first.op == "all_to_all":
         return _wrong_split(ranks, calls)

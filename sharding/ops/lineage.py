@@ -14,8 +14,8 @@ A lineage is four hashes side by side, which differ in what identifies a tensor 
 
 Ranks of a correct program may differ in one of the first three: they make a tensor on different lines, or one rank makes another tensor
 for itself. Values are taken for different only where all three differ. A rank may do both, and then all three differ for a value made
-of both tensors; so where ranks have made tensors on different lines so far (`made`), the operators and layouts must differ as well.
-Operators mix all four hashes in one multiplication.
+of both tensors; so where it seems that a rank did both (`recorder.differ`), the operators and layouts must differ as well. Operators mix
+all four hashes in one multiplication.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..layout.layout import Layout
 _FACTOR = 0x01000193  # of the FNV hash; odd, so that nothing is lost, and small enough not to reach the next hash
 _CALLERS = 3
 _HASHES, _ONE = 4, (1 << 32) - 1
-_KEPT, _BYTE = (1 << 16) - 1, (1 << 8) - 1  # what is shown beside a collective: of the first three hashes; of the last, and of `made`
+_KEPT = (1 << 16) - 1  # of each hash, what is recorded with a collective
 _settings = settings()
 
 
@@ -93,11 +93,10 @@ def root(layout: Layout) -> int:
         return 0
     line = " ".join(_lines())
     stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
-    carried = world.carried
-    roots = carried.roots
+    roots = world.carried.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
-        carried.made += zlib.crc32(repr((line, stamp)).encode()) >> 7  # a sum: whatever the order in which they were made
+        world.page.note_line(zlib.crc32(repr((line, stamp)).encode()))
     return _beside(*(zlib.crc32(repr(known).encode()) for known in (
         (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives)), stamp
     )))  # fmt: skip
@@ -131,15 +130,14 @@ def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
     return count
 
 
-def packed(lineage: int, made: int = 0) -> int:
-    """Return a lineage as it stands beside a collective: upper bits of each hash, and some of `made`, in 64 bits as `unlike` takes them."""
-    hashes = lineage >> 208 << 32 | (lineage >> 144 & _KEPT) << 16 | (lineage >> 80 & _KEPT)
-    return hashes << 16 | (lineage >> 24 & _BYTE) << 8 | made & _BYTE
+def packed(lineage: int) -> int:
+    """Return a lineage as it is recorded with a collective: the upper 16 bits of each hash, see `recorder.differ`."""
+    return lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
 
 
 def unpacked(lineage: int) -> int:
     """What was packed, as a lineage to mix with others."""
-    return _beside(lineage >> 48 << 16, (lineage >> 32 & _KEPT) << 16, (lineage >> 16 & _KEPT) << 16, (lineage >> 8 & _BYTE) << 24)
+    return _beside(*((lineage >> at & _KEPT) << 16 for at in (48, 32, 16, 0)))
 
 
 class carrying_on:
@@ -160,9 +158,9 @@ class carrying_on:
 def carrying_back(world: Any, lineage: int) -> carrying_on:
     """with carrying_back(world, what was carried in forward): collectives inside move its gradient, of the loss that is carried now."""
     loss = world.carried.lineage
-    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL, world.carried.made) if loss else lineage)
+    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
 
 
 def carrying(world: Any, lineage: int) -> carrying_on:
     """with carrying(x.mesh.world, x._lineage): collectives inside move a value of this lineage."""
-    return carrying_on(world, packed(lineage, world.carried.made))
+    return carrying_on(world, packed(lineage))

@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ..recording.job_directory import Board, is_dead
-from ..recording.recorder import SLOT_WORDS, SLOTS, Seat, row_of, unlike
+from ..recording.recorder import SLOT_WORDS, SLOTS, Seat, differ, row_of, unlike
 from ..recording.trace_buffer import H, Page, Record, State
 from ..settings import monotonic_ns, settings
 from ..verdict import Verdict
@@ -77,7 +78,7 @@ def have_all_come(found: Sequence[Member]) -> bool:
 
 def agree(found: Iterable[Member]) -> bool:
     """Whether those who came call the same."""
-    return len(_parties(found)) < 2
+    return not is_divided(_parties(found), _differ)
 
 
 def judge(watch: Watch, seat: Seat, sequence: int, since: int) -> Verdict | None:
@@ -119,7 +120,15 @@ def odd_ones(found: Sequence[Member]) -> tuple[int, ...]:
 
 def _parties(found: Iterable[Member]) -> list[list[Member]]:
     """Those who have come, by what they call."""
-    return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
+    return connected([m for m in found if m.came], _alike)
+
+
+def _alike(one: Member, other: Member) -> bool:
+    return one.word == other.word and not unlike(one.lineage, other.lineage)
+
+
+def _differ(one: Member, other: Member) -> bool:
+    return one.word != other.word or differ(one.lineage, one.page, other.lineage, other.page)
 
 
 def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]]:
@@ -130,6 +139,11 @@ def connected(items: Sequence[T], alike: Callable[[T, T], bool]) -> list[list[T]
         near = [party for party in parties if any(alike(item, other) for other in party)]
         parties = [party for party in parties if all(party is not p for p in near)] + [[*(x for party in near for x in party), item]]
     return parties
+
+
+def is_divided(parties: Sequence[Sequence[T]], differ: Callable[[T, T], bool]) -> bool:
+    """Return whether any two items of different parties are known to differ."""
+    return any(differ(a, b) for one, other in itertools.combinations(parties, 2) for a in one for b in other)
 
 
 def minority(parties: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ _LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
 _COUNT = H.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW48 = (1 << 48) - 1
-_HASH, _BYTE = (1 << 16) - 1, (1 << 8) - 1
+_HASH = (1 << 16) - 1
 
 
 class Note:
@@ -245,11 +245,24 @@ def row_of(number: int) -> int:
 
 
 def unlike(one: int, other: int) -> bool:
-    """Return whether two lineages, as packed, are those of different values; see `sharding/ops/lineage.py`. 0 says nothing.
+    """Return whether two recorded lineages seem to be those of different values; 0 stands for any.
 
-        16 bits line | 16 order | 16 since | 8 layout | 8 made
+        16 bits line | 16 order | 16 since | 16 layout      see `sharding/ops/lineage.py`
     """
     different = one ^ other
-    if not (one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH):
+    return bool(one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH)
+
+
+def differ(one: int, page: Page | None, other: int, other_page: Page | None) -> bool:
+    """Return whether two recorded lineages are those of different values, given what the ranks have made so far.
+
+    Where each of two ranks has made tensors on lines of its own, and one on more lines than the other, a value made of two such tensors
+    may differ in line by the one and in number by the other. Then the operators or layouts must differ, too.
+    """
+    if not unlike(one, other):
         return False
-    return not different & _BYTE or bool(different >> 8 & _BYTE)
+    if (one ^ other) & _HASH or page is None or other_page is None:
+        return True
+    mine, theirs = page.lines(), other_page.lines()
+    ours_alone, theirs_alone = (mine & ~theirs).bit_count(), (theirs & ~mine).bit_count()
+    return not ours_alone or not theirs_alone or ours_alone == theirs_alone

@@ -29,6 +29,7 @@ RING = SLOT_AREA + GROUPS * SLOTS * SLOT_WORDS
 SPLITS = RING + RECORDS * RECORD_WORDS  # of the last few all_to_alls of which nobody else knows how much goes where
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
+LINE_BITS = 192
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
 PAGE_BYTES = _TEXT + TEXT_BYTES
 MAGIC = 0x7368617264_000000 + PAGE_BYTES  # "shard"; a page of another version has another size
@@ -60,6 +61,7 @@ class H:
     SEED, DRAWN = 25, 26  # of random numbers by global position, see `sharding/tensor/random.py`
     THREAD_ERROR = 27  # a text: which thread has raised what
     RESUMED = 28  # when the last pause ended
+    LINES = 29  # three words: which lines have made sharded tensors, one bit for each
 
 
 class State:
@@ -118,6 +120,16 @@ class Page:
             if found != _NO_ROOM:
                 self._texts[value] = found
         return found
+
+    def note_line(self, line: int) -> None:
+        """Note that a line, given by its hash, has made a sharded tensor."""
+        word, bit = divmod(line % LINE_BITS, 64)
+        self.words[H.LINES + word] |= 1 << bit
+
+    def lines(self) -> int:
+        """Return the lines that have made sharded tensors, as bits."""
+        words = self.words
+        return words[H.LINES] | words[H.LINES + 1] << 64 | words[H.LINES + 2] << 128
 
     def _append(self, encoded: bytes) -> int:
         start = self.words[H.TEXT_END]

@@ -9,8 +9,8 @@ import torch
 
 from shardmesh.mesh.monitor.diagnosis import diagnose
 from shardmesh.mesh.monitor.diagnosis.diagnose import Member, agree, minority, parties_by
-from shardmesh.mesh.monitor.recording.recorder import route_of, unlike
-from shardmesh.mesh.monitor.recording.trace_buffer import H, State
+from shardmesh.mesh.monitor.recording.recorder import differ, route_of, unlike
+from shardmesh.mesh.monitor.recording.trace_buffer import H, Page, State
 from shardmesh.mesh.monitor.settings import settings
 from tests.mesh.monitor.hands import Hand, played
 
@@ -122,8 +122,8 @@ def test_what_differs_in_a_layout(four: list[Hand], note: str, field: str) -> No
     assert (found.ranks, found.field) == ((3,), field)
 
 
-def lineage(line: int, order: int, since: int, layout: int = 0, made: int = 0) -> int:
-    return line << 48 | order << 32 | since << 16 | layout << 8 | made
+def lineage(line: int, order: int, since: int, layout: int = 0) -> int:
+    return line << 48 | order << 32 | since << 16 | layout
 
 
 def test_values_that_were_made_differently(four: list[Hand]) -> None:
@@ -150,11 +150,30 @@ def test_unlike_looks_at_all_three_hashes() -> None:
         one, other = [1, 2, 3], [4, 5, 6]
         other[same] = one[same]
         assert not unlike(lineage(*one), lineage(*other))
-    assert not unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 7, 9))  # the ranks have made different tensors, and the operators agree
-    assert unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 9, 9))
-    assert unlike(lineage(1, 2, 3, 7, 8), lineage(4, 5, 6, 9, 8))
     assert not unlike(0, lineage(4, 5, 6))
     assert not unlike(lineage(4, 5, 6), 0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "layout", "expected"),
+    [
+        ((1, 2), (1, 2), 7, True),
+        ((1, 2, 3), (1, 2), 7, True),  # one rank has skipped the line, or made a tensor for itself
+        ((1, 3), (1, 2), 7, True),  # one rank has made its tensor on another line
+        ((1, 3, 4), (1, 2), 7, False),  # both
+        ((1, 3, 4), (1, 2), 8, True),  # both, and the operators differ
+        ((1, 3, 64 + 4, 128 + 5), (1, 2), 7, False),
+    ],
+)
+def test_a_rank_with_a_line_of_its_own_and_a_tensor_for_itself(ours, theirs, layout: int, expected: bool) -> None:
+    pages = Page.private(0, 2), Page.private(1, 2)
+    for page, lines in zip(pages, (ours, theirs), strict=True):
+        for line in lines:
+            page.note_line(line)
+    one, other = lineage(1, 2, 3, 7), lineage(4, 5, 6, layout)
+    assert differ(one, pages[0], other, pages[1]) is differ(other, pages[1], one, pages[0]) is expected
+    assert not differ(one, pages[0], lineage(1, 5, 6, layout), pages[1])
+    assert differ(one, None, other, pages[1])
 
 
 def test_a_healthy_rank_with_a_line_of_its_own_is_not_blamed_with_the_odd_one(four: list[Hand]) -> None:
