@@ -54,6 +54,7 @@ def _losses(case):
     return train(case, mesh, made(case, mesh))[0]
 
 
+@pytest.mark.slow
 def test_twenty_steps_on_processes(world4):
     case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
     found = world4(_losses, case)

@@ -38,7 +38,7 @@ WITHOUT_SAMPLES = (
 
 
 # Meshes, and how many combinations to try on each. Functions that share a rule are tried briefly, and again under another
-# owner (`torch.add`, `Tensor.add`). `make test` tries a quarter of them, for one function of each rule; slow tests try all, and three
+# owner (`torch.add`, `Tensor.add`). `make test` tries a few of them, for one function of each rule; slow tests try all, and three
 # times as many: on (3,) 18 are all of two operands of two dims, on (2, 2) 18 are all of one.
 THOROUGHLY = {(3,): 8, (2, 2): 6}
 BRIEFLY = {(3,): 3, (2, 2): 2}
@@ -83,7 +83,7 @@ def _runs_gathered(label: str, c: Call) -> bool:
 
 @pytest.mark.filterwarnings("ignore:torch.* is deprecated", "ignore:at::", "ignore:Using torch.cross without", "ignore:index_reduce")
 @pytest.mark.parametrize(("label", "func", "extent"), _table())
-@pytest.mark.parametrize("times", [0.25, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow, id="slow")])
+@pytest.mark.parametrize("times", [0.15, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow, id="slow")])
 def test_rule(
     label: str, func: Callable[..., Any], extent: dict[tuple[int, ...], int], times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
