@@ -367,6 +367,7 @@ def test_no_orphans_after_ctrl_c(waiting):
     assert stderr.count("Traceback") == 1  # the parent's, not one per rank
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_orphans_after_a_killed_parent(waiting):
     program, pids = waiting
