@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 100.0
+_ATTEMPTS = 3  # to connect
 _SETTLE_S = 3.0  # after one rank failed: how long the others may take to end their call too
 
 
@@ -218,11 +219,29 @@ def _run(message: bytes, calls: int) -> Any:
 
 def _ensure_group(calls: int) -> None:
     """The default group, again where the last call destroyed it (under a new prefix: the store keeps the old keys)."""
-    if not dist.is_initialized():
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-        store = dist.PrefixStore(f"call{calls}", store)
+    if dist.is_initialized():
+        return
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for left in reversed(range(_ATTEMPTS)):
+        try:
+            return _connect(dist.PrefixStore(f"call{calls}/{left}", store))
+        except RuntimeError:
+            if not left:
+                raise
+
+
+def _connect(store: dist.Store) -> None:
+    """The default group, or an error on every rank: on a busy machine a rank of gloo's cannot always reach all others."""
+    rank, size, failed = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+    try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=5))
+    except RuntimeError as error:
+        failed = error
+    store.set(f"connected{rank}", "no" if failed else "yes")
+    if not all(store.get(f"connected{other}") == b"yes" for other in range(size)):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise failed or RuntimeError("another rank cannot reach all others")
 
 
 def _reply(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_difference_is_noticed(name, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        [sys.executable, FOLDER / "pipeline.py"],
+        slow([sys.executable, FOLDER / "pipeline.py"]),
         slow([sys.executable, FOLDER / "muon.py"]),
         slow([sys.executable, FOLDER / "ring_attention.py", "--launch", "2"]),
         slow([sys.executable, FOLDER / "adamw.py", "--launch", "2"]),

@@ -70,6 +70,7 @@ def test_resumed_on_another_mesh_it_goes_on_as_before(before, after, single, tmp
         assert ours.loss == pytest.approx(theirs.loss, rel=train_lm.TOLERANCE)
 
 
+@pytest.mark.slow
 def test_processes_train_as_one_process(world4, single):
     run = world4(train_lm.train_on_mesh, train_lm.parse(ARGUMENTS))[0]
     check_same_losses(run, single)

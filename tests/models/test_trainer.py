@@ -50,6 +50,7 @@ def _trained_by_trainer(parallel, folder):
     return {name: whole(x) for name, x in made.named_parameters()}
 
 
+@pytest.mark.slow
 def test_trainer(world4, tmp_path):
     expected = world4(_trained_by_trainer, False, str(tmp_path))[0]
     for found in world4(_trained_by_trainer, True, str(tmp_path)):

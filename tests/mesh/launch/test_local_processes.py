@@ -300,6 +300,7 @@ def test_a_script_without_guard_says_what_is_missing(tmp_path):
     assert "if __name__ == '__main__':" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_function_typed_into_a_repl():
     done = run("-c", "from shardmesh.mesh.launch.local_processes import launch\ndef f(): pass\nlaunch(f, 2)")
     assert "ValueError: launch() cannot send __main__.f to another process" in done.stderr.splitlines()[-1]
@@ -366,6 +367,7 @@ def test_no_orphans_after_ctrl_c(waiting):
     assert stderr.count("Traceback") == 1  # the parent's, not one per rank
 
 
+@pytest.mark.slow
 @needs_proc
 def test_no_orphans_after_a_killed_parent(waiting):
     program, pids = waiting

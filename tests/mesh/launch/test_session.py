@@ -133,6 +133,7 @@ def one_raises(in_collective: bool) -> tuple[str, float]:
     return without_job(run)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("in_collective", [False, True])
 def test_an_error_reaches_all_ranks_and_they_can_start_again(world4: Pool, in_collective: bool) -> None:
     found = world4(one_raises, in_collective)

@@ -9,6 +9,7 @@ from itertools import count, islice
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import train_lm
 from hypothesis import given, settings
@@ -329,6 +330,7 @@ def test_a_mesh_that_is_set_and_one_rank():
     with sm.set_mesh(sm.init_device_mesh(DEVICE, (1,))):
         assert [weight for _, weight in join([torch.ones(2)] * 2, mode="shadow")] == [1.0, 1.0]
         assert check_lengths([1, 2, 3]) == 3
+    dist.destroy_process_group()  # or later tests would find themselves in a job
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -192,6 +192,7 @@ def doctor(*arguments: str, env: dict[str, str], before: str = "") -> subprocess
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_alone_it_starts_processes_and_measures():
     done = doctor("--json", "--nprocs", "2", env=environment())
     found = json.loads(done.stdout)

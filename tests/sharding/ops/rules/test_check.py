@@ -74,6 +74,7 @@ def test_an_in_place_operator_may_refuse_but_not_fail():
     assert check_rule(torch.Tensor.exp_, X) == 3 + 1 + 3 + 1 + 11
 
 
+@pytest.mark.slow
 def test_any_function_of_tensors():
     def block(x, w, v, mask):
         return torch.nn.functional.gelu(x @ w).masked_fill(mask, 0).sum(-1, keepdim=True) * v
