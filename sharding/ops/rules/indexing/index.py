@@ -14,7 +14,7 @@ from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import form, rule
-from .places import Part, kept, kind_of_sum, not_empty, reads_in_parts
+from .local_indices import Part, kept, kind_of_sum, not_empty, reads_in_parts
 
 Local = Callable[..., Tensor]
 

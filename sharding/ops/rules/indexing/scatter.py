@@ -21,7 +21,7 @@ from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import rule
-from .places import Part, widened
+from .local_indices import Part, widened
 
 Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this rank writes along them
 
