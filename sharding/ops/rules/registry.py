@@ -152,11 +152,16 @@ def decomposition_maker(
     also: tuple[Callable[..., Any], ...] = (),
     check: Callable[..., Any] | None = None,
     rule: Callable[[Any], Rule | None] | None = None,
+    view: bool = False,
 ) -> Callable[[Function], Function]:
     """Register a function that makes a decomposition: called with meta tensors, it returns what to call in place of the operator, with
     the operator's own arguments, or None to leave the call to the rule.
 
-    For decompositions of which most can be computed in advance. Arguments are as those of `decomposition`.
+    For decompositions of which most can be computed in advance.
+
+    Args:
+        names, also, check, rule: as in `decomposition`; here `check` is called first.
+        view: the result shares memory with the operand.
     """
 
     def register(function: Function) -> Function:
@@ -166,7 +171,10 @@ def decomposition_maker(
                     check(*args, **kwargs)
             return function(*args, **kwargs)
 
-        _register(function, 0, unique(names, also), function if check is None else make, rule)
+        funcs = unique(names, also)
+        _register(function, 0, funcs, function if check is None else make, rule)
+        if view:
+            RESULT_IS_VIEW.update(funcs)
         return function
 
     return register

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
-from ..indexing.local_indices import Part, adds_in_parts, kept, not_empty
+from ..indexing.local_indices import Part, adds_in_parts, masked, not_empty
 from ..notation import Rule, dim_names, einrule
 from ..registry import rule
 
@@ -61,9 +61,9 @@ def _bind_embedding(func: Any, padding: int | None, targets: Sequence[Layout], _
 
 def _rows(part: Part, input: Tensor, weight: Tensor, padding: int | None = None, counted: Tensor | None = None) -> Tensor:
     """Return the rows that this rank has; zeros for others, and for those that are not counted."""
-    places, mine = part.find(input, 0)
+    local, mine = part.find(input, 0)
     mine = mine if counted is None else mine & counted
-    return kept(mine, F.embedding(places, not_empty(weight, [0]), padding), 1)
+    return masked(mine, F.embedding(local, not_empty(weight, [0]), padding), 1)
 
 
 @rule(also=(torch.embedding,))
