@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 from types import FunctionType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -175,8 +174,3 @@ def sequential(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[.
         return part
 
     return lambda input, *_, **__: from_parts(layout, local, input)
-
-
-def check_by_torch(func: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    with torch.no_grad():
-        func(*args, **kwargs)

@@ -232,5 +232,3 @@ def writes_first_operand(func: Callable[..., Any]) -> bool:
     if name == "__setitem__":
         return True
     return name.endswith("_") and not name.endswith("__") and not name.startswith("_foreach")
-
-form = decomposition_maker
