@@ -44,7 +44,7 @@ def _skip_written(input: Any, index: Any, value: Any) -> Any:
     return None if source is not None and source.has_written(input, index, value) else NotImplemented
 
 
-# -- by integers and slices ---------------------------------------------------------------------------------------------
+# -- by integers and slices --------------------------------------------------------------------------------------------
 
 
 @rule("__setitem__")

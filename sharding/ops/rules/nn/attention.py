@@ -63,7 +63,7 @@ def _fused_on_meta(
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-# -- with dropout -----------------------------------------------------------------------------------------------------
+# -- with dropout ------------------------------------------------------------------------------------------------------
 
 
 def _check_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def _safe_softmax(scores: Any) -> Any:
     return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
 
-# -- with its projections ---------------------------------------------------------------------------------------------
+# -- with its projections ----------------------------------------------------------------------------------------------
 
 
 @decomposition("multi_head_attention_forward", check=F.multi_head_attention_forward)

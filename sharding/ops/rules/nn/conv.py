@@ -67,7 +67,7 @@ def _with_graph_of(made: Tensor, result: Layout) -> Tensor:
     return made.new_zeros(result.local_shape) + made.flatten()[:0].sum()
 
 
-# -- convolution ------------------------------------------------------------------------------------------------------
+# -- convolution -------------------------------------------------------------------------------------------------------
 
 
 def _bind(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
@@ -169,7 +169,7 @@ def _tbc_of_nothing(result: Layout, input: Tensor, weight: Tensor, bias: Tensor,
     return out + bias.to(out.dtype)
 
 
-# -- transposed -------------------------------------------------------------------------------------------------------
+# -- transposed --------------------------------------------------------------------------------------------------------
 
 
 def _bind_transposed(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:

@@ -59,7 +59,7 @@ def _class_dim(input: Any) -> int:
     return 0 if input.ndim == 1 else 1
 
 
-# -- whole classes, split rows ----------------------------------------------------------------------------------------
+# -- whole classes, split rows -----------------------------------------------------------------------------------------
 
 
 def _of_rows(func: Callable[..., Any], input: Any, target: Any, *, reduction: str, **options: Any) -> Any:
@@ -83,7 +83,7 @@ def _weights(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) ->
     return torch.where(counted, reduce_pending(rows[..., 0]), 0)
 
 
-# -- split classes ----------------------------------------------------------------------------------------------------
+# -- split classes -----------------------------------------------------------------------------------------------------
 # All tensors keep the class dim, with one element where it is reduced.
 
 

@@ -18,7 +18,7 @@ from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition_maker, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
-# -- resizing ---------------------------------------------------------------------------------------------------------
+# -- resizing ----------------------------------------------------------------------------------------------------------
 
 
 def _interpolate_rule(a: Any) -> Rule:
@@ -128,7 +128,7 @@ def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callab
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------------------
 
 
 @rule("grid_sample")
@@ -150,7 +150,7 @@ def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> P
     return unless_empty(local, True)(targets, results)
 
 
-# -- between channels and space ---------------------------------------------------------------------------------------
+# -- between channels and space ----------------------------------------------------------------------------------------
 
 
 def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule:

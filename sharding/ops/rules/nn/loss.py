@@ -53,7 +53,7 @@ def _any_split(*args: Any, **kwargs: Any) -> bool:
     return any(map(is_split, tensors_of(*args, **kwargs)))
 
 
-# -- by element -------------------------------------------------------------------------------------------------------
+# -- by element --------------------------------------------------------------------------------------------------------
 
 
 def _register(func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]) -> None:
@@ -129,7 +129,7 @@ def _argument_of(func: Any, name: str) -> Any:
     return found
 
 
-# -- by row -----------------------------------------------------------------------------------------------------------
+# -- by row ------------------------------------------------------------------------------------------------------------
 
 
 def _cosine_embedding(input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Rule:
@@ -157,7 +157,7 @@ _register(F.multi_margin_loss, partial(_run, F.multi_margin_loss), _multi_margin
 _register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _multilabel_margin)
 
 
-# -- of sequences -----------------------------------------------------------------------------------------------------
+# -- of sequences ------------------------------------------------------------------------------------------------------
 
 
 def _ctc_rule(a: Any) -> Rule:
@@ -193,7 +193,7 @@ def _ctc_loss(
     return _averaged(each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction)
 
 
-# -- made of other operators ------------------------------------------------------------------------------------------
+# -- made of other operators -------------------------------------------------------------------------------------------
 
 
 def _register_body(func: Callable[..., Any]) -> None:
@@ -215,7 +215,7 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13
         return body_of(F.linear_cross_entropy)(*args, **kwargs)
 
 
-# -- under torch ------------------------------------------------------------------------------------------------------
+# -- under torch -------------------------------------------------------------------------------------------------------
 
 # Parameters of the functions in `torch`, which take the reduction as a number.
 _OF_TORCH = {

@@ -53,7 +53,7 @@ def _beside_channels(x: Any, like: Any) -> Any:
     return None if x is None else x.view(x.shape[0], *[1] * (like.ndim - 2))
 
 
-# -- of each row ------------------------------------------------------------------------------------------------------
+# -- of each row -------------------------------------------------------------------------------------------------------
 
 
 def _last_dims(a: Any) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def _normalize(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, ou
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
-# -- of weights -------------------------------------------------------------------------------------------------------
+# -- of weights --------------------------------------------------------------------------------------------------------
 
 
 @decomposition("norm_except_dim", check=torch.norm_except_dim)
@@ -114,7 +114,7 @@ def _weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
     return v * (g / _norm_except_dim(v, 2, dim))
 
 
-# -- of groups of channels --------------------------------------------------------------------------------------------
+# -- of groups of channels ---------------------------------------------------------------------------------------------
 
 
 def _group_norm_rule(a: Any) -> Rule:
@@ -154,7 +154,7 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
     return spread.view(n, channels, *[1] * (x.ndim - 2))
 
 
-# -- of channels ------------------------------------------------------------------------------------------------------
+# -- of channels -------------------------------------------------------------------------------------------------------
 
 
 def _batch_norm_rule(a: Any) -> Rule:
@@ -257,7 +257,7 @@ _register_torch_order(F.batch_norm)
 _register_torch_order(F.instance_norm)
 
 
-# -- of neighbouring channels -----------------------------------------------------------------------------------------
+# -- of neighbouring channels ------------------------------------------------------------------------------------------
 
 
 def _channels_around(a: Any) -> Callable[[int, int], list[tuple[int, int]]] | None:

@@ -42,7 +42,7 @@ def _windows(n: int, input: Tensor, kernel_size: Any, stride: Any, padding: Any,
     return [Window(*part) for part in parts]
 
 
-# -- the largest ------------------------------------------------------------------------------------------------------
+# -- the largest -------------------------------------------------------------------------------------------------------
 
 
 def _register_max(n: int, func: Parts) -> None:
@@ -107,7 +107,7 @@ def _global_indices(indices: Tensor, shape: Sequence[int], firsts: Sequence[int]
     return total
 
 
-# -- the mean ---------------------------------------------------------------------------------------------------------
+# -- the mean ----------------------------------------------------------------------------------------------------------
 
 
 def _register_avg(n: int, func: Parts) -> None:
@@ -172,7 +172,7 @@ def _bind_avg(windows: Sequence[Window], counts: Callable[..., int], targets: Se
     return scaled
 
 
-# -- to a given size --------------------------------------------------------------------------------------------------
+# -- to a given size ---------------------------------------------------------------------------------------------------
 
 
 def _sizes(n: int, input: Tensor, output_size: Any) -> list[int]:
@@ -234,7 +234,7 @@ def _register_adaptive_max(n: int, func: Parts) -> None:
         return lambda input, *args, **kwargs: pool(input)
 
 
-# -- windows at random ------------------------------------------------------------------------------------------------
+# -- windows at random -------------------------------------------------------------------------------------------------
 
 
 def _fractional_rule(n: int, func: Parts, a: Any) -> Rule:
@@ -274,7 +274,7 @@ def _register_unpool(n: int, func: Parts) -> None:
         return einrule(pattern, input, indices, linear=((0,),), bind=unless_empty(func, True))
 
 
-# -- other norms ------------------------------------------------------------------------------------------------------
+# -- other norms -------------------------------------------------------------------------------------------------------
 
 
 def _register_lp(n: int, func: Any) -> None:
@@ -286,7 +286,7 @@ def _register_lp(n: int, func: Any) -> None:
         return body(input, *args, **kwargs)
 
 
-# -- the table --------------------------------------------------------------------------------------------------------
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 _FAMILIES = {
     "max_pool{}d": _register_max,

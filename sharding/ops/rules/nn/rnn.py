@@ -24,7 +24,7 @@ def _listed(hx: Any) -> list[Any]:
     return list(hx) if isinstance(hx, (tuple, list)) else [hx]
 
 
-# -- sequences --------------------------------------------------------------------------------------------------------
+# -- sequences ---------------------------------------------------------------------------------------------------------
 
 
 def _sequence_rule(func: Any, a: Any) -> Rule:
@@ -56,7 +56,7 @@ def _register_sequence(func: Any) -> None:
         return input, *[torch.cat(parts) for parts in zip(*ends, strict=True)]
 
 
-# -- states that the modules make -------------------------------------------------------------------------------------
+# -- states that the modules make --------------------------------------------------------------------------------------
 
 
 def _on_mesh(func: Any, input: Any, hx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def _pack(*args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(_PACKED.format("pack_padded_sequence"))
 
 
-# -- cells ------------------------------------------------------------------------------------------------------------
+# -- cells -------------------------------------------------------------------------------------------------------------
 
 
 def _cell_rule(func: Any, a: Any) -> Rule:

@@ -24,7 +24,7 @@ from ..decomposition_utils import from_parts, is_split, reduce_pending, reduced
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, whole_reduction
 from ..registry import decomposition
 
-# -- operators --------------------------------------------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------------------------
 
 
 def _dim(input: Any, dim: int | None) -> int:
@@ -88,7 +88,7 @@ def _logsumexp(dims: tuple[int, ...], input: Any, dim: Dims, keepdim: bool = Fal
     return result if keepdim else result.squeeze(dims)
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- steps -------------------------------------------------------------------------------------------------------------
 
 
 def max_over(x: Any, dims: tuple[int, ...]) -> Any:

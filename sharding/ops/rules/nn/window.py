@@ -100,7 +100,7 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
     return list(pairwise(accumulate(part_sizes(layout, dim), initial=0)))
 
 
-# -- decompositions over split dims --------------------------------------------------------------------------------------
+# -- decompositions over split dims ------------------------------------------------------------------------------------
 
 
 def on_parts(made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]) -> Callable[..., Any]:
@@ -140,7 +140,7 @@ def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
-# -- parts without elements -------------------------------------------------------------------------------------------
+# -- parts without elements --------------------------------------------------------------------------------------------
 
 
 def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:

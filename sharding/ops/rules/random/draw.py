@@ -38,7 +38,7 @@ register_like("randint_like", lambda x, *bounds, **named: _drawn(random.integers
 
 
 def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, int]:
-    """`randint_like(x, high)` or `randint_like(x, low, high)`."""
+    """Return the bounds of `randint_like(x, high)` or `randint_like(x, low, high)`."""
     if high is not None:
         return (bounds[0] if bounds else low), high
     return (0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
@@ -111,7 +111,7 @@ def _geometric_(x: Any, p: float, *, generator: Any = None) -> Any:
 
 @handler("random_")
 def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
-    """`random_()`, `random_(to)`, `random_(from, to)`: integers, by default up to the largest below which the dtype has all."""
+    """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the largest contiguous one of the dtype."""
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     low, high = ends.get("from", low), ends.get("to", high)
     return _fill(x, generator, random.integers, low, limits(x.dtype)[1] + 1 if high is None else high)

@@ -63,7 +63,7 @@ def _shift(x: Tensor, kept: Tensor, a: float, p: float) -> Tensor:
     return kept.to(x.dtype).sub_(1).mul_(_SELU_FLOOR * a).add_(_SELU_FLOOR * a * p)
 
 
-# -- masks ------------------------------------------------------------------------------------------------------------
+# -- masks -------------------------------------------------------------------------------------------------------------
 
 
 def _mask_layout(layout: Layout, kept_dims: int) -> Layout:

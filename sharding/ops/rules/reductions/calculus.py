@@ -36,7 +36,7 @@ def _diff_of_joined(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, 
     return torch.cat([x for x in (prepend, input, append) if x is not None], dim).diff(n, dim)
 
 
-# -- gradient ---------------------------------------------------------------------------------------------------------
+# -- gradient ----------------------------------------------------------------------------------------------------------
 
 
 @decomposition_maker("gradient")
@@ -68,7 +68,7 @@ def _end(x: Any, dim: int, distance: float) -> Any:
     return sum(x.narrow(dim, i, 1) * (w / distance) for i, w in enumerate(weights))
 
 
-# -- areas ------------------------------------------------------------------------------------------------------------
+# -- areas -------------------------------------------------------------------------------------------------------------
 
 
 @decomposition("trapezoid", "trapz", check=torch.trapezoid, when=lambda a: a.y.shape[a.dim])

@@ -102,7 +102,7 @@ def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, eq
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
-# -- means ------------------------------------------------------------------------------------------------------------
+# -- means -------------------------------------------------------------------------------------------------------------
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -146,7 +146,7 @@ def safe_root(x: Any) -> Any:
     return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
-# -- norms ------------------------------------------------------------------------------------------------------------
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
 @decomposition_maker("vector_norm", rule=whole_reduction)
@@ -238,7 +238,7 @@ def _dist(input: Any, other: Any, p: float = 2) -> Any:
     return torch.linalg.vector_norm(input - other, p)
 
 
-# -- operators along a whole dim --------------------------------------------------------------------------------------
+# -- operators along a whole dim ---------------------------------------------------------------------------------------
 
 
 def along(input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any) -> Rule:

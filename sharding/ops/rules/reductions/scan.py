@@ -97,7 +97,7 @@ _register(torch.cumprod, partial(torch.prod, keepdim=True), False)
 _register(torch.logcumsumexp, partial(torch.logsumexp, keepdim=True), False)
 
 
-# -- extremes, and where they are -------------------------------------------------------------------------------------
+# -- extremes, and where they are --------------------------------------------------------------------------------------
 
 
 def _register_extreme(scan: Callable[..., Any]) -> None:

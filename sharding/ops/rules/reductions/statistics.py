@@ -17,7 +17,7 @@ from ..notation import Rule, dim_names, einrule
 from ..registry import decomposition_maker, rule
 from .reduction import accumulator_dtype, normal_dims, reduction, safe_root
 
-# -- variances --------------------------------------------------------------------------------------------------------
+# -- variances ---------------------------------------------------------------------------------------------------------
 
 
 def _moments(x: Any, dims: Sequence[int], keepdim: bool, correction: float) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ for _name in ("var", "std", "var_mean", "std_mean"):
     _variance(_name)
 
 
-# -- covariances ------------------------------------------------------------------------------------------------------
+# -- covariances -------------------------------------------------------------------------------------------------------
 
 
 def _covariance(dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None) -> Any:
@@ -162,7 +162,7 @@ def _correlations(dtype: torch.dtype, input: Any) -> Any:
     return torch.complex(c.real.clip(-1, 1), c.imag.clip(-1, 1)) if c.is_complex() else c.clip(-1, 1)
 
 
-# -- quantiles --------------------------------------------------------------------------------------------------------
+# -- quantiles ---------------------------------------------------------------------------------------------------------
 
 
 def _register_quantile(name: str) -> None:

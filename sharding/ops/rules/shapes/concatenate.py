@@ -42,7 +42,7 @@ from .view import with_whole_dims
 Decomposition = Callable[..., Any]
 
 
-# -- cat --------------------------------------------------------------------------------------------------------------
+# -- cat ---------------------------------------------------------------------------------------------------------------
 
 
 def _cat_rule(a: Any) -> Rule:
@@ -135,7 +135,7 @@ def _block_diag(*tensors: Any) -> Any:
     return torch.cat([F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)])
 
 
-# -- pad --------------------------------------------------------------------------------------------------------------
+# -- pad ---------------------------------------------------------------------------------------------------------------
 
 
 def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -244,7 +244,7 @@ def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int
     return [*((i, i + 1) for i in left), (low - before, high - before), *((i, i + 1) for i in right)]
 
 
-# -- writing into a copy ----------------------------------------------------------------------------------------------
+# -- writing into a copy -----------------------------------------------------------------------------------------------
 
 
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
@@ -284,7 +284,7 @@ def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2
     return torch.where(mask, F.pad(src, padding).unsqueeze(-1), last).movedim((-2, -1), (dim1, dim2))
 
 
-# -- grids ------------------------------------------------------------------------------------------------------------
+# -- grids -------------------------------------------------------------------------------------------------------------
 
 
 @decomposition_maker("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]

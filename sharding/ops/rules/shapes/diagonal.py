@@ -20,7 +20,7 @@ from ..registry import decomposition, decomposition_maker, rule
 
 Decomposition = Callable[..., Any]
 
-# -- triangles and traces ---------------------------------------------------------------------------------------------
+# -- triangles and traces ----------------------------------------------------------------------------------------------
 
 
 def _triangle(func: Callable[..., Tensor], input: Tensor, diagonal: int = 0) -> Rule:
@@ -48,7 +48,7 @@ def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
     return lambda local: local.diagonal(row - column).sum()
 
 
-# -- diagonals --------------------------------------------------------------------------------------------------------
+# -- diagonals ---------------------------------------------------------------------------------------------------------
 
 
 def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
@@ -94,7 +94,7 @@ def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = 
     return found and (lambda A, **_: found(A))
 
 
-# -- matrices with a given diagonal -----------------------------------------------------------------------------------
+# -- matrices with a given diagonal ------------------------------------------------------------------------------------
 
 
 def _diag_embed_rule(a: Any) -> Rule | None:

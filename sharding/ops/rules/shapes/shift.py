@@ -40,7 +40,7 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
         start += min(size, at + stop - start) - at
 
 
-# -- reversing --------------------------------------------------------------------------------------------------------
+# -- reversing ---------------------------------------------------------------------------------------------------------
 
 
 @decomposition_maker(also=(torch.flip,), check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims))
@@ -110,7 +110,7 @@ def _rolled(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
     return _cyclic(size, start - shift, stop - shift)
 
 
-# -- repeating --------------------------------------------------------------------------------------------------------
+# -- repeating ---------------------------------------------------------------------------------------------------------
 
 
 def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
@@ -196,7 +196,7 @@ def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
     return [(start // repeats, -(-stop // repeats))] if stop > start else []
 
 
-# -- neighbours -------------------------------------------------------------------------------------------------------
+# -- neighbours --------------------------------------------------------------------------------------------------------
 
 
 def _unfold_rule(a: Any) -> Rule:

@@ -96,7 +96,7 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
     return [part if piece.cut is piece.moved else marked_as_copy(part, local) for piece, part in zip(pieces, parts, strict=True)]
 
 
-# -- one slice --------------------------------------------------------------------------------------------------------
+# -- one slice ---------------------------------------------------------------------------------------------------------
 
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
@@ -181,7 +181,7 @@ decomposition_maker("narrow", rule=lambda a: with_whole_dims(a.input, [a.dim]), 
 decomposition_maker("narrow_copy", rule=lambda a: with_whole_dims(a.input, [a.dim], local=_copy_of_narrow))(_narrow)
 
 
-# -- several slices ---------------------------------------------------------------------------------------------------
+# -- several slices ----------------------------------------------------------------------------------------------------
 
 
 def _register_split(func: Callable[..., Any], dim_of: Callable[..., int]) -> None:

@@ -15,7 +15,7 @@ from ....layout.layout import Layout
 from ..notation import Dim, Rule, along_dims, dim_names, einrule
 from ..registry import decomposition, decomposition_maker, rule
 
-# -- reshape ----------------------------------------------------------------------------------------------------------
+# -- reshape -----------------------------------------------------------------------------------------------------------
 
 
 def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
@@ -179,7 +179,7 @@ def _view_as_complex(input: Tensor) -> Rule:
     return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
-# -- transpose --------------------------------------------------------------------------------------------------------
+# -- transpose ---------------------------------------------------------------------------------------------------------
 
 
 def permuted(input: Tensor, order: Sequence[int]) -> Rule:
@@ -231,7 +231,7 @@ def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequ
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
 
 
-# -- expand -----------------------------------------------------------------------------------------------------------
+# -- expand ------------------------------------------------------------------------------------------------------------
 
 
 def listed(dims: Sequence[Any]) -> Sequence[int]:
@@ -268,7 +268,7 @@ def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
     return lambda *tensors: made(x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0]))
 
 
-# -- split and stack --------------------------------------------------------------------------------------------------
+# -- split and stack ---------------------------------------------------------------------------------------------------
 
 
 def with_whole_dims(input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any) -> Rule:
