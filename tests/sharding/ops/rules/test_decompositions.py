@@ -1,4 +1,4 @@
-"""Decisions are shared by calls that differ only in numbers with a fraction: no rule or form may have looked at one, or kept it."""
+"""Strategies are shared by calls that differ only in floats: no rule or decomposition may depend on one, or keep one."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _family(func: Callable[..., Any]) -> str:
 
 
 def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
-    """What is registered for a function: its rule, its form, its handler."""
+    """Return what is registered for a function: its rule, its decomposition, its handler."""
     return tuple(maker for table in (RULES, DECOMPOSITIONS, HANDLERS) if (maker := table.get(func)) is not None)
 
 
