@@ -24,8 +24,8 @@ def _along(x1: Tensor, x2: Tensor, dim: int, keepdim: bool = False) -> Rule:
 
 def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
     """Return whether the dim, counted as in the result of broadcasting, is split in either operand."""
-    place = dim % max(x1.ndim, x2.ndim) - max(x1.ndim, x2.ndim)
-    return any(x.ndim >= -place and is_split(x, [place]) for x in (x1, x2))
+    last = dim % max(x1.ndim, x2.ndim) - max(x1.ndim, x2.ndim)
+    return any(x.ndim >= -last and is_split(x, [last]) for x in (x1, x2))
 
 
 @decomposition(

@@ -25,8 +25,8 @@ from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import rule
 
-# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim that groups lie along in each
-# operand that has them side by side.
+# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim along which each operand has its
+# groups side by side.
 _PATTERNS = {
     (2, 3): ("j k, g k n, [o] -> j n", (-2, None)),
     (3, 2): ("g m k, k j, [o] -> m j", (None, -1)),
@@ -89,9 +89,9 @@ def _multiply_parts(
 
 def _between(offs: Tensor, first: int, last: int, count: int) -> Tensor:
     """Return a mask of the rows that are in the groups [first, last)."""
-    places = torch.arange(count, device=offs.device)
+    rows = torch.arange(count, device=offs.device)
     ends = torch.cat([offs.new_zeros(1), offs])
-    return (places >= ends[first]) & (places < ends[last])
+    return (rows >= ends[first]) & (rows < ends[last])
 
 
 def _multiply(

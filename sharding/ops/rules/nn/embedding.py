@@ -33,14 +33,9 @@ def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
 
 @rule(also=(F.embedding,))
 def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Rule:
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Rule:  # fmt: skip
     """With gradients scaled by frequency, all indices are counted, so these and the rows must be whole."""
     _refuse("embedding", max_norm, sparse)
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
@@ -85,18 +80,10 @@ def _bind_embedding_of_weight(padding: int | None, targets: Sequence[Layout], _:
 
 @rule(also=(F.embedding_bag,))
 def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Rule:
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Rule:  # fmt: skip
     """Bags that are rows of a matrix may be split, and so may features and, for sums and means, the rows of the table."""
     _refuse("embedding_bag", max_norm, sparse)
     rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"

@@ -52,9 +52,9 @@ def _is_alike(row: Sequence[Layout | int]) -> bool:
     layouts = [item for item in row if isinstance(item, Layout)]
     if not layouts:  # plain tensors among sharded ones
         return True
-    places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
+    kinds = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
     numbers = all(item == 0 for item in row if not isinstance(item, Layout))
-    return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)
+    return len(kinds) <= 1 and numbers and not any(layout.pending for layout in layouts)
 
 
 _part = attrgetter("_local")
@@ -116,9 +116,9 @@ def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name in _TAKES_VALUE and len(args) == 4:
         *args, value = args
         kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
-    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_place(args[1], 0), Tensor):
+    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_at(args[1], 0), Tensor):
         single = getattr(Tensor, name.replace(*_OF_NUMBERS[name.rstrip("_")]))
-    return _by_place(single, args, kwargs)
+    return _by_index(single, args, kwargs)
 
 
 def _in_place(name: str) -> Callable[..., Any] | None:
@@ -127,15 +127,15 @@ def _in_place(name: str) -> Callable[..., Any] | None:
     return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
 
 
-def _by_place(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _by_index(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     count = len(_lists(args, kwargs)[0])
     return [
-        single(*[_place(a, i) for a in args], **{name: _place(a, i) for name, a in kwargs.items()})
+        single(*[_at(a, i) for a in args], **{name: _at(a, i) for name, a in kwargs.items()})
         for i in range(count)
     ]
 
 
-def _place(argument: Any, i: int) -> Any:
+def _at(argument: Any, i: int) -> Any:
     return argument[i] if isinstance(argument, (list, tuple)) else argument
 
 
@@ -162,9 +162,9 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
     totals = [_sum_of_squares(x, dtype) for x in tensors]
     norms: dict[int, Any] = {}
     for bucket in dict.fromkeys(total._layout for total in totals):
-        places = [i for i, total in enumerate(totals) if total._layout is bucket]
-        roots = safe_root(reduce_pending(torch.stack([totals[i] for i in places])))
-        norms.update(zip(places, roots.unbind(), strict=True))
+        indices = [i for i, total in enumerate(totals) if total._layout is bucket]
+        roots = safe_root(reduce_pending(torch.stack([totals[i] for i in indices])))
+        norms.update(zip(indices, roots.unbind(), strict=True))
     return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
 
 

@@ -44,7 +44,7 @@ _torchs_grouping = torch_optimizer._group_tensors_by_device_and_dtype
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
     """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is "meta", which torch would hold against a
-    `step` that lies on a GPU."""
+    `step` on a GPU."""
     if not any(type(x) is ShardedTensor for x in lists[0]):
         return _torchs_grouping(lists, with_indices)
     parts = [[x._local if type(x) is ShardedTensor else x for x in tensors] for tensors in lists]

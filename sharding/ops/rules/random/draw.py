@@ -180,19 +180,19 @@ def _demand(sound: Tensor, text: str) -> None:
         raise RuntimeError(text)
 
 
-def _check_floating(name: str, *tensors: Tensor) -> None:
+def _check_floating(name: str, *tensors: Tensor) -> bool:
+    """Return True.
+
+    Raises:
+        RuntimeError: a tensor that is not of a floating-point dtype.
+    """
     for x in tensors:
         if not x.dtype.is_floating_point:
             raise RuntimeError(f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as x.float()")
-
-
-def _bernoulli_applies(a: Any) -> bool:
-    if a.p is None:
-        _check_floating("bernoulli", a.input)
     return True
 
 
-@decomposition("bernoulli", when=_bernoulli_applies)
+@decomposition("bernoulli", when=lambda a: a.p is not None or _check_floating("bernoulli", a.input))
 def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> Any:
     """Draw True with the probability that each element gives, or with p."""
     _no_generator(generator)
@@ -213,12 +213,7 @@ def _truths(p: Tensor, units: laws.Units) -> Tensor:
     return laws.bernoulli(p, units)
 
 
-def _poisson_applies(a: Any) -> bool:
-    _check_floating("poisson", a.input)
-    return True
-
-
-@decomposition("poisson", when=_poisson_applies)
+@decomposition("poisson", when=lambda a: _check_floating("poisson", a.input))
 def _poisson(input: Any, generator: Any = None) -> Any:
     _no_generator(generator)
     x = reduce_pending(input)
@@ -318,8 +313,7 @@ def _chosen(weights: Tensor, units: laws.Units, count: int, replacement: bool) -
 
 def _gumbel_applies(a: Any) -> bool:
     F.softmax(a.logits.detach(), a.dim)  # raises for a dim that does not exist
-    _check_floating("gumbel_softmax", a.logits)
-    return True
+    return _check_floating("gumbel_softmax", a.logits)
 
 
 @decomposition("gumbel_softmax", when=_gumbel_applies)

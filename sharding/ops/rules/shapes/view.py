@@ -41,10 +41,10 @@ def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
             _assign(left, before, dims, names, total)
             _assign(right, after, others, names, total)
         else:
-            for place, shape, group in ((left, before, dims), (right, after, others)):
+            for found, shape, group in ((left, before, dims), (right, after, others)):
                 for d in group:
                     name = f"f{len(sizes)}"
-                    place[d], sizes[name] = (name,), shape[d]
+                    found[d], sizes[name] = (name,), shape[d]
                     whole.add(name)
     for d, other in _single_pairs(before, after):
         name = f"f{len(sizes)}"
@@ -95,12 +95,12 @@ def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
     return cuts
 
 
-def _assign(place: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int) -> None:
+def _assign(found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int) -> None:
     """Give each dim the factors between its own cuts, major to minor."""
     low = 1
     for d in reversed(dims):
         high = low * shape[d]
-        place[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
+        found[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
         low = high
 
 
