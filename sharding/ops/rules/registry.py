@@ -154,10 +154,10 @@ def decomposition_maker(
     rule: Callable[[Any], Rule | None] | None = None,
     view: bool = False,
 ) -> Callable[[Function], Function]:
-    """Register a function that makes a decomposition: called with meta tensors, it returns what to call in place of the operator, with
-    the operator's own arguments, or None to leave the call to the rule.
+    """Register a function that makes a decomposition, for those of which most can be computed in advance.
 
-    For decompositions of which most can be computed in advance.
+    It is called as `rule` is, with meta tensors, once for each new combination of layouts and static arguments. It returns the
+    function to call in place of the operator, with the operator's own arguments, or None to leave the call to the rule.
 
     Args:
         names, also, check, rule: as in `decomposition`; here `check` is called first.
