@@ -336,7 +336,7 @@ LOUD = {
     "abs_ beside another layout": (
         lambda mesh: sm.from_local(X, mesh, [Partial(), Replicate()]).abs_(), ValueError, "redistribute it first",
     ),
-    "sorting in place": (lambda mesh: _x(mesh).resize_(3), NotImplementedError, "memory as such"),
+    "sorting in place": (lambda mesh: _x(mesh).resize_(3), NotImplementedError, "works on the memory of a tensor"),
     "a pointer": (lambda mesh: _x(mesh).data_ptr(), RuntimeError, "to_local"),
     "a constant pointer": (lambda mesh: _x(mesh).const_data_ptr(), NotImplementedError, "to_local"),
     "out beside gradients": (

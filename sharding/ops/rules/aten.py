@@ -1,7 +1,7 @@
-"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each is run as the public function of its name.
+"""Operators of aten, called as `torch.ops.aten.add.Tensor(x, y)`: each runs as the public function of its name.
 
-So the rules of public functions hold for them. Which function that is, and how its arguments are passed, is read from names and
-from the operator's schema; `_TRANSLATED` has the few that have no public function of their own.
+So the rules of public functions apply to them. The function and the way its arguments are passed are derived from names and
+the operator's schema; `_TRANSLATED` has the few operators without a public function of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .registry import FORMS, HANDLERS, RULES, functions
+from .registry import DECOMPOSITIONS, HANDLERS, RULES, functions
 
 # Operators that have no public function of their own name, and the one that is made of them.
 _PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "reshape", "_local_scalar_dense": "item"}
@@ -25,18 +25,18 @@ _REDUCTIONS = ("none", "mean", "sum")  # as aten numbers them
 
 
 def public_names(name: str) -> tuple[str, ...]:
-    """The names under which programs call the operator of aten with this name."""
+    """Return the names under which programs call the aten operator with this name."""
     name = _PUBLIC_NAMES.get(name, name)
     return (f"__i{name[:-1]}__", name) if name.endswith("_") else (f"__{name}__", name)
 
 
 def public_call(op: Any) -> Callable[..., Any] | None:
-    """A function of the operator's own arguments that calls the public one; None for what is no operator of aten.
+    """Return a function of the operator's own arguments that calls the public one; None for other than aten operators.
 
     Raises:
         NotImplementedError: no public function does what the operator does.
     """
-    if not isinstance(op, OpOverload | OpOverloadPacket) or op in RULES or op in FORMS:
+    if not isinstance(op, OpOverload | OpOverloadPacket) or op in RULES or op in DECOMPOSITIONS:
         return None
     return _call_of(op) if str(op).startswith("aten.") else None
 
@@ -51,8 +51,8 @@ def _call_of(op: OpOverload | OpOverloadPacket) -> Callable[..., Any]:
 
 def _unknown(op: OpOverload | OpOverloadPacket) -> NotImplementedError:
     return NotImplementedError(
-        f"torch.ops.{op} has no public function of torch that does the same, and operators on ShardedTensors are known by those: "
-        "call the function that your program means, or call the operator on this rank's part, x.to_local(), and wrap the result "
+        f"torch.ops.{op} has no public function of torch that does the same, and ShardedTensors support only operators with one: "
+        "call a public function, or call the operator on this rank's part, x.to_local(), and wrap the result "
         "with ShardedTensor.from_local"
     )
 
@@ -82,12 +82,12 @@ def _run_overload(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 @cache
 def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
-    """The public function of this name: one in the operator table, or else one of torch's own in C++ that writes no operand.
+    """Return the public function of this name: one in the operator table, or else one of torch's own in C++ that writes no operand.
 
     With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in C++ and words in Python.
     """
     found = list(_candidates(name))
-    known = [func for func in found if func in HANDLERS or func in FORMS or func in RULES]
+    known = [func for func in found if func in HANDLERS or func in DECOMPOSITIONS or func in RULES]
     known.sort(key=lambda func: in_python and not inspect.isfunction(func))
     others = [func for func in found if not inspect.isfunction(func) and not name.endswith("_")]
     return next(iter((*known, *others)), None)
@@ -125,7 +125,7 @@ def _run_public(op: OpOverload, func: Any, named: dict[str, Any]) -> Any:
 
 
 def _positional(op: OpOverload, named: dict[str, Any]) -> Sequence[Any]:
-    """The arguments up to the first that is left out or can be given by name only."""
+    """Return the arguments up to the first that is left out or keyword-only."""
     out = []
     for argument in op._schema.arguments:
         if argument.kwarg_only or argument.name not in named:

@@ -1,11 +1,11 @@
-"""Proof of a rule by trial: every combination of placements in a simulated world, against the single process.
+"""Tests of a rule: every combination of placements in a simulated world, compared with a single process.
 
     sample args --> func ---------------------------------> value, gradients       the single process
          |                                                       ||
          +-- each combination of placements --> func --> full_tensor, gradients     2, 3 and 2 x 2 simulated ranks
 
 Pending inputs are contributions that differ from rank to rank and add up to the sample exactly, so that an operator
-that takes one for the value is found out.
+that uses one of them as the value fails.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _QUANTUM = {torch.float64: 2**20, torch.complex128: 2**20, torch.float32: 2**8, 
 
 
 class RuleError(Exception):
-    """A rule gives another result than the single process does."""
+    """A rule gives another result than a single process."""
 
 
 def check_rule(func: Callable[..., Any], *sample_args: Any, **sample_kwargs: Any) -> int:
-    """check_rule(func, *sample) -> number of combinations tried: prove an operator's rule numerically.
+    """check_rule(func, *sample) -> number of combinations tried: test an operator's rule numerically.
 
     The operator runs in a simulated world of 2, 3 and 2 x 2 ranks, with every tensor among the arguments replicated,
     split in each dim, and pending as a sum, in every combination (on 2 x 2 ranks a fixed sample of `MAX_COMBINATIONS`); on
@@ -85,7 +85,7 @@ def prove(
     kinds: Sequence[str] = ("sum",),
     most: int | None = None,
 ) -> int:
-    """`check_rule` on chosen meshes and pending kinds, trying at most so many combinations on each mesh.
+    """Run `check_rule` on these meshes and pending kinds, with at most so many combinations on each mesh.
 
     Gradients are compared where every kind is a sum.
     """
@@ -140,7 +140,7 @@ class _Sample:
         return sample
 
     def is_differentiable_in(self, number: int) -> bool:
-        """Whether torch has a gradient for one of the values."""
+        """Return whether torch has a gradient for one of the values."""
         if not (self.values[number].is_floating_point() or self.values[number].is_complex()):
             return False
         try:
@@ -154,11 +154,11 @@ class _Sample:
         return True
 
     def leaves(self, requires_grad: Sequence[bool]) -> list[Tensor]:
-        """The values as tensors of their own."""
+        """Return copies of the values."""
         return [x.clone().requires_grad_(grad) for x, grad in zip(self.values, requires_grad, strict=True)]
 
     def call(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The call on other tensors; an in-place operator gets a copy to write, since leaves refuse it."""
+        """Call the operator on other tensors; an in-place one gets a copy to write, since leaves refuse it."""
         given = [t.clone() if self.in_place and i == 0 else t for i, t in enumerate(tensors)]
         rest = iter(given)
         args, kwargs = _filled(self.args, rest), {name: _filled(value, rest) for name, value in self.kwargs.items()}
@@ -167,7 +167,7 @@ class _Sample:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """The values rounded so that sums of a few contributions are exact."""
+    """Return the values, rounded so that sums of a few contributions are exact."""
     quantum = _QUANTUM.get(x.dtype)
     if quantum is None:
         return x.detach()
@@ -177,7 +177,7 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Everything in nested lists, tuples and dictionaries, in order."""
+    """Yield everything in nested lists, tuples and dictionaries, in order."""
     if isinstance(tree, (list, tuple)):
         for item in tree:
             yield from _leaves(item)
@@ -188,14 +188,14 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same arguments with other tensors."""
+    """Return the arguments with other tensors."""
     if type(tree) in (list, tuple):
         return type(tree)(_filled(item, tensors) for item in tree)
     return next(tensors) if isinstance(tree, Tensor) else tree
 
 
 def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of the leaves that require one."""
+    """Return the gradients of the leaves that require one."""
     sources = [x for x in leaves if x.requires_grad]
     if not results or not sources:
         return []
@@ -206,15 +206,17 @@ def _gradients(results: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seq
 
 
 def _try_all(sample: _Sample, shape: tuple[int, ...], most: int | None) -> int:
-    """On one rank: every combination; the number of those that ran."""
+    """Try every combination on this rank and return the number of those that ran."""
     device = sample.values[0].device.type if sample.values else "cpu"
     mesh = init_device_mesh(device, shape, axis_names=_AXES[: len(shape)])
     return sum(_try(sample, mesh, specs) for specs in combinations(sample, mesh, most))
 
 
 def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterator[tuple[P, ...]]:
-    """One spec for each tensor, in every combination, and those with a ragged one; of more than `most`, a sample that is
-    always the same."""
+    """Yield one spec for each tensor, in every combination, and those with a ragged one.
+
+    Of more than `most`, a sample that is always the same.
+    """
     choices = [specs_of(x, mesh, sample.kinds) for x in sample.values]
     total, ragged = math.prod(map(len, choices)), _ragged_combinations(sample, mesh, choices)
     if most is None:
@@ -235,7 +237,7 @@ def combinations(sample: _Sample, mesh: DeviceMesh, most: int | None) -> Iterato
 
 
 def _ragged_combinations(sample: _Sample, mesh: DeviceMesh, choices: Sequence[Sequence[P]]) -> list[tuple[P, ...]]:
-    """On a mesh of one axis: each tensor once in parts of given sizes, among others that lie in some other way."""
+    """Yield, on a mesh of one axis, each tensor once in parts of given sizes, with other specs for the others."""
     if mesh.ndim > 1:
         return []
     combinations = []
@@ -249,7 +251,7 @@ def _ragged_combinations(sample: _Sample, mesh: DeviceMesh, choices: Sequence[Se
 
 
 def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
-    """One element (of two or fewer, none) on the first rank, the others on the last."""
+    """Return the spec with one element (of two or fewer, none) on the first rank and the others on the last."""
     (axis,), count, size = mesh.axis_names, mesh.size(), x.shape[dim]
     sizes = [0] * count
     sizes[0] = int(size > 2 and count > 1)
@@ -258,7 +260,7 @@ def _ragged_spec(x: Tensor, dim: int, mesh: DeviceMesh) -> P:
 
 
 def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> list[P]:
-    """Every spec of a tensor of this shape and dtype; axes that split the same dim do so in each order."""
+    """Return every spec of a tensor of this shape and dtype; axes that split the same dim do so in each order."""
     kinds = [k for k in kinds if x.dtype not in (torch.bool, torch.uint8) and (k != "avg" or x.is_floating_point())]
     found: dict[P, None] = {}
     for order in itertools.permutations(mesh.axis_names):
@@ -272,7 +274,7 @@ def specs_of(x: Tensor, mesh: DeviceMesh, kinds: Sequence[str] = ("sum",)) -> li
 
 
 def _try(sample: _Sample, mesh: DeviceMesh, specs: Sequence[P]) -> bool:
-    """Whether this combination ran (and gave the right result); False where an in-place operator refused it."""
+    """Return whether this combination ran (and gave the right result); False where an in-place operator refused it."""
     leaves = [place(x, mesh, spec, seed) for seed, (x, spec) in enumerate(zip(sample.values, specs, strict=True))]
     for x, differentiable in zip(leaves, sample.differentiable, strict=True):
         x.requires_grad_(differentiable)
@@ -299,7 +301,7 @@ def _failure(sample: _Sample, leaves: Sequence[ShardedTensor], error: Exception)
 
 
 def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
-    """This value as a leaf in this layout. Pending parts differ from rank to rank."""
+    """Return this value as a leaf in this layout. Pending contributions differ from rank to rank."""
     layout = Layout.of(mesh, spec, x.shape, x.dtype)
     index = count = 0
     for axis, _ in layout.spec.unreduced:
@@ -312,7 +314,7 @@ def place(x: Tensor, mesh: DeviceMesh, spec: P, seed: int = 0) -> ShardedTensor:
 
 
 def _contributions(x: Tensor, count: int, kind: str, seed: int) -> list[Tensor]:
-    """`count` tensors that combine to x: small whole numbers (powers of two for a product), and what is left."""
+    """Return `count` tensors that combine to x: small integers (powers of two for a product), and the rest."""
     generator = torch.Generator("cpu").manual_seed(seed)  # the same numbers on every device
     offsets = [torch.randint(1, 4, x.shape, generator=generator, device="cpu").to(x) for _ in range(count - 1)]
     if kind == "sum":

@@ -1,7 +1,4 @@
-"""Questions about a tensor that its shape, dtype and layout answer: no values, no communication.
-
-And what cannot be asked of a tensor that lies on many ranks: its memory as one piece.
-"""
+"""Queries that shape, dtype and layout answer, without values or communication; and functions of memory, which are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _ON_THE_WRAPPER = """
 _ON_THE_PART = "get_device is_pinned is_inference is_shared _is_view"
 
 
-# Reads or changes memory as such, which one rank has only a part of.
+# These read or change memory, of which one rank has only a part.
 _REFUSED = """
     as_strided as_strided_ as_strided_copy as_strided_scatter set_ resize_ resize_as_
     _typed_storage apply_ map_ map2_ share_memory_ record_stream pin_memory __dlpack__ __dlpack_device__ to_sparse
@@ -45,7 +42,7 @@ def _register_refusals() -> None:
 def _refused(name: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
-            f"{name} works on memory as such, and a ShardedTensor has only a part of it on each rank; use x.to_local() "
+            f"{name} works on the memory of a tensor, of which each rank of a ShardedTensor has only a part; use x.to_local() "
             "for this rank's part, or x.full_tensor() for the whole"
         )
 
@@ -53,7 +50,7 @@ def _refused(name: str) -> Any:
 
 
 def _asked_of_wrapper(func: Any) -> Any:
-    """Ask the wrapper itself, a meta tensor of the global shape."""
+    """Return a handler that calls the function on the wrapper itself, a meta tensor of the global shape."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -63,7 +60,7 @@ def _asked_of_wrapper(func: Any) -> Any:
 
 
 def _asked_of_part(func: Any) -> Any:
-    """Ask this rank's part."""
+    """Return a handler that calls the function on this rank's part."""
     return lambda x, *args, **kwargs: func(x._local, *args, **kwargs)
 
 
@@ -74,7 +71,7 @@ def _is_same_size(input: Any, other: Any) -> bool:
 
 @handler("_has_compatible_shallow_copy_type")
 def _can_share_data(input: Any, other: Any) -> bool:
-    """Whether `input.data = other` is possible: what `Module.to` asks before it changes a parameter in place."""
+    """Return whether `input.data = other` is possible, which `Module.to` needs to know to change a parameter in place."""
     both = isinstance(input, ShardedTensor) and isinstance(other, ShardedTensor)
     return both and input._local.device.type == other._local.device.type
 

@@ -1,11 +1,10 @@
 """Rules: what an operator does to the dims of its operands, in einops notation.
 
-A rule such as `"... m k, ... k n -> ... m n"` names the factors of every dim. From it the engine reads how the operator
-may be split:
+A rule such as `"... m k, ... k n -> ... m n"` names the factors of every dim. It tells how the operator may be split:
 
 * a factor may be split over a mesh axis in every operand and result that has it; operands without it stay whole;
 * a factor that no result has is reduced: splitting it leaves the result pending (`combine` says with which kind);
-* a `[bracketed]` factor must be whole on every rank;
+* a `[bracketed]` factor must be whole, that is not split, on every rank;
 * `(b s)` is a dim made of several factors, major to minor, as a reshape makes them;
 * `1` is a dim of size one, `...` any number of leading dims, aligned from the right and broadcast as PyTorch does.
 """
@@ -13,7 +12,7 @@ may be split:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ _TOKEN = re.compile(r"\.\.\.|1|\[?\w+\]?|\([\w ]+\)")
 
 
 class NoMatch(Exception):
-    """Operands do not have the dims that a pattern speaks of."""
+    """Operands do not have the dims that a pattern names."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Rule:
     """One operator call, as factors.
 
     Attributes:
-        operands: the tensors that `inputs` speaks of (meta tensors of the global shape), in the order of `inputs`.
+        operands: the tensors that `inputs` describes (meta tensors of the global shape), in the order of `inputs`.
         inputs: per operand, per dim, its factors.
         outputs: per result tensor, per dim, its factors.
         sizes: size of each factor.
@@ -48,9 +47,9 @@ class Rule:
         pointwise: the result has the broadcast shape of the operands, and a dtype that depends on nothing but their dtypes
             and the static arguments.
         local: function to call on the local tensors in place of the operator, with the operator's arguments.
-        bind: makes that function once it is known how everything lies: `(layouts of the operands, in the order of
-            `operands`; layouts of the results) -> function`. For sizes and offsets that differ from rank to rank.
-        result: the operator's result on meta tensors, where it cannot simply be run on them.
+        bind: makes that function once all layouts are known: `(layouts of the operands, in the order of `operands`;
+            layouts of the results) -> function`. For sizes and offsets that differ from rank to rank.
+        result: the operator's result on meta tensors, where the operator cannot be run on them.
     """
 
     operands: tuple[torch.Tensor, ...]
@@ -76,7 +75,7 @@ def einrule(
     additive: Sequence[int] = (),
     **options: Any,
 ) -> Rule:
-    """Match operands to a pattern; operands that are None are left out together with their part of the pattern.
+    """Return the rule that a pattern gives for these operands; those that are None are left out with their part of the pattern.
 
     A dim of size one whose factor is larger in another operand is broadcast and never split.
 
@@ -88,7 +87,7 @@ def einrule(
         options: other fields of `Rule`.
 
     Raises:
-        NoMatch: the operands have not the dims of the pattern.
+        NoMatch: the operands do not have the dims of the pattern.
 
     Example:
         >>> x, w = torch.empty(8, 4, device="meta"), torch.empty(6, 4, device="meta")
@@ -113,8 +112,32 @@ def einrule(
     )
 
 
+def dim_names(count: int, whole: Iterable[int] = (), prefix: str = "d") -> str:
+    """Return the pattern of a tensor of `count` dims, of which those in `whole` must not be split: `"d0 [d1] d2"`."""
+    chosen = set(whole)
+    return " ".join([f"[{prefix}{d}]" if d in chosen else f"{prefix}{d}" for d in range(count)])
+
+
+def along_dims(
+    input: torch.Tensor, dims: Iterable[int], result: str | None = None, *, whole: bool = True, results: int = 1, **options: Any
+) -> Rule:
+    """Return the rule of an operator that works along some dims of one operand and keeps the others.
+
+    Args:
+        dims: those dims, counted from 0.
+        result: what becomes of each: None where it keeps its size, "1" where it gets another one, "" where it is dropped.
+        whole: whether the dims must not be split.
+        results: number of result tensors.
+        options: other fields of `Rule`.
+    """
+    chosen = set(dims)
+    left = dim_names(input.ndim, chosen if whole else ())
+    right = left if result is None else " ".join([result if d in chosen else f"d{d}" for d in range(input.ndim)])
+    return einrule(f"{left} -> {', '.join([right] * results)}", input, **options)
+
+
 def _factor_sizes(inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Tensor], given: Mapping[str, int]) -> dict[str, int]:
-    """The size of every factor: that of the dims that have it, where they are not broadcast."""
+    """Return the size of every factor: that of the dims that have it, where they are not broadcast."""
     sizes = dict(given)
     for dims, tensor in zip(inputs, tensors, strict=True):
         for factors, size in zip(dims, tensor.shape, strict=True):
@@ -124,7 +147,7 @@ def _factor_sizes(inputs: Sequence[tuple[Dim, ...]], tensors: Sequence[torch.Ten
 
 
 def _without_broadcast(dims: tuple[Dim, ...], shape: Sequence[int], sizes: dict[str, int]) -> tuple[Dim, ...]:
-    """The dims of an operand, those of size one () where their factor is larger."""
+    """Return the dims of an operand, those of size one as () where their factor is larger."""
     if 1 not in shape:
         return dims
     return tuple([() if n == 1 and len(f) == 1 and sizes.get(f[0], 1) != 1 else f for f, n in zip(dims, shape, strict=True)])
@@ -145,7 +168,7 @@ class _Sides(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
-    """The pattern with its ellipses written out; the parts of operands that are not given are left out."""
+    """Return the pattern with its ellipses written out; the parts of operands that are not given are left out."""
     left, right = _parse(pattern)
     if len(left) != len(ndims):
         raise NoMatch(f"{pattern!r} is for {len(left)} operands, not {len(ndims)}")
@@ -161,7 +184,7 @@ def _expanded(pattern: str, ndims: tuple[int | None, ...]) -> _Sides:
 
 
 def _plain(names: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Factors per dim, without brackets; `()` for dims of size one by name."""
+    """Return the factors per dim, without brackets; `()` for dims that are written `1`."""
     return tuple([() if dim == ("1",) else tuple([n.strip("[]") for n in dim]) for dim in names])
 
 

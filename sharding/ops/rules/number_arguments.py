@@ -1,7 +1,7 @@
-"""Factors that torch takes as numbers: the alpha of `add_`, the beta of `addmm`, the value of `addcmul`.
+"""Arguments that torch takes as numbers: the alpha of `add_`, the beta of `addmm`, the value of `addcmul`.
 
-torch reads a 0-d tensor given there as the number that it holds; so does this, whether it is a `ShardedTensor` or a plain tensor.
-`torch.optim.LBFGS` steps by `p.add_(direction, alpha=step_size)` with a step size computed from gradients.
+A 0-d tensor given there, a `ShardedTensor` or a plain one, is read as a number, as torch does.
+`torch.optim.LBFGS` calls `p.add_(direction, alpha=step_size)` with a step size computed from gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def with_numbers(func: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, 
 
 
 def _number(x: Any) -> Any:
-    """Return the value; on a rank outside a tensor's mesh, where operators compute nothing, one."""
+    """Return the value; one on a rank outside a tensor's mesh, where operators compute nothing."""
     if isinstance(x, ShardedTensor) and x.mesh.coordinate is None:
         return 1
     return x.item() if isinstance(x, Tensor) else x

@@ -1,12 +1,12 @@
-"""The rule engine: from a rule and the layouts of its operands to the cheapest way of running the operator.
+"""Sharding propagation: from a rule and the layouts of its operands to the cheapest way of running the operator.
 
-For every mesh axis by itself the engine lists what the rule allows on it (leave everything whole; split one factor;
-let pending sums pass through), prices the movement of operands that each choice needs, and takes the cheapest. A choice
-that moves nothing wins; ties go to the choice that keeps the largest operand where it is. Because axes are decided one
+For each mesh axis separately it lists what the rule allows (leave everything whole; split one factor; let pending
+sums pass through), computes the communication that each choice needs, and takes the cheapest. A choice
+that moves nothing wins; ties go to the choice that keeps the largest operand in place. Since axes are decided one
 at a time, the work grows with the number of axes, not with the product of their choices.
 
 Parts of given sizes (ragged operands) are kept where a factor is a dim by itself in every operand and result; the
-largest operand split on it says how it is cut. Else the factor is cut evenly, and ragged operands are moved first.
+largest operand split on it determines the cut. Otherwise the factor is cut evenly, and ragged operands are moved first.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _IMPOSSIBLE = float("inf")
 
 
 class State(NamedTuple):
-    """What one mesh axis does to one operand: nothing, split a factor (None: a dim that the rule cannot follow), or
-    leave it pending with a kind."""
+    """The state of one operand on one mesh axis: whole, split on a factor (None: a dim that the rule cannot follow), or
+    pending with a kind."""
 
     what: str
     detail: str | None = None
@@ -41,7 +41,7 @@ REPLICATED = State(WHOLE)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one axis does in the operator: nothing, split factor `detail`, or leave a linear group's sum pending.
+    """The choice for one axis: leave everything whole, split factor `detail`, or leave a linear group's sum pending.
 
     Attributes:
         what: WHOLE, SPLIT or PENDING.
@@ -75,7 +75,7 @@ class Splits:
     sized: dict[str, Cut]
 
     def spec(self, dims: Sequence[Dim], unreduced: dict[str, str]) -> P:
-        """The spec of an operand or result with these dims."""
+        """Return the spec of an operand or result with these dims."""
         entries = [tuple(axis for factor in factors for axis in self.axes.get(factor, ())) for factors in dims]
         if not self.sized:
             return P(*entries, unreduced=unreduced)
@@ -111,8 +111,10 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
 
 
 def _shapeless(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Any:
-    """What the choice depends on where nothing has to move: not on sizes, as far as dims are made of one factor and cut evenly.
-    So it is made once for all shapes. None where sizes count."""
+    """Return the cache key of a choice that moves nothing; None where the choice depends on sizes.
+
+    It does not if dims are made of one factor and cut evenly, so it is made once for all shapes.
+    """
     if any(len(factors) > 1 for dims in (*rule.inputs, *rule.outputs) for factors in dims):
         return None
     if any(layout.spec.sizes for layout in layouts):
@@ -145,13 +147,13 @@ def _assigned(rule: Rule, layouts: Sequence[Layout], fixed: int | None) -> Assig
 
 
 def _kept(layout: Layout, target: Layout) -> Layout:
-    """The layout of the operand that is written, if its target is the same boxes."""
+    """Return the layout of the operand that is written, if its target has the same boxes."""
     if without_trivial_axes(layout) is not without_trivial_axes(target):
         raise CannotKeep
     return layout
 
 
-# -- what is -----------------------------------------------------------------------------------------------------------
+# -- current state -----------------------------------------------------------------------------------------------------
 
 
 def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
@@ -164,7 +166,7 @@ def _state(rule: Rule, operand: int, layout: Layout, axis: str) -> State:
 
 
 def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[str, str]:
-    """Axis -> the factor that it splits, for the axes of one dim, as far as the split falls on factor boundaries."""
+    """Return axis -> the factor that it splits, for the axes of one dim, as far as the split is on factor boundaries."""
     size, found, at, parts = layout.mesh.size, {}, 0, 1
     for axis in layout.spec.dims[dim]:
         while at < len(factors) - 1 and parts == rule.sizes[factors[at]]:
@@ -179,12 +181,12 @@ def _factors_split(rule: Rule, factors: Dim, layout: Layout, dim: int) -> dict[s
 
 
 def _by_weight(layouts: Sequence[Layout], fixed: int | None) -> list[int]:
-    """The operands in the order in which they have a say in how dims are split: the fixed one, then the largest."""
+    """Return the operands by priority in how dims are split: the fixed one, then the largest."""
     return sorted(range(len(layouts)), key=lambda i: (i != fixed, -layouts[i].nbytes))
 
 
 def axis_order(by_weight: Sequence[Layout]) -> list[str]:
-    """Axes in the order in which they split dims: the weightiest operand's first, then mesh order."""
+    """Return the axes in the order in which they split dims: those of the first operand first, then mesh order."""
     order: dict[str, None] = {}
     for layout in by_weight:
         order.update(dict.fromkeys(axis for axes in layout.spec.dims for axis in axes))
@@ -192,7 +194,7 @@ def axis_order(by_weight: Sequence[Layout]) -> list[str]:
     return list(order)
 
 
-# -- what could be -----------------------------------------------------------------------------------------------------
+# -- candidates --------------------------------------------------------------------------------------------------------
 
 
 def _choose(
@@ -210,7 +212,7 @@ def _choose(
 
 
 def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) -> Iterator[Choice]:
-    """Choices that leave at least one operand where it is, or everything whole."""
+    """Yield the choices that leave at least one operand in place, or everything whole."""
     yield Choice(WHOLE)
     for factor in dict.fromkeys(s.detail for s in here if s.what == SPLIT and s.detail is not None):
         yield Choice(SPLIT, factor)
@@ -225,12 +227,12 @@ def _candidates(rule: Rule, layouts: Sequence[Layout], here: Sequence[State]) ->
 
 
 def _passes(rule: Rule, kind: str | None, pending: Sequence[Layout]) -> bool:
-    """Whether a linear operator may be applied to values pending with this kind; truth values do not add up."""
+    """Return whether a linear operator may be applied to values pending with this kind; bools do not add up."""
     return rule.transparent or (kind in ("sum", "avg") and all(x.dtype is not torch.bool for x in pending))
 
 
 def _target(rule: Rule, operand: int, choice: Choice) -> State:
-    """What the choice asks of one operand."""
+    """Return the state that the choice needs of one operand."""
     if choice.what == SPLIT:
         if any(choice.detail in dim for dim in rule.inputs[operand]):
             return State(SPLIT, choice.detail)
@@ -241,26 +243,26 @@ def _target(rule: Rule, operand: int, choice: Choice) -> State:
 
 
 def _outcome(rule: Rule, choice: Choice) -> State:
-    """What the choice makes of the (first) result."""
+    """Return the state of the (first) result under the choice."""
     if choice.what == SPLIT and _reduces(rule, choice):
         return State(PENDING, rule.combine)
     return State(choice.what, choice.detail)
 
 
 def _reduces(rule: Rule, choice: Choice) -> bool:
-    """Whether splitting this factor leaves the results pending."""
+    """Return whether splitting this factor leaves the results pending."""
     return not any(choice.detail in dim for dims in rule.outputs for dim in dims)
 
 
 def _price(
     rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str, choice: Choice
 ) -> tuple[float, float]:
-    """Bytes received per rank if the axis does this, then bytes of operands that do not stay where they are."""
+    """Return the bytes received per rank for this choice, then the bytes of operands that do not stay in place."""
     here, n = states[axis], layouts[0].mesh.size(axis)
     price = moved = 0.0
     for i, (state, layout) in enumerate(zip(here, layouts, strict=True)):
         target = _target(rule, i, choice)
-        if state != target and not (i in rule.additive and state.what == WHOLE):  # a whole bias becomes pending for nothing
+        if state != target and not (i in rule.additive and state.what == WHOLE):  # a whole bias becomes pending at no cost
             nbytes = layout.largest_local_numel * layout.dtype.itemsize
             price += move_price(state, target, n) * nbytes
             moved += max(nbytes, 1)
@@ -271,7 +273,7 @@ def _price(
 
 
 def move_price(state: State, target: State, n: int) -> float:
-    """Bytes received per local byte, when an axis of `n` ranks goes from one state to another."""
+    """Return the bytes received per local byte when an axis of `n` ranks changes from one state to another."""
     if state.what == WHOLE or n == 1:
         return 0
     if state.what == SPLIT:
@@ -282,7 +284,7 @@ def move_price(state: State, target: State, n: int) -> float:
 
 
 def _output_bytes(rule: Rule, layouts: Sequence[Layout], states: dict[str, list[State]], axis: str) -> float:
-    """About what one rank will hold of the first result, given how the other axes split its factors now."""
+    """Return the estimated size of one rank's part of the first result, given how the other axes split its factors now."""
     factors = {f for dim in rule.outputs[0] for f in dim}
     numel = math.prod(rule.sizes.get(f, 1) for f in factors)
     for other, here in states.items():
@@ -291,11 +293,11 @@ def _output_bytes(rule: Rule, layouts: Sequence[Layout], states: dict[str, list[
     return numel * layouts[0].dtype.itemsize
 
 
-# -- what will be ------------------------------------------------------------------------------------------------------
+# -- result ------------------------------------------------------------------------------------------------------------
 
 
 def _unrepresentable(rule: Rule, size, choices: dict[str, Choice], order: Sequence[str]) -> str | None:
-    """An axis to leave whole, where a composite dim cannot be split as chosen: its parts would not be boxes."""
+    """Return an axis to leave whole where a composite dim cannot be split as chosen, since its parts would not be boxes."""
     split = _axes_by_factor(choices, order)
     for dims in (*rule.inputs, *rule.outputs):
         for factors in dims:
@@ -321,22 +323,22 @@ def _axes_by_factor(choices: dict[str, Choice], order: Sequence[str]) -> dict[st
 def _sized_factors(
     rule: Rule, layouts: Sequence[Layout], by_weight: Sequence[int], split: dict[str, list[str]]
 ) -> dict[str, Cut]:
-    """Factor -> its cut into parts of given sizes, where the weightiest operand that is split on it has such a cut."""
+    """Return factor -> its cut into parts of given sizes, where the largest operand that is split on it has such a cut."""
     if not any(layout.spec.sizes for layout in layouts):
         return {}
-    alone = _factors_alone(rule)
+    alone = factors_alone(rule)
     first = {f: cut for i in reversed(by_weight) for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)}
     return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
 
 
-def _factors_alone(rule: Rule) -> set[str]:
-    """Factors that are a dim by themselves wherever they appear."""
+def factors_alone(rule: Rule) -> set[str]:
+    """Return the factors that may be split and are a dim by themselves wherever they appear."""
     shared = {f for dims in (*rule.inputs, *rule.outputs) for factors in dims if len(factors) > 1 for f in factors}
-    return {f for dims in rule.inputs for factors in dims for f in factors} - shared
+    return {f for dims in rule.inputs for factors in dims for f in factors} - shared - rule.whole
 
 
 def _outer_cuts(dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]) -> Iterator[tuple[str, Cut]]:
-    """The outermost cut of each dim that is one factor, if the axes that it is over go on to split that factor first."""
+    """Yield the outermost cut of each dim that is one factor, if the axes of the cut split that factor first."""
     size = layout.mesh.size
     for factors, cuts in zip(dims, without_trivial_axes(layout).spec.cuts, strict=True):
         axes = split.get(factors[0], []) if len(factors) == 1 and cuts else []
@@ -353,8 +355,7 @@ def _moves(
     choices: dict[str, Choice],
     splits: Splits,
 ) -> bool:
-    """Whether the operand may have to change its layout; axes that split one factor in another order count, and so may
-    parts of other sizes."""
+    """Return whether the operand may have to change its layout, also the order of axes in a factor or the sizes of parts."""
     if any(states[axis][operand] != _target(rule, operand, choice) for axis, choice in choices.items()):
         return True
     return bool(splits.sized or layout.spec.sizes) or any(len(axes) > 1 for axes in layout.spec.dims)

@@ -21,11 +21,11 @@ def register_rule(
     additive: Sequence[int] = (),
     combine: str = "sum",
 ) -> None:
-    """register_rule(func, "... m k, ... k n -> ... m n"): say how an operator may be split; on every rank alike.
+    """register_rule(func, "... m k, ... k n -> ... m n"): register how an operator may be split; call it on every rank.
 
     The names are factors. One that operands and result share may be split over any axis; one that the result lacks is
     reduced, and splitting it leaves the result pending; a `[bracketed]` one must be whole on every rank; `1` is a dim
-    that is never split. Prove the rule with `check_rule`.
+    that is never split. Test the rule with `check_rule`.
 
     Args:
         func: a torch function or an operator of `torch.library` (`torch.ops.mine.op`, with a meta implementation), before
@@ -44,9 +44,9 @@ def register_rule(
         >>> sm.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
     """
     if "->" not in pattern:
-        raise ValueError(f"a rule says what becomes of the dims, as in 'm k, k n -> m n'; got {pattern!r}")
+        raise ValueError(f"pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', got {pattern!r}")
     if combine not in KINDS:
-        raise ValueError(f"unknown way to combine {combine!r}; one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"combine must be one of {', '.join(map(repr, KINDS))}, got {combine!r}")
 
     def maker(*args: Any, **kwargs: Any) -> Rule:
         operands = operands_in((*args, *kwargs.values()))
@@ -56,7 +56,7 @@ def register_rule(
 
 
 def operands_in(items: Iterable[Any]) -> Iterator[Tensor]:
-    """The operands among the arguments of a rule maker, in order."""
+    """Yield the operands among the arguments of a rule maker, in order."""
     for item in items:
         if isinstance(item, (list, tuple)):
             yield from operands_in(item)

@@ -16,14 +16,14 @@ from .aten import public_names
 from .decomposition_utils import layout_of
 from .propagation import PENDING, REPLICATED, SPLIT, CannotKeep, State, axis_order, move_price
 from .register_rule import operands_in
-from .registry import FORMS, HANDLERS, functions, writes_first_operand
+from .registry import DECOMPOSITIONS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 Choice = tuple[tuple[State, ...], tuple[State, ...]]  # what one axis does to the results, and to the operands
 
 
 def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[..., Accepted]]:
-    """register_sharding(op)(f): say which shardings an operator accepts, one by one; they replace its rule.
+    """register_sharding(op)(f): list the shardings that an operator accepts; they replace its rule.
 
     `f` is called with the operator's arguments, tensors replaced by meta tensors of the global shape (with `placements` and
     `mesh`), and returns pairs for one mesh axis: a placement for each result, and one for each tensor among the arguments
@@ -53,7 +53,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[.
         for one in op if isinstance(op, list | tuple) else [op]:
             for func in _callables(one):
                 HANDLERS.pop(func, None)
-                FORMS[func] = _maker(func, accepted, one._schema if isinstance(one, OpOverload) else None)  # type: ignore[assignment]
+                DECOMPOSITIONS[func] = _maker(func, accepted, one._schema if isinstance(one, OpOverload) else None)  # type: ignore[assignment]
         return accepted
 
     return register
@@ -63,7 +63,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[.
 
 
 def _callables(op: Any) -> list[Callable[..., Any]]:
-    """What a program may call to run this operator."""
+    """Return the functions that run this operator."""
     if not isinstance(op, OpOverload | OpOverloadPacket):
         return [op]
     packet = op.overloadpacket if isinstance(op, OpOverload) else op
@@ -73,14 +73,14 @@ def _callables(op: Any) -> list[Callable[..., Any]]:
     public = list(functions(*public_names(packet.__name__)))
     if not public:
         raise ValueError(
-            f"register_sharding({op}): no public function of torch has this name, and shardings are those of the functions that a "
-            "program calls; name the function, as in register_sharding(torch.softmax)"
+            f"register_sharding({op}): no public function of torch has this name, and shardings are registered for functions that "
+            "programs call; pass the function, as in register_sharding(torch.softmax)"
         )
     return [packet, *overloads, *public]
 
 
 def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments as an overload of aten names them: what it lacks (such as dtype=None) left out, flags it adds False."""
+    """Return the arguments by the names of an aten overload, without those it lacks (such as dtype=None), added flags False."""
     kinds = {argument.name: argument for argument in schema.arguments}
     named = dict(zip(kinds, args, strict=False))
     named.update({"self" if name == "input" else name: value for name, value in kwargs.items()})
@@ -96,7 +96,7 @@ def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
 
 
 def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: Any) -> Callable[..., Decision]:
-    """The maker of a form that decides for the cheapest of the accepted shardings."""
+    """Return a function that makes the decision for the cheapest of the accepted shardings."""
 
     def make(*args: Any, **kwargs: Any) -> Decision:
         given, named = (args, kwargs) if schema is None else _by_schema(schema, args, kwargs)
@@ -113,7 +113,7 @@ def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: 
 
 
 def _choice(func: Callable[..., Any], pair: Any, operands: Sequence[Tensor], results: Sequence[Tensor]) -> Choice:
-    """One accepted pair.
+    """Return one accepted pair as states.
 
     Raises:
         ValueError: not one placement for each tensor.
@@ -166,7 +166,7 @@ def _decision(
 def _cheapest(
     func: Callable[..., Any], pairs: Sequence[Choice], layouts: Sequence[Layout], axis: str, in_place: bool, out_bytes: int
 ) -> Choice:
-    """What the axis should do."""
+    """Return the cheapest pair for the axis."""
     here = [_now(layout, axis) for layout in layouts]
     n = layouts[0].mesh.size(axis)
     if in_place:
@@ -191,8 +191,10 @@ def _now(layout: Layout, axis: str) -> State:
 
 
 def _price(here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: int, out_bytes: int) -> tuple[float, float]:
-    """Bytes received per rank, then bytes of operands that do not stay where they are; a sum that only comes to be pending
-    here must still be reduced, which counts unless nothing moves for it."""
+    """Return the bytes received per rank, then the bytes of operands that do not stay in place.
+
+    A result that becomes pending must be reduced later, which counts unless nothing moves for it.
+    """
     price = moved = 0.0
     outs, there = pair
     for a, b, layout in zip(here, there, layouts, strict=True):
@@ -204,7 +206,7 @@ def _price(here: Sequence[State], pair: Choice, layouts: Sequence[Layout], n: in
 
 
 def _spec(ndim: int, states: dict[str, State]) -> P:
-    """The spec of a tensor to which the axes, major to minor, do this."""
+    """Return the spec of a tensor with these states of the axes, major to minor."""
     dims = [tuple(a for a, state in states.items() if state == State(SPLIT, str(d))) for d in range(ndim)]
     return P(*dims, unreduced={a: state.detail or "sum" for a, state in states.items() if state.what == PENDING})
 

@@ -1,8 +1,11 @@
-"""The operator table: function -> rule, or function -> handler."""
+"""The operator table: function -> rule, decomposition or handler."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial, update_wrapper
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -11,13 +14,13 @@ import torch.nn.functional as F
 from .notation import Rule
 
 RuleMaker = Callable[..., "Rule | None"]
-FormMaker = Callable[..., "Callable[..., Any] | None"]
+DecompositionMaker = Callable[..., "Callable[..., Any] | None"]
 Maker = TypeVar("Maker", bound=RuleMaker)
-Form = TypeVar("Form", bound=FormMaker)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 RULES: dict[Callable[..., Any], RuleMaker] = {}
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-FORMS: dict[Callable[..., Any], FormMaker] = {}
+DECOMPOSITIONS: dict[Callable[..., Any], DecompositionMaker] = {}
 RESULT_IS_VIEW: set[Callable[..., Any]] = set()
 RANDOM: set[Callable[..., Any]] = set()  # functions without a rule that draw from torch's own generator
 
@@ -25,7 +28,7 @@ _OWNERS = (torch, torch.Tensor, F, torch.special, torch.linalg)
 
 
 def functions(*names: str) -> Iterator[Callable[..., Any]]:
-    """The functions and methods of torch that go by these names."""
+    """Yield the functions and methods of torch with these names."""
     for name in names:
         for owner in _OWNERS:
             func = getattr(owner, name, None)
@@ -34,12 +37,16 @@ def functions(*names: str) -> Iterator[Callable[..., Any]]:
 
 
 def unique(names: Iterable[str], also: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
-    """Return the functions that go by these names and the further ones, each once: torch has many of them in two places."""
+    """Return the functions of these names and the further ones, each once: torch has many of them in two places."""
     return list(dict.fromkeys((*functions(*names), *also)))
 
 
 def _put(table: dict[Callable[..., Any], Any], func: Callable[..., Any], entry: Any) -> None:
-    """Raises: ValueError for a second entry of a function: which of the two were used would depend on the order of imports."""
+    """Add an entry.
+
+    Raises:
+        ValueError: the function has one; which of the two is used would depend on the order of imports.
+    """
     if func in table:
         name = getattr(func, "__qualname__", repr(func))
         raise ValueError(f"{name} is registered twice: by {_whose(table[func])} and by {_whose(entry)}; remove one")
@@ -51,9 +58,8 @@ def _whose(entry: Any) -> str:
     return f"{entry.__module__}.{entry.__qualname__}"
 
 
-# Decisions are kept for calls that differ only in numbers with a fraction (a slope, a probability, the order of a norm), so
-# that no maker of rules or forms may look at one, nor a form keep one. These are the exceptions: what they make has a shape
-# that depends on such a number.
+# A strategy is cached for calls that differ only in floats (a slope, a probability, the order of a norm). So nothing that makes a rule
+# or a decomposition may depend on the value of a float or keep one. Exceptions: operators with a result shape that depends on a float.
 LOOKS_AT_FLOATS = frozenset(
     functions(
         "interpolate", "upsample", "fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices",
@@ -63,10 +69,10 @@ LOOKS_AT_FLOATS = frozenset(
 
 
 def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = False) -> Callable[[Maker], Maker]:
-    """Register a maker of rules for every torch function of these names.
+    """Register a function that makes rules for every torch function of these names.
 
-    The maker is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and
-    returns the `Rule` for them, or None where it has none (the operator then runs on gathered inputs).
+    It is called with the operator's own arguments, tensors replaced by meta tensors of the global shape, and returns the
+    `Rule` for them, or None where it has none (the operator then runs on gathered inputs).
 
     Args:
         names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
@@ -84,22 +90,121 @@ def rule(*names: str, also: tuple[Callable[..., Any], ...] = (), view: bool = Fa
     return register
 
 
-def form(*names: str, also: tuple[Callable[..., Any], ...] = ()) -> Callable[[Form], Form]:
-    """Register a maker of forms: other ways to compute an operator where its operands lie in a way that the rule cannot use.
+class Arguments(SimpleNamespace):
+    """The arguments of one call by the parameter names of a decomposition, defaults filled in; tensors are meta tensors."""
 
-    The maker is called once for each new combination of layouts and static arguments, with the operator's own arguments,
-    tensors replaced by meta tensors (`layout_of` tells how they lie). It returns the form, a function of the operator's
-    arguments, `ShardedTensor`s included, that is called from then on; or None to leave the call to the rule. A softmax over
-    a split dim, for instance, is two small reductions instead of a gathered dim. Forms are kept, so looking at the layouts
-    costs nothing when the operator runs.
+
+@cache
+def _signature(function: Callable[..., Any], skip: int) -> inspect.Signature:
+    signature = inspect.signature(function)
+    return signature.replace(parameters=list(signature.parameters.values())[skip:])
+
+
+def decomposition(
+    *names: str,
+    also: tuple[Callable[..., Any], ...] = (),
+    check: Callable[..., Any] | None = None,
+    when: Callable[[Any], Any] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+    rule: Callable[[Any], Rule | None] | None = None,
+) -> Callable[[Function], Function]:
+    """Register a decomposition: another way to compute an operator where its rule would gather a split dim.
+
+    The decorated function is called in place of the operator, with the operator's own arguments, `ShardedTensor`s included. A
+    softmax over a split dim, for instance, is two small reductions. Its signature is the only one: `when`, `prepare` and `rule` get
+    the arguments of a call by its parameter names, as `Arguments`. They are called once for each new combination of layouts and
+    static arguments, with meta tensors (`layout_of` tells how they are sharded), so they cost nothing when the operator runs.
+    They must not depend on a float, see `LOOKS_AT_FLOATS`.
+
+    Args:
+        names: names under `torch`, `torch.Tensor`, `torch.nn.functional`, `torch.special` or `torch.linalg`.
+        also: further functions.
+        check: a function of torch that raises for arguments that torch refuses, called with the call's own arguments.
+        when: whether the decomposition applies; if not, the call is left to the rule.
+        prepare: in place of `when`: what to compute in advance. It is passed to the function as its first argument, ahead of the
+            operator's own. None where the decomposition does not apply.
+        rule: the operator's rule for the calls that are left to it, or None where it has none.
     """
 
-    def register(maker: Form) -> Form:
-        for func in unique(names, also):
-            _put(FORMS, func, maker)
-        return maker
+    def register(function: Function) -> Function:
+        skip = int(prepare is not None)
+
+        def make(*args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+            found: Callable[..., Any] | None = function
+            if prepare is not None:
+                prepared = prepare(_bound(function, skip, args, kwargs))
+                found = None if prepared is None else partial(function, prepared)
+            elif when is not None and not when(_bound(function, skip, args, kwargs)):
+                found = None
+            if found is not None and check is not None:
+                with torch.no_grad():
+                    check(*args, **kwargs)
+            return found
+
+        _register(function, skip, unique(names, also), make, rule)
+        return function
 
     return register
+
+
+def decomposition_maker(
+    *names: str,
+    also: tuple[Callable[..., Any], ...] = (),
+    check: Callable[..., Any] | None = None,
+    rule: Callable[[Any], Rule | None] | None = None,
+    view: bool = False,
+) -> Callable[[Function], Function]:
+    """Register a function that makes a decomposition, for those of which most can be computed in advance.
+
+    It is called as `rule` is, with meta tensors, once for each new combination of layouts and static arguments. It returns the
+    function to call in place of the operator, with the operator's own arguments, or None to leave the call to the rule.
+
+    Args:
+        names, also, check, rule: as in `decomposition`; here `check` is called first.
+        view: the result shares memory with the operand.
+    """
+
+    def register(function: Function) -> Function:
+        def make(*args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+            if check is not None:
+                with torch.no_grad():
+                    check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        funcs = unique(names, also)
+        _register(function, 0, funcs, function if check is None else make, rule)
+        if view:
+            RESULT_IS_VIEW.update(funcs)
+        return function
+
+    return register
+
+
+def _bound(function: Callable[..., Any], skip: int, args: Any, kwargs: dict[str, Any]) -> Arguments:
+    bound = _signature(function, skip).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return Arguments(**bound.arguments)
+
+
+def _register(
+    function: Callable[..., Any],
+    skip: int,
+    funcs: Iterable[Callable[..., Any]],
+    make: DecompositionMaker,
+    rule: Callable[[Any], Rule | None] | None,
+) -> None:
+    """Add a maker of decompositions to the table and, where a rule is given, a maker of rules with the same signature."""
+
+    def make_rule(*args: Any, **kwargs: Any) -> Rule | None:
+        return rule(_bound(function, skip, args, kwargs))  # type: ignore[misc]
+
+    for maker in (make, make_rule):
+        if maker is not function:
+            update_wrapper(maker, function).__signature__ = _signature(function, skip)  # type: ignore[attr-defined]
+    for func in funcs:
+        _put(DECOMPOSITIONS, func, make)
+        if rule is not None:
+            _put(RULES, func, make_rule)
 
 
 def handler(
@@ -107,8 +212,8 @@ def handler(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function that is called with the operator's own arguments, `ShardedTensor`s included, on every call.
 
-    For what is not an operator on values, and where values decide what to do. Operators that are made of others are
-    forms. A handler may return NotImplemented to leave the call to the operator's form or rule.
+    For what is not an operator on values, and where values decide what to do; an operator made of others is a
+    decomposition. A handler may return NotImplemented to leave the call to the operator's decomposition or rule.
     """
 
     def register(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +225,7 @@ def handler(
 
 
 def writes_first_operand(func: Callable[..., Any]) -> bool:
-    """Whether an operator is in-place by torch's naming: `add_`, `__iadd__`."""
+    """Return whether an operator is in-place by torch's naming: `add_`, `__iadd__`."""
     name = getattr(func, "__name__", "")
     if name.startswith("__i") and name.endswith("__"):
         return name not in ("__invert__", "__int__", "__index__", "__iter__")

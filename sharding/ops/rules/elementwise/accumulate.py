@@ -1,12 +1,13 @@
-"""Adding in place: `x += y` leaves x as it lies, also where x is pending, and needs no communication for that.
+"""Adding in place: `x += y` keeps the layout of x, also where x is pending, and needs no communication for that.
 
     x pending as a sum over 2 ranks    [1 2]   | [3 4]        the value is [4 6]
     x += 10                            [11 12] | [3 4]        on the first rank alone
     x pending as a maximum             [1 2]   | [3 4]        the value is [3 4]
     x += 10                            [11 12] | [13 14]      on every rank, as for an average and a minimum
 
-What is added lies as x does: a replicated y is taken on one rank, a split one padded with zeros, a sum that is pending over the
-same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum) y must be replicated.
+What is added is brought to the layout of x: a replicated y is used on one rank, a split one padded with zeros, a sum that is
+pending over the same axes added part by part. Two maxima do not add up part by part, so along the axes of a maximum (or minimum)
+y must be replicated.
 """
 
 from __future__ import annotations

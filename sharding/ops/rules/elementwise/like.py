@@ -1,4 +1,4 @@
-"""New tensors like an old one, values copied in, and what the class of sharded tensors defines itself."""
+"""New tensors like an old one, copies of values, and functions that call methods of `ShardedTensor`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from ....layout.layout import Layout, told_apart
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
+from ..decomposition_utils import without_pending
 from ..registry import functions, handler
-
-
-def settled(layout: Layout) -> Layout:
-    """The layout with whole values where they were pending: for values that are not a sum over ranks."""
-    return layout.replace(layout.spec.with_unreduced({})) if layout.pending else layout
 
 
 def _like(
@@ -27,7 +23,7 @@ def _like(
     requires_grad: bool,
     make: Callable[[Layout, torch.device], Tensor],
 ) -> Any:
-    layout = settled(x._layout).replace(dtype=dtype)
+    layout = without_pending(x._layout).replace(dtype=dtype)
     before = drawn.last
     out = ShardedTensor._make(make(layout, _device_of_parts(x, device)), layout)
     if drawn.last is not before:
@@ -36,7 +32,7 @@ def _like(
 
 
 def _device_of_parts(x: ShardedTensor, device: Any) -> torch.device:
-    """Where the parts of a new tensor like `x` are: where they are asked for, which is the mesh's kind of device or "meta".
+    """Return the device of the parts of a new tensor like `x`: the requested one, of the mesh's device type or "meta".
 
     Raises:
         ValueError: another kind of device.
@@ -60,7 +56,7 @@ def register_like(name: str, make: Callable[..., Callable[[Layout, torch.device]
 
 
 def _filled(x: ShardedTensor, fill_value: float) -> Callable[[Layout, torch.device], Tensor]:
-    """Parts keep the strides of x, as in torch: fused optimizers go through parameter and state in one order."""
+    """Return a function that fills parts with the strides of x, as in torch: fused optimizers rely on equal strides."""
     return lambda layout, device: torch.full_like(x._local, fill_value, dtype=layout.dtype, device=device)
 
 
@@ -71,14 +67,14 @@ register_like("empty_like", lambda x: lambda layout, device: torch.empty_like(x.
 
 
 def _register_new(name: str, fill: Callable[..., Any]) -> None:
-    """`x.new_zeros(shape)`: laid out as x where the shape is that of x, as in torch; another shape is replicated."""
+    """Register `x.new_zeros(shape)` or its like: in the layout of x where the shape is that of x, as in torch; else replicated."""
 
     @handler(name)
     def new(
         input: Any, size: Any, *rest: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
     ) -> Any:
         size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
-        layout = settled(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
+        layout = without_pending(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
         options = {"dtype": dtype, "device": _device_of_parts(input, device)}
         local = fill(input._local, layout.local_shape, *rest, **options, **{k: v for k, v in kwargs.items() if v is not None})
         out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))
@@ -87,14 +83,14 @@ def _register_new(name: str, fill: Callable[..., Any]) -> None:
 
 @handler("new")
 def _new(input: Any, *size: Any, device: Any = None) -> Any:
-    """torch's old name of `new_empty`, where it is given a shape."""
+    """Return `new_empty`, of which this is torch's old name where it is given a shape."""
     shape = (size or (0,)) if all(type(n) is int for n in size) else size[0]
     return input.new_empty(shape, device=device) if isinstance(shape, torch.Size | tuple) else NotImplemented
 
 
 @handler("new_tensor")
 def _new_tensor(input: Any, data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False) -> Any:
-    """A number stays a plain 0-d tensor; anything else is replicated, the same on every rank."""
+    """Return a plain 0-d tensor for a number, and a replicated tensor for anything else."""
     local = torch.as_tensor(data, dtype=dtype or input.dtype, device=device or input.device).clone()
     if local.ndim == 0:
         return local.requires_grad_(requires_grad)
@@ -124,7 +120,7 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
         src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
     if src.mesh != x.mesh:
         here, there = told_apart(x.mesh, src.mesh)
-        raise ValueError(f"copy_: the tensor lies on {here}, its source on {there}; copy source.full_tensor() instead")
+        raise ValueError(f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() instead")
     wide: Any = src if src.shape == x.shape else src.expand(x.shape)
     check_base(x)
     moved = wide.to(x.dtype).redistribute(x.spec)
@@ -145,7 +141,7 @@ def _is_nonzero(x: Any) -> bool:
 
 @handler("_make_dual")
 def _make_dual(tensor: Any, tangent: Any, level: int) -> Any:
-    """Tangents live on local tensors and would be lost in every collective, without a word."""
+    """Refuse: tangents are on local tensors and would be lost silently in every collective."""
     raise NotImplementedError(
         "forward-mode differentiation of a ShardedTensor by torch.func.jvp or torch.autograd.forward_ad, which do not see its parts: use "
         "sm.jvp (or sm.jacfwd, sm.hessian, sm.linearize)"
@@ -163,7 +159,7 @@ _register_autograd()
 
 
 def _register_own_methods() -> None:
-    """What `ShardedTensor` defines itself, also where it is called as a function of torch."""
+    """Register methods of `ShardedTensor` that are also called as functions of torch."""
     for func in functions("item", "tolist", "requires_grad_"):
         handler(also=(func,))(getattr(ShardedTensor, func.__name__))
 

@@ -1,4 +1,4 @@
-"""Operators that act on each element by itself, with broadcasting and type promotion."""
+"""Elementwise operators, with broadcasting and type promotion."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LINEAR = """
 
 
 def with_in_place(names: str) -> Iterator[str]:
-    """Each name, and its in-place form."""
+    """Yield each name and that of its in-place variant."""
     for name in names.split():
         yield name
         if not name.endswith("_"):
@@ -49,18 +49,18 @@ def with_in_place(names: str) -> Iterator[str]:
 
 
 def broadcast(*operands: Tensor, **options: Any) -> Rule:
-    """The rule of an operator whose operands broadcast against each other."""
+    """Return the rule of an operator whose operands broadcast against each other."""
     pattern = ", ".join(["..."] * len(operands)) + " -> ..."
     return einrule(pattern, *operands, pointwise=True, **options)
 
 
 def tensors_of(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """The operands among an operator's arguments. Plain numbers and 0-d tensors are not operands."""
+    """Return the operands among an operator's arguments. Plain numbers and 0-d tensors are not operands."""
     return [a for a in (*args, *kwargs.values()) if is_operand(a)]
 
 
 def is_operand(x: Any) -> bool:
-    """Whether an argument stands for a `ShardedTensor`: those, and plain 0-d tensors, are meta tensors here."""
+    """Return whether an argument stands for a `ShardedTensor`; plain 0-d tensors are meta tensors here too."""
     return isinstance(x, Tensor) and hasattr(x, "_operand")
 
 
@@ -110,7 +110,7 @@ def _linear(input: Tensor, *, memory_format: Any = None) -> Rule:
 
 @rule("to_dense")
 def _to_dense(input: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Rule:
-    """It is dense."""
+    """Change the dtype only: a ShardedTensor is dense."""
     return cast(input, dtype or input.dtype)
 
 
@@ -134,7 +134,7 @@ def _complex(real: Tensor, imag: Tensor) -> Rule:
 
 @rule("renorm", "renorm_")
 def _renorm(input: Tensor, p: float, dim: int, maxnorm: float) -> Rule:
-    """Each slice along `dim` is scaled down by itself, by its norm over all other dims, which are whole."""
+    """Each slice along `dim` is scaled by its norm over all other dims, which are whole."""
     names = " ".join(f"d{i}" if i == dim % input.ndim else f"[d{i}]" for i in range(input.ndim))
     return einrule(f"{names} -> {names}", input)
 
@@ -148,7 +148,7 @@ def _fill_(input: Tensor, value: Any) -> Rule:
 
 
 def casts_linearly(source: torch.dtype, target: torch.dtype | None) -> bool:
-    """Whether the sum of casts is the cast of the sum: not where a cast rounds to whole numbers or truth values."""
+    """Return whether the sum of casts is the cast of the sum: not where a cast rounds to integers or bools."""
     if target is None or source == target:
         return True
     return target != torch.bool and (_is_fractional(target) or not _is_fractional(source))
@@ -159,7 +159,7 @@ def _is_fractional(dtype: torch.dtype) -> bool:
 
 
 def cast(input: Tensor, dtype: torch.dtype, **options: Any) -> Rule:
-    """The rule of a change of dtype."""
+    """Return the rule of a change of dtype."""
     return broadcast(input, linear=((0,),) if casts_linearly(input.dtype, dtype) else (), **options)
 
 
@@ -182,7 +182,7 @@ def _type_as(input: Any, other: Any) -> Any:
 
 @handler("type")
 def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """torch's old name of a tensor's kind, or a tensor of the kind of this name, as `"torch.DoubleTensor"`."""
+    """Return torch's old name of a tensor's type, or cast to the type of such a name (`"torch.DoubleTensor"`)."""
     here = "torch" if input.mesh.device_type == "cpu" else f"torch.{input.mesh.device_type}"
     if dtype is None:
         return f"{here}.{torch.empty(0, dtype=input.dtype).type().removeprefix('torch.')}"
@@ -197,7 +197,7 @@ def _type(input: Any, dtype: Any = None, non_blocking: bool = False, **kwargs: A
 
 @handler("to")
 def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
-    """`x.to(other)` asks for the dtype of another tensor."""
+    """Cast to the dtype of another tensor, `x.to(other)`."""
     other = kwargs.pop("other", args[0] if args else None)
     if not isinstance(other, Tensor):
         return NotImplemented
@@ -206,7 +206,7 @@ def _to_like(input: Any, *args: Any, **kwargs: Any) -> Any:
 
 @rule("to", "type")
 def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
-    """A change of dtype, or to "meta" and from there to the mesh's devices; another device type is refused."""
+    """Change the dtype, or move to "meta" and from there to the mesh's devices; another device type is refused."""
     values = [*args, *kwargs.values()]
     dtype = next((v for v in values if isinstance(v, torch.dtype)), input.dtype)
     device = next((torch.device(v) for v in values if isinstance(v, (str, torch.device))), None)
@@ -219,16 +219,16 @@ def _to(input: Tensor, *args: Any, **kwargs: Any) -> Rule | None:
 
 
 def _cast_local(local: Tensor, *args: Any, dtype: torch.dtype, moved_to: torch.device | None, copy: bool, **kwargs: Any) -> Tensor:
-    """Parts that are on a device of the wanted kind stay there, whatever its index."""
+    """Cast this rank's part; it stays on its device if that is of the wanted type, whatever its index."""
     device = None if moved_to is None or moved_to.type == local.device.type else moved_to
     return local.to(device=device, dtype=dtype, copy=copy)
 
 
 def check_device(input: Tensor, device: torch.device) -> None:
-    """A sharded tensor is on the device type of its mesh, or on "meta".
+    """Check that a device is of the type of the mesh, or "meta".
 
-    A single number that is sent to "meta", the device of the wrappers, stays where it is: `torch.nn.utils.clip_grad_norm_` groups
-    gradients by what C++ says of their device, and sends the norm there.
+    A 0-d tensor that is moved to "meta", the device of the wrappers, stays where it is: `torch.nn.utils.clip_grad_norm_` groups
+    gradients by the device that C++ reports, and moves the norm there.
 
     Raises:
         ValueError: the device is of another type.
@@ -236,7 +236,7 @@ def check_device(input: Tensor, device: torch.device) -> None:
     mesh = input._operand.mesh  # type: ignore[attr-defined]
     if device.type not in (mesh.device_type, "meta"):
         raise ValueError(
-            f"cannot move a ShardedTensor on {mesh} to {device}: its parts live on the mesh's devices; make a mesh of "
+            f"cannot move a ShardedTensor on {mesh} to {device}: its parts are on the mesh's devices; make a mesh of "
             f"device type {device.type!r} and build the tensor there, or take x.to_local() or "
             "x.full_tensor() and move that"
         )

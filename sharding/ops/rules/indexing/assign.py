@@ -1,6 +1,6 @@
 """Writing by index: `x[...] = value`, `index_put`, `masked_scatter`.
 
-What is written never moves: every rank writes what falls into its part, and the value is brought to where it is needed.
+The written tensor is not moved: every rank writes what is in its part, and the value is brought to where it is needed.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
-from ..decomposition_utils import layout_of, part_sizes, splits, splitting_axes
+from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
 from ..elementwise.pointwise import is_operand
-from ..notation import Rule, einrule
-from ..registry import form, handler, rule
+from ..notation import Rule, dim_names, einrule
+from ..registry import decomposition, handler, rule
 from .index import expanded, index_names, patterns, selects
+from .local_indices import Part
 from .masked import mask_of
-from .places import Part
 
 Write = Callable[[Tensor, tuple[Any, ...], Any], Any]
 
@@ -39,12 +39,12 @@ def _put(accumulate: bool, local: Tensor, entries: tuple[Any, ...], value: Any) 
 
 @handler("__setitem__")
 def _skip_written(input: Any, index: Any, value: Any) -> Any:
-    """The last step of `x[i] += y`, where the second has written to x already."""
+    """Skip the last step of `x[i] += y` where the second one has already written to x."""
     source = value._sliced_from if type(value) is ShardedTensor else None
     return None if source is not None and source.has_written(input, index, value) else NotImplemented
 
 
-# -- by numbers and slices ---------------------------------------------------------------------------------------------
+# -- by integers and slices --------------------------------------------------------------------------------------------
 
 
 @rule("__setitem__")
@@ -78,13 +78,13 @@ def _out_of_place(write: Write, entries_of: Callable[..., Any], input: Tensor, *
 
 
 def _touch(local: Tensor, value: Any) -> None:
-    """Write nothing, but in the way in which other ranks write something: leaves refuse it, and the value stays in the graph."""
+    """Write no elements in place, so that leaves raise and the value is in the autograd graph, as on ranks that write some."""
     none = local.narrow(0, 0, 0)
     none.add_(value.reshape(-1)[:0].sum()) if isinstance(value, Tensor) and value.requires_grad else none.zero_()
 
 
 def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accumulate: bool = False) -> Rule | None:
-    """The rule of an operator that writes a value into the places of an index."""
+    """Return the rule of an operator that writes a value at an index."""
     mask = mask_of(index, input.ndim)
     if mask is not None:
         return _written_where(input, *mask, value, write, func)
@@ -105,7 +105,7 @@ def _written(input: Tensor, index: Any, value: Any, write: Any, func: Any, accum
 
 
 def _aligned(taken: Sequence[str], ndim: int) -> str:
-    """The dims of a value that is broadcast to these dims."""
+    """Return the pattern of a value that is broadcast to these dims."""
     return " ".join(["1"] * (ndim - len(taken)) + list(taken[max(0, len(taken) - ndim) :]))
 
 
@@ -116,7 +116,7 @@ def _bind_entries(write: Any, func: Any, targets: Sequence[Layout], _: Any) -> C
 
 
 def _entries_here(layout: Layout, split: Sequence[int], local: Tensor, index: Any, value: Any) -> tuple[Any, Any]:
-    """The index and the value for this rank's part; None for an index that touches nothing of it."""
+    """Return the index and the value for this rank's part; None for an index that selects nothing of it."""
     entries = expanded(index, local.ndim, local.device) or []
     numbers = [n for n, e in enumerate(entries) if e is not None]
     order, after = _result_dims(entries)
@@ -124,8 +124,8 @@ def _entries_here(layout: Layout, split: Sequence[int], local: Tensor, index: An
         number, (start, stop), size = numbers[dim], layout.box[dim], layout.shape[dim]
         entry = entries[number]
         if isinstance(entry, slice) and entry.indices(size) != (0, size, 1):
-            entries[number], places = _slice_here(entry.indices(size), start, stop)
-            value = _narrowed(value, order[number], places)
+            entries[number], chosen = _slice_here(entry.indices(size), start, stop)
+            value = _narrowed(value, order[number], chosen)
         elif type(entry) is int:
             entries[number] = entry % size - start
             if not start <= entry % size < stop:
@@ -133,12 +133,12 @@ def _entries_here(layout: Layout, split: Sequence[int], local: Tensor, index: An
     indexed = [dim for dim in split if isinstance(entries[numbers[dim]], Tensor)]
     if indexed:
         parts = {numbers[dim]: Part(layout, dim, wraps=True) for dim in indexed}
-        entries, value = _places_here(parts, entries, value, after)
+        entries, value = _local_entries(parts, entries, value, after)
     return tuple(entries), value
 
 
 def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
-    """For each slice its dim of the result, counted from the right from 0, and how many dims follow those of index tensors."""
+    """Return the dim of the result of each slice, counted from the right from 0, and the number of dims after those of index tensors."""
     kept = [n for n, e in enumerate(entries) if not selects(e)]
     picks = [i for i, n in enumerate(kept) if isinstance(entries[n], Tensor)]
     ndim = max((entries[kept[i]].ndim for i in picks), default=0)
@@ -149,7 +149,7 @@ def _result_dims(entries: Sequence[Any]) -> tuple[dict[int, int], int]:
 
 
 def _slice_here(bounds: tuple[int, int, int], start: int, stop: int) -> tuple[slice, tuple[int, int]]:
-    """A slice of a dim as one of this rank's part, and which of its elements these are."""
+    """Return a slice of a dim as a slice of this rank's part, and the interval of its elements that this is."""
     first, last, step = bounds
     count = len(range(first, last, step))
     low, high = (min(max(0, -((first - edge) // step)), count) for edge in (start, stop))
@@ -157,13 +157,13 @@ def _slice_here(bounds: tuple[int, int, int], start: int, stop: int) -> tuple[sl
     return here, (low, high)
 
 
-def _narrowed(value: Any, from_right: int, places: tuple[int, int]) -> Any:
+def _narrowed(value: Any, from_right: int, chosen: tuple[int, int]) -> Any:
     dim = value.ndim - 1 - from_right if isinstance(value, Tensor) else -1
-    return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, places[0], places[1] - places[0])
+    return value if dim < 0 or value.shape[dim] == 1 else value.narrow(dim, chosen[0], chosen[1] - chosen[0])
 
 
-def _places_here(parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int) -> tuple[list[Any], Any]:
-    """Index tensors as places in this rank's part, without those that fall outside; and the values that go there."""
+def _local_entries(parts: dict[int, Part], entries: Sequence[Any], value: Any, after: int) -> tuple[list[Any], Any]:
+    """Return index tensors as local indices, without those outside of this rank's part; and the values written there."""
     numbers = [n for n, e in enumerate(entries) if isinstance(e, Tensor)]
     indices = dict(zip(numbers, torch.broadcast_tensors(*[entries[n] for n in numbers]), strict=True))
     wanted = torch.ones_like(indices[numbers[0]], dtype=torch.bool)
@@ -187,23 +187,37 @@ def _values_at(value: Any, wanted: Tensor, after: int) -> Any:
 # -- from a value that is split ----------------------------------------------------------------------------------------
 
 
-@form("__setitem__")
-def _setitem_form(input: Tensor, index: Any, value: Any) -> Callable[..., None] | None:
-    """A value that is split along a slice of a split dim goes to the ranks that write it, and nowhere else."""
-    entries = expanded(index, input.ndim) if is_operand(value) and is_operand(input) and mask_of(index, input.ndim) is None else None
+def _layout_of_value(a: Any) -> tuple[Layout, P] | None:
+    """Return the layout of x and the spec that a value split along a slice of a split dim needs; None for other calls."""
+    input, index, value = a.input, a.index, a.value
+    if not (is_operand(value) and is_operand(input)) or mask_of(index, input.ndim) is not None:
+        return None
+    entries = expanded(index, input.ndim)
     if entries is None or any(isinstance(e, Tensor) for e in entries) or layout_of(input).pending:
         return None
-    input[index] = value  # torch's own complaint comes first
+    input[index] = value  # raises torch's own error first
     layout = layout_of(input)
     cuts = _cuts_of_value(layout, entries, value)
-    if not any(cut and cut != layout.spec.cuts[d] and splits(value, [v]) for v, (d, cut) in cuts.items()):
+    if not any(cut and cut != layout.spec.cuts[d] and is_split(value, [v]) for v, (d, cut) in cuts.items()):
         return None
-    spec = P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
-    return partial(_write_split, layout, spec)
+    return layout, P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
+
+
+@decomposition("__setitem__", prepare=_layout_of_value)
+def _write_split(prepared: tuple[Layout, P], input: Any, index: Any, value: Any) -> None:
+    """Send a split value to the ranks that write it, and to no others."""
+    layout, spec = prepared
+    check_base(input)
+    part = value.redistribute(spec)._local
+    split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
+    inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
+    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
+    _touch(input._local, part) if entries is None else _set(input._local, entries, part)
+    input._sync_requires_grad()
 
 
 def _cuts_of_value(layout: Layout, entries: Sequence[Any], value: Tensor) -> dict[int, tuple[int, Any]]:
-    """For dims of the value the dim of x that each is written along, and how it must be cut to lie where it is written."""
+    """Return, for dims of the value, the dim of x that each is written along, and the cuts that it needs there."""
     order, _ = _result_dims(entries)
     numbers = [n for n, e in enumerate(entries) if e is not None]
     cuts = {}
@@ -218,25 +232,15 @@ def _cut_like_slice(layout: Layout, dim: int, bounds: tuple[int, int, int]) -> S
     if bounds == (0, layout.shape[dim], 1):
         return layout.spec.cuts[dim]
     edges = pairwise(accumulate(part_sizes(layout, dim), initial=0))
-    places = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
-    return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in places)),)
+    chosen = [_slice_here(bounds, start, stop)[1] for start, stop in edges]
+    return (Cut(layout.spec.dims[dim], tuple(high - low for low, high in chosen)),)
 
 
-def _write_split(layout: Layout, spec: P, input: Any, index: Any, value: Any) -> None:
-    check_base(input)
-    part = value.redistribute(spec)._local
-    split = [d for d in range(input.ndim) if splitting_axes(layout, d)]
-    inside = layout.mesh.coordinate is not None  # type: ignore[attr-defined]
-    entries = _entries_here(layout, split, input._local, index, None)[0] if inside else None
-    _touch(input._local, part) if entries is None else _set(input._local, entries, part)
-    input._sync_requires_grad()
-
-
-# -- by truth values ---------------------------------------------------------------------------------------------------
+# -- by boolean masks --------------------------------------------------------------------------------------------------
 
 
 def _written_where(input: Tensor, mask: Tensor, at: int, value: Any, write: Any, func: Any) -> Rule:
-    """A value for each place where a mask is true, in order, or one for all of them."""
+    """Return the rule of writing one value for each true element of a mask, in order, or one for all of them."""
     dims = [f"d{d}" for d in range(input.ndim)]
     before, masked, after = dims[:at], dims[at : at + mask.ndim], dims[at + mask.ndim :]
     numbered = is_operand(value) and value.ndim > len(after) and value.shape[value.ndim - 1 - len(after)] != 1
@@ -264,20 +268,20 @@ def _mask_here(at: int, box: tuple[slice, ...], after: int, local: Tensor, index
 
 
 def _order(mask: Tensor, given: int) -> Tensor:
-    """How many true values come before each place.
+    """Return how many true values precede each element.
 
     Raises:
-        RuntimeError: not as many as values are given.
+        RuntimeError: there are not as many as given values.
     """
     count = int(mask.sum())
     if count != given:
-        raise RuntimeError(f"the mask is true in {count} places, and {given} values are given for them")
+        raise RuntimeError(f"the mask has {count} true elements, but {given} values are given; pass one value for each")
     return mask.flatten().cumsum(0).reshape(mask.shape) - 1
 
 
 @dataclass(frozen=True)
 class _Scatter:
-    """`masked_scatter` of this rank's part: `mask` and `source` are whole."""
+    """`masked_scatter` on this rank's part; `mask` and `source` are whole."""
 
     layout: Layout
     in_place: bool
@@ -294,8 +298,8 @@ class _Scatter:
 def _masked_scatter(in_place: bool, input: Tensor, mask: Tensor, source: Tensor) -> Rule | None:
     if not (is_operand(mask) and is_operand(source)) or not input.ndim or mask.ndim > input.ndim:
         return None
-    dims = " ".join(f"d{d}" for d in range(input.ndim))
-    sides = [" ".join(f"[{name}{d}]" for d in range(x.ndim)) for name, x in (("m", mask), ("s", source))]
+    dims = dim_names(input.ndim)
+    sides = [dim_names(x.ndim, range(x.ndim), name) for name, x in (("m", mask), ("s", source))]
 
     def bind(targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
         return _Scatter(targets[0], in_place)

@@ -12,15 +12,15 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
-from ..notation import Rule, einrule
-from ..registry import form, rule
-from .places import Part, kept, kind_of_sum, not_empty, reads_in_parts
+from ..notation import Rule, dim_names, einrule
+from ..registry import decomposition, rule
+from .local_indices import Part, kind_of_sum, masked, not_empty, reads_in_parts
 
 Local = Callable[..., Tensor]
 
 
 def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
-    """The index with one entry per dim (None entries add dims), or None where it is of a kind without a rule."""
+    """Return the index with one entry per dim (None entries add dims), or None where it is of a kind without a rule."""
     entries = [_as_tensor(e, device) for e in (index if isinstance(index, tuple) else (index,))]
     if not all(map(_is_known, entries)):
         return None
@@ -30,7 +30,7 @@ def expanded(index: Any, ndim: int, device: Any = "meta") -> list[Any] | None:
 
 
 def _as_tensor(entry: Any, device: Any) -> Any:
-    """A list of numbers stands for a tensor of them."""
+    """Return a list of integers as a tensor, other entries as they are."""
     numbers = isinstance(entry, list) and entry and all(type(e) is int for e in entry)
     return torch.tensor(entry, device=device) if numbers else entry
 
@@ -42,7 +42,7 @@ def _is_known(entry: Any) -> bool:
 
 
 def selects(entry: Any) -> bool:
-    """Whether an entry takes one place of its dim: a number, also as a 0-d tensor."""
+    """Return whether an entry selects one index of its dim: an integer, also as a 0-d tensor."""
     return type(entry) is int or (isinstance(entry, Tensor) and entry.ndim == 0)
 
 
@@ -51,10 +51,10 @@ def _is_full(entry: Any, size: int) -> bool:
 
 
 def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tuple[str, str, str]:
-    """Dims of the operand, and of the result before and after those that index tensors make.
+    """Return the pattern of the operand, and of the result before and after the dims that index tensors make.
 
     Dims taken whole keep their split; sliced ones must be whole, and so must those that tensors index, unless they are read
-    in parts. Index tensors that stand apart put their dims first.
+    in parts. Index tensors that are not adjacent put their dims first.
     """
     left, right, dim = [], [], 0
     for entry in entries:
@@ -73,7 +73,7 @@ def patterns(input: Tensor, entries: Sequence[Any], parts: bool = False) -> tupl
 
 
 def index_names(entries: Sequence[Any]) -> tuple[list[Tensor], list[str], str]:
-    """The index tensors among the operands, the dims of each, and those of all index tensors broadcast together."""
+    """Return the index tensors among the operands, the pattern of each, and that of all index tensors broadcast together."""
     tensors = [e for e in entries if isinstance(e, Tensor)]
     operands = [t for t in tensors if is_operand(t)]
     ndim = max((t.ndim for t in tensors), default=0)
@@ -86,7 +86,7 @@ def index_names(entries: Sequence[Any]) -> tuple[list[Tensor], list[str], str]:
 
 @rule("__getitem__", view=True)
 def _getitem(input: Tensor, index: Any) -> Rule | None:
-    """Dims that tensors index are read in parts; the result of other ranks' places is pending."""
+    """Read dims that tensors index in parts; the result is pending."""
     entries = expanded(index, input.ndim)
     if entries is None:
         return None
@@ -113,7 +113,7 @@ def _read_parts(parts: dict[int, Part], after: int, local: Tensor, index: Any) -
     for dim, part in parts.items():
         entries[numbers[dim]], here = part.find(entries[numbers[dim]], 0)
         mine = mine & here
-    return kept(mine, not_empty(local, list(parts))[tuple(entries)], after)
+    return masked(mine, not_empty(local, list(parts))[tuple(entries)], after)
 
 
 @rule("index_select")
@@ -135,16 +135,15 @@ def _bind_index_select(dim: int, targets: Sequence[Layout], _: Any) -> Local:
     part, after = Part(targets[0], dim), len(targets[0].shape) - 1 - dim
 
     def read(input: Tensor, dim: int, index: Tensor) -> Tensor:
-        places, mine = part.find(index.reshape(-1), 0)
-        return kept(mine, not_empty(input, [dim % input.ndim]).index_select(dim, places), after)
+        local, mine = part.find(index.reshape(-1), 0)
+        return masked(mine, not_empty(input, [dim % input.ndim]).index_select(dim, local), after)
 
     return read
 
 
 @rule("gather")
 def _gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> Rule | None:
-    """Dims in which the index is as long as the input are taken element by element; of the others the one that is read may be
-    split, and the rest must be whole."""
+    """Dims in which the index is as long as the input may be split; of the others, only the indexed one."""
     if sparse_grad or not is_operand(index):
         return None
     dim %= max(input.ndim, 1)
@@ -161,8 +160,8 @@ def _bind_gather(dim: int, targets: Sequence[Layout], _: Any) -> Local:
     part = Part(targets[0], dim)
 
     def read(input: Tensor, _: Any = None, index: Any = None, **__: Any) -> Tensor:
-        places, mine = part.find(index, 0)
-        return kept(mine, not_empty(input, [dim]).gather(dim, places))
+        local, mine = part.find(index, 0)
+        return masked(mine, not_empty(input, [dim]).gather(dim, local))
 
     return read
 
@@ -172,8 +171,7 @@ def _take(input: Tensor, index: Tensor) -> Rule | None:
     if not is_operand(index):
         return None
     read = reads_in_parts(input, index.numel())
-    left, right = (" ".join(f"{name}{d}" for d in range(x.ndim)) for name, x in (("d", input), ("i", index)))
-    left = left if read else " ".join(f"[d{d}]" for d in range(input.ndim))
+    left, right = dim_names(input.ndim, () if read else range(input.ndim)), dim_names(index.ndim, prefix="i")
     options = {"combine": kind_of_sum(input.dtype), "bind": _bind_take}
     return einrule(f"{left}, {right} -> {right}", input, index, linear=((0,),), **options)
 
@@ -186,26 +184,20 @@ def _bind_take(targets: Sequence[Layout], _: Any) -> Local:
     part = Part(layout, *dims, wraps=True)
 
     def read(input: Tensor, index: Tensor) -> Tensor:
-        places, mine = part.find(index, 0)
-        return kept(mine, not_empty(input.reshape(-1), [0]).take(places))
+        local, mine = part.find(index, 0)
+        return masked(mine, not_empty(input.reshape(-1), [0]).take(local))
 
     return read
 
 
-@form("take_along_dim")
-def _take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> Callable[..., Any]:
-    """`gather`, of operands broadcast in all dims but one."""
-    return _take_along_dim_of_all if dim is None else _gather_broadcast
-
-
-def _take_along_dim_of_all(input: Any, indices: Any, dim: None = None) -> Any:
-    return input.take(indices.flatten())
-
-
-def _gather_broadcast(input: Any, indices: Any, dim: int) -> Any:
+@decomposition("take_along_dim")
+def _take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
+    """Call `gather` on operands broadcast in all dims but one."""
+    if dim is None:
+        return input.take(indices.flatten())
     dim %= input.ndim
     shape = torch.broadcast_shapes(*[[1 if d == dim else n for d, n in enumerate(x.shape)] for x in (input, indices)])
-    indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # `gather` takes no negative numbers
+    indices = torch.where(indices < 0, indices + input.shape[dim], indices)  # `gather` takes no negative indices
     sized = [x.expand([x.shape[d] if d == dim else n for d, n in enumerate(shape)]) for x in (input, indices)]
     return sized[0].gather(dim, sized[1])
 

@@ -1,12 +1,12 @@
-"""Where values decide how much there is: `nonzero`, `masked_select`, `x[mask]`, `unique`.
+"""Operators with a result shape that depends on values: `nonzero`, `masked_select`, `x[mask]`, `unique`.
 
-Every rank works on its own part, and one small gather tells how long each of the parts' results is. Where the parts follow each
+Every rank works on its own part, and one small gather collects the lengths of the results. If the parts follow each
 other in row-major order, as they do when only the first dim is split, these are the parts of the result:
 
     x over 3 ranks, rows      [1 0 | 0 0 | 2 3]
     x[x > 0]                  [1 |  | 2 3]             sizes (1, 0, 2)
 
-Other splits are first moved to the first dim, by one exchange of what is selected from and one of the mask.
+Other splits are first moved to the first dim, by one exchange of the operand and one of the mask.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, replicated, settled, whole
+from ..decomposition_utils import all_splitting_axes, reduce_pending, replicated, unshard
 from ..elementwise.pointwise import is_operand
-from ..registry import form
+from ..registry import decomposition
 
-Form = Callable[..., Any] | None
+Decomposition = Callable[..., Any]
 
 
-def by_rows(x: Any, ndim: int) -> Any:
-    """The tensor with none of its first `ndim` dims split but the first, over all axes that split any of them."""
-    x = settled(x)
+def split_by_rows(x: Any, ndim: int) -> Any:
+    """Return the tensor with its first dim split over all axes that split any of its first `ndim` dims, and the others whole."""
+    x = reduce_pending(x)
     inner = [axis for dim in x.spec.dims[1:ndim] for axis in dim]
     if not inner:
         return x
@@ -37,9 +37,12 @@ def by_rows(x: Any, ndim: int) -> Any:
     return x.redistribute(P.of_cuts([first, *[()] * (ndim - 1), *x.spec.cuts[ndim:]], {}))
 
 
-def end_to_end(mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[int] = (), cuts: Any = ()) -> Any:
-    """The tensor whose parts along its first dim are what the ranks of some axes have, however long; its further dims have
-    this shape, and are cut so.
+def concatenate_parts(mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[int] = (), cuts: Any = ()) -> Any:
+    """Return the tensor whose parts along its first dim are the ranks' `local`, of any lengths.
+
+    Args:
+        mesh, axes: the ranks, in order.
+        shape, cuts: of the other dims.
 
     Raises:
         NotImplementedError: on a rank outside the mesh, which cannot know how long it is.
@@ -52,51 +55,45 @@ def end_to_end(mesh: Any, axes: tuple[str, ...], local: Tensor, shape: Sequence[
 
 
 def check_inside(mesh: Any) -> None:
-    """Raises: NotImplementedError on a rank outside the mesh, for results whose shape it cannot know."""
+    """Refuse a rank outside the mesh, which cannot know the shape of the result.
+
+    Raises:
+        NotImplementedError: this rank is outside.
+    """
     if mesh.coordinate is None:
         raise NotImplementedError("the shape of the result depends on values, and this rank, outside the mesh, does not have them")
 
 
-# -- truth values ------------------------------------------------------------------------------------------------------
+# -- boolean masks -----------------------------------------------------------------------------------------------------
 
 
-@form("nonzero", "argwhere")
-def _nonzero_form(input: Tensor, *, as_tuple: bool = False) -> Form:
-    return _nonzero
-
-
+@decomposition("nonzero", "argwhere")
 def _nonzero(input: Any, *, as_tuple: bool = False) -> Any:
-    x = by_rows(input.detach(), input.ndim)
+    x = split_by_rows(input.detach(), input.ndim)
     found = torch.nonzero(x._local)
     if x.ndim and len(found):
         found[:, 0] += x._layout.box[0][0]
-    places = end_to_end(x.mesh, x.spec.dims[0] if x.ndim else (), found, (x.ndim,), [()])
-    return places if not as_tuple else places.unbind(1) if x.ndim else _place_of_number(places)
+    indices = concatenate_parts(x.mesh, x.spec.dims[0] if x.ndim else (), found, (x.ndim,), [()])
+    if not as_tuple:
+        return indices
+    # torch treats a 0-d tensor as one of one element here
+    return indices.unbind(1) if x.ndim else (indices.new_zeros((len(indices),), dtype=torch.int64),)
 
 
-def _place_of_number(places: Any) -> tuple[Any, ...]:
-    """torch takes a number for a tensor of one element here."""
-    return (places.new_zeros((len(places),), dtype=torch.int64),)
+@decomposition(also=(torch.where,), when=lambda a: not a.choices and not a.named)
+def _where(condition: Any, *choices: Any, **named: Any) -> Any:
+    """Return the indices for `where(mask)`; with choices it is an elementwise operator."""
+    return _nonzero(condition, as_tuple=True)
 
 
-@form(also=(torch.where,))
-def _where_form(condition: Tensor, *choices: Any, **named: Any) -> Form:
-    """`where(mask)` asks for places; with choices it is an operator on elements."""
-    return None if choices or named else lambda condition: _nonzero(condition, as_tuple=True)
-
-
-@form("masked_select")
-def _masked_select_form(input: Tensor, mask: Tensor) -> Form:
-    return _masked_select if is_operand(input) and is_operand(mask) else None
-
-
+@decomposition("masked_select", when=lambda a: is_operand(a.input) and is_operand(a.mask))
 def _masked_select(input: Any, mask: Any) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     return _selected(input.expand(shape), mask.expand(shape))
 
 
-def mask_form(input: Tensor, index: Any) -> Form:
-    """`x[mask]`, or `x[:, mask]`: what is selected stays where it is."""
+def index_by_mask(input: Tensor, index: Any) -> Decomposition | None:
+    """Return the decomposition of `x[mask]` or `x[:, mask]`, which leaves the selected elements where they are."""
     found = mask_of(index, input.ndim) if is_operand(input) else None
     if found is None or input.shape[found[1] : found[1] + found[0].ndim] != found[0].shape:
         return None
@@ -112,7 +109,7 @@ def mask_form(input: Tensor, index: Any) -> Form:
 
 
 def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
-    """The mask of an index that is nothing else, and the first dim that it is for; None for another index."""
+    """Return the mask of an index that consists of one, and the first dim that it indexes; None for another index."""
     entries = list(index) if isinstance(index, tuple) else [index]
     masks = [e for e in entries if is_operand(e) and e.dtype is torch.bool and e.ndim]
     if len(masks) != 1 or not all(e is masks[0] or e is Ellipsis or (isinstance(e, slice) and e == slice(None)) for e in entries):
@@ -123,50 +120,45 @@ def mask_of(index: Any, ndim: int) -> tuple[Tensor, int] | None:
 
 
 def _selected(input: Any, mask: Any) -> Any:
-    """The elements (or what stands in further dims) where the mask is true, in row-major order."""
+    """Return the elements (or slices of further dims) where the mask is true, in row-major order."""
     if not mask.ndim:
         return _selected(input.reshape(1), mask.reshape(1))
-    x, ndim = by_rows(input, mask.ndim), mask.ndim
-    rows = settled(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
-    return end_to_end(x.mesh, x.spec.dims[0], x._local[rows._local], x.shape[ndim:], x.spec.cuts[ndim:])
+    x, ndim = split_by_rows(input, mask.ndim), mask.ndim
+    rows = reduce_pending(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
+    return concatenate_parts(x.mesh, x.spec.dims[0], x._local[rows._local], x.shape[ndim:], x.spec.cuts[ndim:])
 
 
 # -- distinct values ---------------------------------------------------------------------------------------------------
 
 
-@form("unique")
-def _unique_form(
-    input: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
-) -> Form:
-    return _unique if dim is None else _unique_of_whole
-
-
-def _unique(input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
-    """Every rank's distinct values are gathered, and the distinct ones among these found."""
-    x = settled(input.detach())
+@decomposition("unique")
+def _unique(
+    input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> Any:
+    """Gather every rank's distinct values and find the distinct ones among these."""
+    if dim is not None:
+        return _on_whole(torch.unique, input, sorted, return_inverse, return_counts, dim)
+    x = reduce_pending(input.detach())
     values, inverse, counts = torch.unique(x._local, return_inverse=True, return_counts=True)
-    proposed = end_to_end(x.mesh, all_splitting_axes(x._layout), values)
+    proposed = concatenate_parts(x.mesh, all_splitting_axes(x._layout), values)
     numbers = wrap(counts, proposed._layout.replace(dtype=torch.int64))
-    final, places = torch.unique(whole(proposed, 0)._local, return_inverse=True)
+    final, indices = torch.unique(unshard(proposed, 0)._local, return_inverse=True)
     results = [replicated(final, x)]
     if return_inverse:
-        results.append(wrap(places[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)))
+        results.append(wrap(indices[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)))
     if return_counts:
-        results.append(replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, whole(numbers, 0)._local), x))
+        zeros = final.new_zeros(len(final), dtype=torch.int64)
+        results.append(replicated(zeros.index_add(0, indices, unshard(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _unique_of_whole(input: Any, *args: Any, **kwargs: Any) -> Any:
-    return _on_whole(torch.unique, input, *args, **kwargs)
-
-
-@form("unique_consecutive")
-def _unique_consecutive_form(input: Tensor, *args: Any, **kwargs: Any) -> Form:
-    return lambda input, *args, **kwargs: _on_whole(torch.unique_consecutive, input, *args, **kwargs)
+@decomposition("unique_consecutive")
+def _unique_consecutive(input: Any, *args: Any, **kwargs: Any) -> Any:
+    return _on_whole(torch.unique_consecutive, input, *args, **kwargs)
 
 
 def _on_whole(func: Callable[..., Any], input: Any, *args: Any, **kwargs: Any) -> Any:
-    """An operator on the whole tensor, on every rank.
+    """Run an operator on the whole tensor, on every rank.
 
     Communication: an all_gather of the tensor.
     """

@@ -1,7 +1,7 @@
-"""Writing at numbered places: `scatter`, `index_add`, `index_copy`, `index_fill`, `index_reduce`, `put`.
+"""Writing at indices: `scatter`, `index_add`, `index_copy`, `index_fill`, `index_reduce`, `put`.
 
-What is written never moves. Along a split dim every rank writes the elements whose places fall into its part; the others go
-into one more element at its end, which is cut off:
+The written tensor is not moved. Along a split dim every rank writes the elements whose indices are in its part; the others go
+into one extra element at its end, which is cut off:
 
     index_add of [5 6 7 8] at [4 0 2 4] to zeros over 3 ranks
     rank 0  [6 0 7 | 13]      rank 1  [0 13 | 13]      rank 2  [0 | 26]        before the cut
@@ -19,15 +19,15 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
 from ..elementwise.pointwise import is_operand
-from ..notation import Rule, einrule
+from ..notation import Rule, dim_names, einrule
 from ..registry import rule
-from .places import Part, widened
+from .local_indices import Part, widened
 
 Trims = Sequence[tuple[int, int, int]]  # dims, and from where to where this rank writes along them
 
 
 def _register(maker: Callable[..., Rule | None], *names: str) -> None:
-    """One maker for operators and their in-place forms; it is told the name, and which of the two it is for."""
+    """Register the rules of operators and their in-place variants; the maker gets the name and which of the two it is for."""
     for name in names:
         rule(name)(partial(maker, name, False))
         rule(f"{name}_")(partial(maker, name, True))
@@ -39,7 +39,7 @@ def _register(maker: Callable[..., Rule | None], *names: str) -> None:
 def _scatter(
     name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, src: Any = None, *args: Any, value: Any = None, **kwargs: Any
 ) -> Rule | None:
-    """Index and source say element by element what goes where; they may be shorter than what is written."""
+    """Index and source describe each written element; they may be shorter than the written tensor."""
     if not is_operand(index) or not input.ndim or (is_operand(src) and not src.ndim):
         return None
     dim %= input.ndim
@@ -47,7 +47,7 @@ def _scatter(
     short = [d for d in range(input.ndim) if d != dim and any(x.shape[d] != input.shape[d] for x in given)]
     adds = name == "scatter_add" and src.shape[dim] == index.shape[dim]
     names = [_names(input, short, dim, letter if not adds else "i", not adds) for letter, _ in zip("is", given, strict=False)]
-    left = " ".join(f"d{d}" for d in range(input.ndim))
+    left = dim_names(input.ndim)
     reduce = kwargs.get("reduce", args[0] if args else None)
     linear = _linear(name, reduce, src if value is None else value, 2)
     bind = partial(_bind, name, in_place, dim, short)
@@ -60,7 +60,7 @@ def _names(input: Tensor, short: Sequence[int], dim: int, letter: str, whole: bo
 
 
 def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tuple[int, ...], ...]:
-    """What an operator is linear in: everything but the index, where it adds up or puts, or what is put is zero."""
+    """Return the groups of operands that an operator is linear in: all but the index, where it adds or assigns, or assigns zero."""
     if reduce not in (None, "add", "sum", "mean") or (name == "index_reduce"):
         return ()
     if is_operand(source):
@@ -71,12 +71,12 @@ def _linear(name: str, reduce: str | None, source: Any, number: int) -> tuple[tu
 def _indexed(
     name: str, in_place: bool, input: Tensor, dim: int, index: Tensor, source: Any = None, *args: Any, **kwargs: Any
 ) -> Rule | None:
-    """The index says which slices along a dim are written."""
+    """The index selects the slices along a dim that are written."""
     source = kwargs.get("value", source)
     if not is_operand(index) or index.ndim != 1 or not input.ndim or (name != "index_fill" and source.ndim != input.ndim):
         return None
     dim %= input.ndim
-    left = " ".join(f"d{d}" for d in range(input.ndim))
+    left = dim_names(input.ndim)
     number = "i" if name == "index_add" else "[i]"
     sides = [left, number]
     if is_operand(source):
@@ -102,7 +102,7 @@ def _bind(
 def _on_part(
     func: Callable[..., Tensor], copies: bool, trims: Trims, input: Tensor, dim: int, index: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The operator on this rank's part, with so much of index and source as falls into it."""
+    """Run the operator on this rank's part, with the part of index and source that belongs to it."""
     named = {name: _trimmed(a, trims) for name, a in kwargs.items()}
     result = func(input, dim, _trimmed(index, trims), *[_trimmed(a, trims) for a in args], **named)
     return input.copy_(result) if copies else result
@@ -119,13 +119,15 @@ def _trimmed(x: Any, trims: Trims) -> Any:
 def _with_one_more(
     func: Callable[..., Tensor], part: Part, fill: float | None, dim: int, input: Tensor, _: int, index: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The operator on the part with one more element. A product of what goes there could be infinite, and its gradient NaN: so
-    it is `fill` instead."""
-    places, mine = part.find(index, part.length)
+    """Run the operator on the part with one extra element.
+
+    A product of what goes there could be infinite, and its gradient NaN, so `fill` goes there instead.
+    """
+    local, mine = part.find(index, part.length)
     if fill is not None:
         args = tuple(_filled(a, mine, dim, fill) for a in args)
         kwargs = {name: _filled(a, mine, dim, fill) for name, a in kwargs.items()}
-    return func(widened(input, dim), dim, places, *args, **kwargs).narrow(dim, 0, part.length)
+    return func(widened(input, dim), dim, local, *args, **kwargs).narrow(dim, 0, part.length)
 
 
 def _filled(x: Any, mine: Tensor, dim: int, fill: float) -> Any:
@@ -145,11 +147,11 @@ _register(_indexed, "index_add", "index_copy", "index_fill", "index_reduce")
 
 
 def _put(name: str, in_place: bool, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Rule | None:
-    """Places count through all dims, in row-major order."""
+    """Indices run through all dims, in row-major order."""
     if not (is_operand(index) and is_operand(source)):
         return None
-    left = " ".join(f"d{d}" for d in range(input.ndim))
-    sides = [" ".join(f"[{letter}{d}]" for d in range(x.ndim)) for letter, x in (("i", index), ("s", source))]
+    left = dim_names(input.ndim)
+    sides = [dim_names(x.ndim, range(x.ndim), letter) for letter, x in (("i", index), ("s", source))]
     bind = partial(_bind_put, in_place)
     return einrule(f"{', '.join([left, *sides])} -> {left}", input, index, source, linear=((0, 2),), bind=bind)
 
@@ -163,8 +165,8 @@ def _bind_put(in_place: bool, targets: Sequence[Layout], _: Any) -> Callable[...
 
 
 def _put_here(in_place: bool, part: Part, input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    places, _ = part.find(index, part.length)
-    result = widened(input.reshape(-1), 0).put(places, source, accumulate)[: part.length].reshape(input.shape)
+    local, _ = part.find(index, part.length)
+    result = widened(input.reshape(-1), 0).put(local, source, accumulate)[: part.length].reshape(input.shape)
     return input.copy_(result) if in_place else result
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..decomposition_utils import with_elements
-from ..notation import Rule, einrule
+from ..notation import Rule, along_dims
 from ..reductions.reduction import Dims, normal_dims
 from ..registry import rule
 
@@ -19,14 +19,11 @@ Transform = Callable[..., Tensor]
 
 
 def _transformed(func: Transform, input: Tensor, dims: Dims) -> Rule:
-    chosen = normal_dims(dims, input.ndim)
-    left = " ".join(f"[d{d}]" if d in chosen else f"d{d}" for d in range(input.ndim))
-    right = " ".join("1" if d in chosen else f"d{d}" for d in range(input.ndim))
-    return einrule(f"{left} -> {right}", input, linear=((0,),), bind=partial(_bind, func))
+    return along_dims(input, normal_dims(dims, input.ndim), "1", linear=((0,),), bind=partial(_bind, func))
 
 
 def _bind(func: Transform, targets: Sequence[Layout], results: Sequence[Layout]) -> Transform:
-    """torch's own, which refuses a part without elements."""
+    """Return torch's own function, which refuses a part without elements."""
     shape = results[0].local_shape
     if 0 not in targets[0].local_shape:
         return func

@@ -25,8 +25,8 @@ from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import rule
 
-# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim that groups lie along in each
-# operand that has them side by side.
+# By the numbers of dims of both operands: the dims of operands, offsets and result, and the dim along which each operand has its
+# groups side by side.
 _PATTERNS = {
     (2, 3): ("j k, g k n, [o] -> j n", (-2, None)),
     (3, 2): ("g m k, k j, [o] -> m j", (None, -1)),
@@ -48,7 +48,7 @@ def _grouped_mm(
 
 
 def _bind(along: Sequence[int | None], targets: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
-    """The product of this rank's parts, with the part of the offsets that they need."""
+    """Return the product of this rank's parts, with the part of the offsets that they need."""
     dims = [len(layout.shape) + dim for layout, dim in zip(targets, along, strict=False) if dim is not None]
     if not dims:
         return _multiply
@@ -71,7 +71,7 @@ def _multiply_parts(
     bias: None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`grouped_mm` of the rows (or columns) and the groups in these intervals; rows of other groups give zeros."""
+    """Compute `grouped_mm` of the rows (or columns) and the groups in these intervals; rows of other groups give zeros."""
     if rows is not None:
         offs = (offs - rows[0]).clamp(0, rows[1] - rows[0])
     if groups is None:
@@ -88,16 +88,16 @@ def _multiply_parts(
 
 
 def _between(offs: Tensor, first: int, last: int, count: int) -> Tensor:
-    """Which of so many rows are in the groups [first, last)."""
-    places = torch.arange(count, device=offs.device)
+    """Return a mask of the rows that are in the groups [first, last)."""
+    rows = torch.arange(count, device=offs.device)
     ends = torch.cat([offs.new_zeros(1), offs])
-    return (places >= ends[first]) & (places < ends[last])
+    return (rows >= ends[first]) & (rows < ends[last])
 
 
 def _multiply(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch's own, of operands padded with zeros where a part's rows do not begin at the addresses that the kernels ask for."""
+    """Call torch's own function, on operands padded with zeros where a part's rows do not have the alignment that the kernels need."""
     if mat_a.is_meta:
         return _multiply_on_meta(mat_a, mat_b, offs, out_dtype)
     if _is_aligned(mat_a) and _is_aligned(mat_b):
@@ -115,7 +115,7 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def _multiply_on_meta(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """A product of as many numbers: the kernel's own check on "meta" takes only what one kind of device takes."""
+    """Compute a product of the same shape: the kernel's own check on "meta" accepts only what one device type does."""
     if mat_a.ndim == mat_b.ndim:
         product = mat_a @ mat_b
         product = product if offs is None else product.expand(offs.shape[0], -1, -1).clone()

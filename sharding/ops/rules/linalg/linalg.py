@@ -1,6 +1,6 @@
 """Decompositions, solvers and functions of matrices: the batch may be split, each matrix is whole.
 
-Columns of right-hand sides are independent, so that they may be split as well.
+Columns of right-hand sides are independent, so they may be split as well.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..registry import rule
 
 
 def _named(names: str) -> tuple[Callable[..., Any], ...]:
-    """The functions of these names."""
+    """Return the functions of these names."""
     found = (getattr(owner, name, None) for name in names.split() for owner in (torch.linalg, torch, torch.Tensor))
     return tuple(func for func in found if func is not None)
 
 
-# -- of one matrix ----------------------------------------------------------------------------------------------------
+# -- of one matrix -----------------------------------------------------------------------------------------------------
 
 # What a function of a matrix gives, for each matrix of a batch: `1 1` is a matrix, `1` a vector, and nothing a number.
 _OF_ONE = {
@@ -80,7 +80,7 @@ def _with_tolerances(result: str, A: Tensor, *args: Any, **kwargs: Any) -> Rule:
 
 @rule(also=(torch.linalg.cond,))
 def _cond(A: Tensor, p: Any = None) -> Rule:
-    """Of no matrices torch returns something without a graph."""
+    """Of an empty batch torch returns a result that is not in the autograd graph."""
     return _of_one(A, "", bind=unless_empty(torch.linalg.cond))
 
 
@@ -110,7 +110,7 @@ def _geqrf(input: Tensor) -> Rule:
 
 @rule(also=_named("lu_unpack"))
 def _lu_unpack(LU_data: Tensor, LU_pivots: Tensor, unpack_data: bool = True, unpack_pivots: bool = True) -> Rule:
-    """What is not unpacked is empty."""
+    """Results that are not unpacked are empty."""
     permutation, factor = "... 1 1" if unpack_pivots else "1", "... 1 1" if unpack_data else "1"
     return einrule(f"... [m] [n], ... [k] -> {permutation}, {factor}, {factor}", LU_data, LU_pivots)
 
@@ -129,7 +129,7 @@ def _whole(prefix: str, count: int) -> str:
     return " ".join(f"[{prefix}{i}]" for i in range(count))
 
 
-# -- systems of equations ---------------------------------------------------------------------------------------------
+# -- systems of equations ----------------------------------------------------------------------------------------------
 
 
 def _columns(left: bool, vector: bool = False) -> str:
@@ -137,7 +137,7 @@ def _columns(left: bool, vector: bool = False) -> str:
 
 
 def _is_vector(A: Tensor, B: Tensor) -> bool:
-    """Whether the right-hand side has one column, without a dim for it."""
+    """Return whether the right-hand side is one column, without a dim for it."""
     return B.ndim == 1 or (A.ndim - 1 == B.ndim and B.shape == A.shape[:-1])
 
 
@@ -149,7 +149,7 @@ def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Rule:
 
 @rule(also=_named("solve_ex"))
 def _solve_ex(A: Tensor, B: Tensor, *, left: bool = True, check_errors: bool = False) -> Rule | None:
-    """The other result is not made of columns, so that these are whole here."""
+    """The other result has no columns, so these are whole here."""
     columns = _columns(left, _is_vector(A, B)).replace("k", "[k]")
     fits = B.ndim <= A.ndim and torch.broadcast_shapes(A.shape[:-2], B.shape[:-2]) == A.shape[:-2]
     return einrule(f"... [n] [n], ... {columns} -> ... {columns}, ...", A, B) if fits or B.ndim == 1 else None
@@ -166,7 +166,7 @@ def _solve_triangular(
 def _triangular_solve(
     b: Tensor, A: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
 ) -> Rule:
-    """Besides the solution, a copy of the coefficients, which are not made of columns."""
+    """Besides the solution there is a copy of the coefficients, which have no columns."""
     return einrule("... [n] [k], ... [n] [n] -> ... n k, ... n n", b, A)
 
 
@@ -204,7 +204,7 @@ def _tensorsolve(A: Tensor, B: Tensor, dims: Sequence[int] | None = None) -> Rul
 
 @rule(also=(torch.linalg.lstsq,))
 def _lstsq(A: Tensor, B: Tensor, rcond: Any = None, *, driver: str | None = None) -> Rule | None:
-    """Whether there are residuals depends with some drivers on the values, of all matrices; such calls have no rule."""
+    """With some drivers, whether there are residuals depends on the values of all matrices; such calls have no rule."""
     *batch, m, n = A.shape
     mesh: Any = layout_of(A).mesh
     known = driver or ("gelsy" if mesh.device_type == "cpu" else "gels")  # torch's own defaults

@@ -1,4 +1,4 @@
-"""Products of matrices: every form is a sum over shared factors."""
+"""Matrix products: each is a sum over shared factors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _outer(input: Tensor, vec2: Tensor) -> Rule:
 
 
 def _added(input: Tensor, pattern: str, a: Tensor, b: Tensor) -> Rule:
-    """The rule of a product to which `input` is added, broadcast to the dims of the result."""
+    """Return the rule of a product to which `input` is added, broadcast to the dims of the result."""
     dims = pattern.partition("->")[2].split()
     added = " ".join(dims[len(dims) - input.ndim :])
     return einrule(f"{added}, {pattern}", input, a, b, linear=((1, 0), (2, 0)), additive=(0,))
@@ -153,7 +153,7 @@ def _cross(input: Tensor, other: Tensor, *, dim: int = -1) -> Rule:
 
 @rule(also=(torch.cross, torch.Tensor.cross))
 def _cross_of_threes(input: Tensor, other: Tensor, dim: int | None = None) -> Rule:
-    """Without a dim: along the first one of size 3, of the whole tensors."""
+    """Without a dim it runs along the first one of size 3 of the whole tensors."""
     shape = torch.broadcast_shapes(input.shape, other.shape)
     return _cross_along(input, other, shape.index(3) - len(shape) if dim is None else dim)
 
@@ -184,7 +184,7 @@ def _einsum(equation: str, *operands: Any) -> Rule:
 
 
 def _spelled(part: str, extra: int, whole: set[str]) -> str:
-    """`...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis stands for `extra` dims."""
+    """Return `...ij` as `e1 e0 i j`, with the letters that must be whole in brackets; an ellipsis stands for `extra` dims."""
     dims = [f"e{i}" for i in reversed(range(extra))]
     letters = [*part.partition("...")[0], *(dims if "..." in part else ()), *part.partition("...")[2]]
     return " ".join(f"[{c}]" if c in whole else c for c in letters)

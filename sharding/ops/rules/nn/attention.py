@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,42 +12,33 @@ from torch import Tensor
 
 from ....layout.spec import P
 from ....tensor.sharded_tensor import ShardedTensor
-from ..decomposition_utils import check_by_torch, with_elements
+from ..decomposition_utils import with_elements
 from ..notation import Rule, einrule
-from ..registry import form, rule
+from ..registry import decomposition
 
 
-@rule("scaled_dot_product_attention")
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Rule:
-    """With `is_causal` the positions of queries count, so that these are whole, too.
+def _attention_rule(a: Any) -> Rule:
+    """Return the rule. With `is_causal` the positions of queries count, so these must be whole too.
 
     With `enable_gqa` query heads are groups of the key's heads.
     """
     options: dict[str, Any] = {"linear": ((2,),), "local": attention_local}
-    rows = "[l]" if is_causal else "l"
-    if not enable_gqa or query.shape[-3] == key.shape[-3]:
+    query, key, mask = a.query, a.key, a.attn_mask
+    rows = "[l]" if a.is_causal else "l"
+    if not a.enable_gqa or query.shape[-3] == key.shape[-3]:
         pattern = f"... {rows} [e], ... [s] [e], ... [s] [v], ... {rows} [s] -> ... {rows} [v]"
     else:
         options["sizes"] = {"g": key.shape[-3], "r": query.shape[-3] // key.shape[-3]}
-        masked = 0 if attn_mask is None or attn_mask.ndim < 3 else attn_mask.shape[-3]  # heads that the mask tells apart
+        masked = 0 if mask is None or mask.ndim < 3 else mask.shape[-3]  # heads that the mask distinguishes
         heads = "(g r)" if masked > 1 else "1" if masked else ""
         pattern = f"... (g r) {rows} [e], ... g [s] [e], ... g [s] [v], ... {heads} {rows} [s] -> ... (g r) {rows} [v]"
-    return einrule(pattern, query, key, value, attn_mask, **options)
+    return einrule(pattern, query, key, a.value, mask, **options)
 
 
 def attention_local(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """torch's own, which leaves an empty part out of the graph."""
+    """Call torch's own function; its result for an empty part would not be in the autograd graph."""
     shape = (*query.shape[:-1], value.shape[-1])
     if math.prod(shape):
         if query.is_meta:
@@ -61,16 +51,10 @@ def attention_local(
 
 
 def _fused_on_meta(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """As a fused kernel does it: torch's choice on "meta" would keep the scores in memory, which no device does."""
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the result of a fused kernel; torch's choice on "meta" would keep the scores in memory, which no device does."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if enable_gqa or query.ndim != 4 or query.shape[-1] != value.shape[-1] or learned:
         options: Any = {"scale": scale, "enable_gqa": enable_gqa}
@@ -79,39 +63,28 @@ def _fused_on_meta(
     return fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
-# -- with dropout -----------------------------------------------------------------------------------------------------
+# -- with dropout ------------------------------------------------------------------------------------------------------
 
 
-@form("scaled_dot_product_attention")
-def _attention_form(
-    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
-) -> Callable[..., Any] | None:
-    """Which weights are dropped must not depend on the mesh: they are made, and dropped by `F.dropout`."""
-    if not dropout_p:
-        return None
-    check_by_torch(F.scaled_dot_product_attention, query, key, value, attn_mask, 0.0, *args, **kwargs)
-    return _run_attention
+def _check_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> None:
+    F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
-def _run_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@decomposition("scaled_dot_product_attention", check=_check_attention, when=lambda a: a.dropout_p, rule=_attention_rule)
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    """Compute the weights and drop some with `F.dropout`, so that which are dropped does not depend on the mesh."""
     groups = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    key, value = _repeated(key, groups), _repeated(value, groups)
+    key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     mask = _causal(query, key) if is_causal else attn_mask
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-2, -1)
     return F.dropout(_safe_softmax(_masked(scores, mask)), dropout_p) @ value
 
 
-def _repeated(x: Any, count: int) -> Any:
-    """Each head so many times: `... g s d -> ... (g r) s d`."""
+def _repeat_heads(x: Any, count: int) -> Any:
+    """Repeat each head: `... g s d -> ... (g r) s d`."""
     if count == 1:
         return x
     heads = x.unsqueeze(-3)
@@ -130,48 +103,23 @@ def _masked(scores: Any, mask: Any) -> Any:
 
 
 def _safe_softmax(scores: Any) -> Any:
-    """A query that may look at no key gets nothing, as in torch."""
+    """Return the softmax, and zeros for a query that attends to no key, as torch does."""
     dead = (scores == -math.inf).all(-1, keepdim=True)
     return scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
 
 
-# -- with its projections ---------------------------------------------------------------------------------------------
+# -- with its projections ----------------------------------------------------------------------------------------------
 
 
-@form("multi_head_attention_forward")
-def _multi_head_form(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-    check_by_torch(F.multi_head_attention_forward, *args, **kwargs)
-    return _run_multi_head
-
-
-def _run_multi_head(
-    query: Any,
-    key: Any,
-    value: Any,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Any,
-    in_proj_bias: Any,
-    bias_k: Any,
-    bias_v: Any,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Any,
-    out_proj_bias: Any,
-    training: bool = True,
-    key_padding_mask: Any = None,
-    need_weights: bool = True,
-    attn_mask: Any = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Any = None,
-    k_proj_weight: Any = None,
-    v_proj_weight: Any = None,
-    static_k: Any = None,
-    static_v: Any = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> tuple[Any, Any]:
-    """As torch's, with heads as a dim of their own all the way, so that they may be split: tensors are `b h s d` in between."""
+@decomposition("multi_head_attention_forward", check=F.multi_head_attention_forward)
+def _multi_head_attention(
+    query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int, in_proj_weight: Any, in_proj_bias: Any, bias_k: Any,
+    bias_v: Any, add_zero_attn: bool, dropout_p: float, out_proj_weight: Any, out_proj_bias: Any, training: bool = True,
+    key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, use_separate_proj_weight: bool = False,
+    q_proj_weight: Any = None, k_proj_weight: Any = None, v_proj_weight: Any = None, static_k: Any = None, static_v: Any = None,
+    average_attn_weights: bool = True, is_causal: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Do as torch does, with heads as a dim of their own throughout (`b h s d`), so that they may be split."""
     batched = query.ndim == 3
     if not batched:
         query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -187,12 +135,7 @@ def _run_multi_head(
     attend = _weighted if need_weights else partial(_unweighted, is_causal=hint)
     out, attention = attend(q, k, v, mask, dropout_p if training else 0.0)
     out = F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias)
-    return _as_asked(out, attention, batched, average_attn_weights)
-
-
-def _as_asked(out: Any, attention: Any, batched: bool, average: bool) -> tuple[Any, Any]:
-    """The results without the batch dim where none was given, and one attention for all heads."""
-    if attention is not None and average:
+    if attention is not None and average_attn_weights:
         attention = attention.mean(1)
     if batched:
         return out, attention
@@ -216,7 +159,7 @@ def _unweighted(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: 
 
 
 def _with_position(x: Any, learned: Any) -> Any:
-    """One more position, the same for each of the batch: `s b e -> (s+1) b e`."""
+    """Append a position, the same for the whole batch: `s b e -> (s+1) b e`."""
     return x if learned is None else torch.cat([x, learned.expand(1, x.shape[1], -1)])
 
 
@@ -225,14 +168,14 @@ def _with_zeros(x: Any) -> Any:
 
 
 def _heads(x: Any, num_heads: int, static: Any = None) -> Any:
-    """`s b (h d) -> b h s d`, or `(b h) s d -> b h s d` of what is given instead."""
+    """Return `s b (h d) -> b h s d`, or `(b h) s d -> b h s d` of `static`, given in its place."""
     if static is not None:
         return static.unflatten(0, (-1, num_heads))
     return x.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _mask_of(q: Any, k: Any, attn_mask: Any, key_padding_mask: Any) -> Any:
-    """What is added to the scores, of a shape that broadcasts to `b h l s`; positions that were appended are seen by all."""
+    """Return what is added to the scores, broadcastable to `b h l s`; all queries attend to appended positions."""
     given = []
     if attn_mask is not None:
         given.append(attn_mask.unflatten(0, (-1, q.shape[1])) if attn_mask.shape[0] > 1 and attn_mask.ndim == 3 else attn_mask)

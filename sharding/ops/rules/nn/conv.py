@@ -1,8 +1,8 @@
-"""Convolutions: batch, channels and groups split as in a product of matrices; split space fetches its halo."""
+"""Convolutions: batch, channels and groups may be split as in a matrix product; for split space each rank fetches its halo."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,26 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..decomposition_utils import splits
-from ..notation import Rule, einrule
-from ..registry import form, rule
+from ..decomposition_utils import is_split
+from ..notation import Rule, dim_names, einrule
+from ..registry import decomposition, rule
 from .window import Halo, Parts, Window, is_empty, on_parts, per_dim
 
 _LINEAR: dict[str, Any] = {"linear": ((0, 2), (1, 2)), "additive": (2,)}
 
 
-def _operands(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> list[Any]:
-    return [x for x in (input, weight, bias) if x is not None]
-
-
 def _rule(n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **options: Any) -> Rule:
-    """Channels in are summed over; those of one group stay together unless groups are whole ranks' worth.
+    """Return the rule: input channels are summed over; those of one group stay together unless every rank has whole groups.
 
     With `whole` the spatial dims must not be split, else they may be.
     """
     batch = "b" if operands[0].ndim == n + 2 else ""
     into, out = ("i", "o") if groups == 1 else ("(g i)", "(g o)")
-    space, kernel = (" ".join(f"[h{d}]" if whole else f"h{d}" for d in range(n)), " ".join(f"[k{d}]" for d in range(n)))
+    space, kernel = dim_names(n, range(n) if whole else (), "h"), dim_names(n, range(n), "k")
     weight = f"{into} o {kernel}" if transposed else f"{out} i {kernel}"
     after = " ".join("1" if whole else f"h{d}" for d in range(n))
     channels = operands[0].shape[-n - 1], operands[1].shape[1] * groups if transposed else operands[1].shape[0]
@@ -40,7 +36,7 @@ def _rule(n: int, transposed: bool, groups: int, whole: bool, *operands: Any, **
 
 
 def _local_groups(n: int, transposed: bool, targets: Sequence[Layout], result: Layout) -> int:
-    """The groups that this rank's channels are."""
+    """Return the number of groups that this rank's channels make up."""
     channels = (result if transposed else targets[0]).local_shape[-n - 1]
     return channels // targets[1].local_shape[1]
 
@@ -48,10 +44,10 @@ def _local_groups(n: int, transposed: bool, targets: Sequence[Layout], result: L
 def _of_nothing(
     n: int, func: Parts, result: Layout, input: Tensor, weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """What a part without input channels, or without results, adds to the whole.
+    """Return the result of a part without input channels, or of an empty one.
 
-    Behind it stands a convolution of single elements, of which nothing is used: so the graph has the nodes that it has on other
-    ranks, and backward communicates as it does there, however often it is differentiated.
+    Its autograd graph has a convolution of single elements of which nothing is used, so that it has the nodes that it has on other
+    ranks, and backward communicates alike on all, to every order.
     """
     kernel = weight.shape[2:]
     single = _sized(input, [1] * (input.ndim - n) + [*kernel]), _sized(weight, [1, 1, *kernel])
@@ -63,7 +59,7 @@ def _plus(bias: Tensor | None, out: Tensor, n: int) -> Tensor:
 
 
 def _sized(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The tensor cut, or filled up with zeros, to these sizes."""
+    """Return the tensor cut, or padded with zeros, to these sizes."""
     return F.pad(x, [m for n, size in zip(reversed(x.shape), reversed(sizes), strict=True) for m in (0, size - n)])
 
 
@@ -71,42 +67,23 @@ def _with_graph_of(made: Tensor, result: Layout) -> Tensor:
     return made.new_zeros(result.local_shape) + made.flatten()[:0].sum()
 
 
-# -- convolution ------------------------------------------------------------------------------------------------------
-
-
-def _conv(
-    n: int, func: Parts, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1,
-) -> Rule:  # fmt: skip
-    return _rule(n, False, groups, True, input, weight, bias, bind=partial(_bind, n, func, groups))
+# -- convolution -------------------------------------------------------------------------------------------------------
 
 
 def _bind(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     if is_empty(*targets, *results):
         return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, False, targets, results[0])
-    return func if local == groups else partial(_regrouped, func, local)
+    return func if local == groups else _with_groups(func, local)
 
 
-def _regrouped(
-    func: Parts, local_groups: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1,
-) -> Tensor:  # fmt: skip
-    return func(input, weight, bias, stride, padding, dilation, local_groups)
+def _with_groups(func: Parts, groups: int) -> Parts:
+    """Return a convolution with another number of groups, its seventh argument."""
 
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return func(*args[:6], groups, *args[7:], **kwargs) if len(args) > 6 else func(*args, **{**kwargs, "groups": groups})
 
-def _conv_form(
-    n: int, func: Parts, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    dilation: Any = 1, groups: int = 1,
-) -> Parts | None:  # fmt: skip
-    """Over split space: each rank fetches the rows that its part of the result is made of."""
-    dims = range(input.ndim - n, input.ndim)
-    if not splits(input, dims):
-        return None
-    result = func(input.detach(), weight.detach(), bias, stride, padding, dilation, groups)
-    windows = _windows(n, input, weight, stride, padding, dilation)
-    run = on_parts(_rule(n, False, groups, False, input, weight, bias), result, dims, partial(_bind_halo, n, func, windows))
-    return lambda *args, **kwargs: run(*_operands(*args, **kwargs))
+    return run
 
 
 def _windows(n: int, input: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> list[Window]:
@@ -137,15 +114,44 @@ def _bind_halo(n: int, func: Parts, windows: Sequence[Window], targets: Sequence
 
 
 def _padding(window: Window, start: int, stop: int) -> tuple[int, int]:
-    """Padding of a part; elements behind the last window need none."""
+    """Return the padding of a part; elements after the last window need none."""
     before, after = window.padding(start, stop)
     return before, max(0, after)
 
 
+def _over_space(n: int, func: Parts, transposed: bool, bind: Callable[..., Parts], a: Any) -> Callable[..., Any] | None:
+    """Return the function of the operands that runs the convolution over split space; None where space is not split.
+
+    Args:
+        bind: makes the function of the parts, see `on_parts`; it is passed n, func and the windows first.
+        a: the arguments of the call.
+    """
+    dims = range(a.input.ndim - n, a.input.ndim)
+    if not is_split(a.input, dims):
+        return None
+    result = func(**{**vars(a), "input": a.input.detach(), "weight": a.weight.detach()})
+    windows = _windows(n, a.input, a.weight, a.stride, a.padding, a.dilation)
+    made = _rule(n, transposed, a.groups, False, a.input, a.weight, a.bias)
+    run = on_parts(made, result, dims, partial(bind, n, func, windows))
+    return run if a.bias is not None else lambda input, weight, _: run(input, weight)
+
+
+def _register(n: int) -> None:
+    func: Any = getattr(torch, f"conv{n}d")
+
+    def whole_space(a: Any) -> Rule:
+        return _rule(n, False, a.groups, True, a.input, a.weight, a.bias, bind=partial(_bind, n, func, a.groups))
+
+    @decomposition(f"conv{n}d", prepare=partial(_over_space, n, func, False, _bind_halo), rule=whole_space)
+    def run(
+        over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:  # fmt: skip
+        return over_space(input, weight, bias)
+
+
 for _n in (1, 2, 3):
-    _func = getattr(torch, f"conv{_n}d")
-    rule(f"conv{_n}d")(partial(_conv, _n, _func))
-    form(f"conv{_n}d")(partial(_conv_form, _n, _func))
+    _register(_n)
 
 
 @rule("conv_tbc")
@@ -163,46 +169,18 @@ def _tbc_of_nothing(result: Layout, input: Tensor, weight: Tensor, bias: Tensor,
     return out + bias.to(out.dtype)
 
 
-# -- transposed -------------------------------------------------------------------------------------------------------
-
-
-def _transposed(
-    n: int, func: Parts, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-) -> Rule:  # fmt: skip
-    return _rule(n, True, groups, True, input, weight, bias, bind=partial(_bind_transposed, n, func, groups))
+# -- transposed --------------------------------------------------------------------------------------------------------
 
 
 def _bind_transposed(n: int, func: Parts, groups: int, targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
     if is_empty(*targets, *results):
         return partial(_of_nothing, n, func, results[0])
     local = _local_groups(n, True, targets, results[0])
-    return func if local == groups else partial(_regrouped_transposed, func, local)
-
-
-def _regrouped_transposed(
-    func: Parts, local_groups: int, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-) -> Tensor:  # fmt: skip
-    return func(input, weight, bias, stride, padding, output_padding, local_groups, dilation)
-
-
-def _transposed_form(
-    n: int, func: Parts, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-    output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
-) -> Parts | None:  # fmt: skip
-    """Over split space: each rank fetches the rows that reach into its part of the result."""
-    dims = range(input.ndim - n, input.ndim)
-    if not splits(input, dims):
-        return None
-    result = func(input.detach(), weight.detach(), bias, stride, padding, output_padding, groups, dilation)
-    windows = _windows(n, input, weight, stride, padding, dilation)
-    run = on_parts(_rule(n, True, groups, False, input, weight, bias), result, dims, partial(_bind_reach, n, func, windows))
-    return lambda *args, **kwargs: run(*_operands(*args, **kwargs))
+    return func if local == groups else _with_groups(func, local)
 
 
 def _sources(window: Window, start: int, stop: int) -> tuple[int, int]:
-    """The elements that a transposed window spreads into results [start, stop)."""
+    """Return the elements that a transposed window spreads into results [start, stop)."""
     reach = window.dilation * (window.size - 1)
     low = -(-(start + window.before - reach) // window.stride)
     high = (stop - 1 + window.before) // window.stride + 1
@@ -228,7 +206,7 @@ def _bind_reach(n: int, func: Parts, windows: Sequence[Window], targets: Sequenc
 
 
 def _crop(window: Window, interval: tuple[int, int], split: bool) -> tuple[int, int]:
-    """What to put before and after the sum of spread windows (negative: take away) to have just the results asked for."""
+    """Return what to pad before and after the sum of spread windows (negative: crop) to get results [start, stop)."""
     start, stop = interval
     low, high = _sources(window, start, stop) if split else (0, window.length)
     first = low * window.stride - window.before
@@ -236,21 +214,28 @@ def _crop(window: Window, interval: tuple[int, int], split: bool) -> tuple[int, 
     return first - start, stop - end
 
 
+def _register_transposed(n: int) -> None:
+    func: Any = getattr(torch, f"conv_transpose{n}d")
+
+    def whole_space(a: Any) -> Rule:
+        return _rule(n, True, a.groups, True, a.input, a.weight, a.bias, bind=partial(_bind_transposed, n, func, a.groups))
+
+    @decomposition(f"conv_transpose{n}d", prepare=partial(_over_space, n, func, True, _bind_reach), rule=whole_space)
+    def run(
+        over_space: Any, input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+        groups: int = 1, dilation: Any = 1,
+    ) -> Any:  # fmt: skip
+        return over_space(input, weight, bias)
+
+
 for _n in (1, 2, 3):
-    _func = getattr(torch, f"conv_transpose{_n}d")
-    rule(f"conv_transpose{_n}d")(partial(_transposed, _n, _func))
-    form(f"conv_transpose{_n}d")(partial(_transposed_form, _n, _func))
+    _register_transposed(_n)
 
 
-@form("convolution")
-def _convolution_form(*args: Any, **kwargs: Any) -> Parts:
-    return _convolution
-
-
+@decomposition("convolution")
 def _convolution(
     input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int
 ) -> Any:
-    """By one of the functions above."""
     n = weight.ndim - 2
     if transposed:
         return getattr(F, f"conv_transpose{n}d")(input, weight, bias, stride, padding, output_padding, groups, dilation)

@@ -1,6 +1,6 @@
-"""Rows of a table by number: embedding, bags of embeddings, one-hot vectors.
+"""Look-ups of rows of a table: embedding, bags of embeddings, one-hot vectors.
 
-A table whose rows (the vocabulary) are split stays where it is: every rank looks up the rows that it holds, and the result is
+A table with split rows (the vocabulary) is not moved: every rank looks up the rows that it has, and the result is
 pending as a sum, to which one rank contributes each row. The gradient of the table needs no communication.
 """
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ..decomposition_utils import splitting_axes
-from ..indexing.places import Part, adds_in_parts, kept, not_empty
-from ..notation import Rule, einrule
+from ..indexing.local_indices import Part, adds_in_parts, masked, not_empty
+from ..notation import Rule, dim_names, einrule
 from ..registry import rule
 
 
 def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
-    """Raises: NotImplementedError, for what writes into the table, and sparse gradients."""
+    """Refuse options that write into the table, and sparse gradients."""
     if max_norm is not None or sparse:
         raise NotImplementedError(
             f"{name}: max_norm= (which writes into the weight) and sparse= are not supported on ShardedTensors; clip the rows "
@@ -33,18 +33,13 @@ def _refuse(name: str, max_norm: float | None, sparse: bool) -> None:
 
 @rule(also=(F.embedding,))
 def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Rule:
-    """Gradients scaled by frequency count all indices, so that all of them, and all rows, must be there."""
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Rule:  # fmt: skip
+    """With gradients scaled by frequency, all indices are counted, so these and the rows must be whole."""
     _refuse("embedding", max_norm, sparse)
     padding = None if padding_idx is None else padding_idx % max(weight.shape[0], 1)
-    indices = " ".join(f"[i{d}]" if scale_grad_by_freq else f"i{d}" for d in range(input.ndim))
+    indices = dim_names(input.ndim, range(input.ndim) if scale_grad_by_freq else (), "i")
     rows = "v" if adds_in_parts(weight) and not scale_grad_by_freq else "[v]"
     bind = partial(_bind_embedding, F.embedding, padding)
     return einrule(f"{indices}, {rows} d -> {indices} d", input, weight, linear=((1,),), bind=bind)
@@ -60,10 +55,10 @@ def _bind_embedding(func: Any, padding: int | None, targets: Sequence[Layout], _
 
 
 def _rows(part: Part, input: Tensor, weight: Tensor, padding: int | None = None, counted: Tensor | None = None) -> Tensor:
-    """The rows that this rank holds; nothing for others, and for those that are not counted."""
-    places, mine = part.find(input, 0)
+    """Return the rows that this rank has; zeros for others, and for those that are not counted."""
+    local, mine = part.find(input, 0)
     mine = mine if counted is None else mine & counted
-    return kept(mine, F.embedding(places, not_empty(weight, [0]), padding), 1)
+    return masked(mine, F.embedding(local, not_empty(weight, [0]), padding), 1)
 
 
 @rule(also=(torch.embedding,))
@@ -85,19 +80,11 @@ def _bind_embedding_of_weight(padding: int | None, targets: Sequence[Layout], _:
 
 @rule(also=(F.embedding_bag,))
 def _embedding_bag(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Rule:
-    """Bags that are rows of a matrix may be split, and so may features; and the table's rows, in sums and means."""
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, norm_type: float = 2,
+    scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False, padding_idx: int | None = None,
+) -> Rule:  # fmt: skip
+    """Bags that are rows of a matrix may be split, and so may features and, for sums and means, the rows of the table."""
     _refuse("embedding_bag", max_norm, sparse)
     rows = "v" if mode != "max" and not scale_grad_by_freq and adds_in_parts(weight) else "[v]"
     bag = "[b]" if scale_grad_by_freq else "b"
@@ -117,7 +104,7 @@ def _bind_bags(bags: _Bags, ndim: int, targets: Sequence[Layout], _: Any) -> Cal
 
 @dataclass(frozen=True)
 class _Bags:
-    """Bags of this rank's rows of the table."""
+    """Embedding bags over this rank's rows of the table."""
 
     mode: str
     padding: int | None
@@ -130,18 +117,14 @@ class _Bags:
         rows = _rows(part, input, weight, counted=counted)
         if per_sample_weights is not None:
             rows = rows * per_sample_weights[..., None]
-        add = _sum_of_rows if offsets is None else partial(_sum_of_runs, offsets, self.include_last_offset)
+        add: Any = partial(torch.sum, dim=1) if offsets is None else partial(_sum_of_runs, offsets, self.include_last_offset)
         if self.mode == "sum":
             return add(rows)
         return add(rows) / add(counted.to(rows.dtype)[..., None]).clamp_min(1)
 
 
-def _sum_of_rows(rows: Tensor) -> Tensor:
-    return rows.sum(1)
-
-
 def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
-    """Sums of the runs of rows that start at the offsets; with `ends` the last offset is where the last run stops."""
+    """Return sums of the runs of rows that start at the offsets; with `ends` the last offset is the end of the last run."""
     starts = offsets[:-1] if ends else offsets
     numbers = torch.arange(len(rows), device=rows.device)
     bag = torch.searchsorted(starts, numbers, right=True) - 1
@@ -156,7 +139,7 @@ def _sum_of_runs(offsets: Tensor, ends: bool, rows: Tensor) -> Tensor:
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Rule:
     if num_classes < 0:
         raise ValueError(
-            "one_hot: give num_classes; without it the shape would depend on values that lie on other ranks"
+            "one_hot: give num_classes; without it the shape would depend on values on other ranks"
         )
     result = torch.empty((*tensor.shape, num_classes), dtype=torch.int64, device="meta")
     return einrule("... -> ... 1", tensor, result=result)

@@ -13,33 +13,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..decomposition_utils import layout_of, splits
-from ..notation import Rule, einrule
-from ..registry import form, rule
+from ..decomposition_utils import is_split, layout_of
+from ..notation import Rule, dim_names, einrule
+from ..registry import decomposition_maker, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
 
-# -- resizing ---------------------------------------------------------------------------------------------------------
+# -- resizing ----------------------------------------------------------------------------------------------------------
 
 
-def _space(n: int, prefix: str = "h", whole: bool = True) -> str:
-    return " ".join(f"[{prefix}{d}]" if whole else f"{prefix}{d}" for d in range(n))
+def _interpolate_rule(a: Any) -> Rule:
+    n, linear = a.input.ndim - 2, ((0,),) if a.input.is_floating_point() else ()
+    return einrule(f"b c {_whole(n)} -> b c {'1 ' * n}", a.input, linear=linear, bind=unless_empty(F.interpolate, True))
 
 
-@rule("interpolate")
-def _interpolate(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    n = input.ndim - 2
-    linear = ((0,),) if input.is_floating_point() else ()
-    return einrule(f"b c {_space(n)} -> b c {'1 ' * n}", input, linear=linear, bind=unless_empty(F.interpolate, True))
+def _whole(n: int) -> str:
+    return dim_names(n, range(n), "h")
 
 
-@form("interpolate")
-def _interpolate_form(
+@decomposition_maker("interpolate", rule=_interpolate_rule)
+def _interpolate(
     input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None, antialias: bool = False,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    """Over split space, each rank fetches the elements that its part of the result repeats or mixes."""
+    """Over split space, fetch the elements that this rank's part of the result repeats or mixes."""
     n = input.ndim - 2
-    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not splits(input, range(2, input.ndim)):
+    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not is_split(input, range(2, input.ndim)):
         return None
     result = F.interpolate(input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor)
     if mode == "area":
@@ -49,10 +47,9 @@ def _interpolate_form(
     taps, kind = (_linear, "linear") if mode in _LINEAR else (_nearest, mode)
     options = {"mode": kind, "align_corners": align_corners, "recompute_scale_factor": recompute_scale_factor}
     dims = zip(input.shape[2:], sizes, scales, strict=True)
-    made = einrule(f"b c {_space(n, whole=False)} -> b c {_space(n, whole=False)}", input, linear=((0,),))
     like: dict[str, Any] = {"dtype": _computed_in(input.dtype), "device": layout_of(input).mesh.device}  # type: ignore[attr-defined]
     bind = partial(_bind_taps, [taps(like, *dim, **options) for dim in dims])
-    run = on_parts(made, result, range(2, input.ndim), bind)
+    run = on_parts(einrule("... -> ...", input, linear=((0,),)), result, range(2, input.ndim), bind)
     return lambda input, *args, **kwargs: run(input)
 
 
@@ -64,10 +61,10 @@ def _averaged(sizes: list[int], input: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Taps(NamedTuple):
-    """What each element of the result is made of, along one dim.
+    """The elements of the operand that each element of the result is computed from, along one dim.
 
     Attributes:
-        first, last: the numbers of the one or two elements of the operand.
+        first, last: the indices of the one or two elements.
         weights: of these two; None where the result repeats one.
     """
 
@@ -76,31 +73,31 @@ class Taps(NamedTuple):
     weights: tuple[Tensor, Tensor] | None = None
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """The elements that results [start, stop) are made of."""
+        """Return the elements that results [start, stop) are computed from."""
         return (self.first[start], self.last[stop - 1] + 1) if start < stop else (0, 0)
 
 
 def _nearest(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
-    """torch's own choice, asked along this dim."""
+    """Find the elements that torch repeats by interpolating the indices of this dim."""
     numbers = torch.arange(length, **like).view(1, 1, -1)
     picked = F.interpolate(numbers, size, scale, **options).flatten().long().tolist()
     return Taps(picked, picked)
 
 
 def _linear(like: dict[str, Any], length: int, size: int | None, scale: float | None, **options: Any) -> Taps:
-    """torch's own weights, asked along this dim: what becomes of ones at every third place, for each of the three."""
+    """Find torch's own weights along this dim by interpolating ones at every third index, for each of the three offsets."""
     numbers = torch.arange(length)
-    probes = torch.stack([numbers, *[numbers % 3 == place for place in range(3)]]).to(**like)
+    probes = torch.stack([numbers, *[numbers % 3 == offset for offset in range(3)]]).to(**like)
     position, *weights = F.interpolate(probes[None], size, scale, **options)[0]
-    by_place, near = torch.stack(weights), position.round().long()
+    by_offset, near = torch.stack(weights), position.round().long()
     at = torch.arange(len(near), device=near.device)
-    first = near - (by_place[(near - 1) % 3, at] != 0).long()
+    first = near - (by_offset[(near - 1) % 3, at] != 0).long()
     last = (first + 1).clamp_max(length - 1)
-    return Taps(first.tolist(), last.tolist(), (by_place[first % 3, at], by_place[(first + 1) % 3, at]))
+    return Taps(first.tolist(), last.tolist(), (by_offset[first % 3, at], by_offset[(first + 1) % 3, at]))
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch computes positions and weights for an image of this one."""
+    """Return the dtype in which torch computes positions and weights for an image of this dtype."""
     return dtype if dtype is torch.float64 else torch.float32
 
 
@@ -121,7 +118,7 @@ def _bind_taps(taps: Sequence[Taps], targets: Sequence[Layout], results: Sequenc
 
 
 def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callable[[Tensor], Tensor]:
-    """One dim of this rank's part, from the elements that were fetched."""
+    """Return the function that interpolates one dim of this rank's part from the fetched elements."""
     mine = slice(*dst.box[dim])
     start = taps.reach(*dst.box[dim])[0] if src.spec.dims[dim] else 0
     first, last = (torch.tensor(numbers[mine], dtype=torch.int64, device=device) - start for numbers in taps[:2])
@@ -131,13 +128,13 @@ def _step(taps: Taps, dim: int, src: Layout, dst: Layout, device: Any) -> Callab
     return lambda x: x.index_select(dim, first) * w + x.index_select(dim, last) * v
 
 
-# -- sampling ---------------------------------------------------------------------------------------------------------
+# -- sampling ----------------------------------------------------------------------------------------------------------
 
 
 @rule("grid_sample")
 def _grid_sample(input: Tensor, grid: Tensor, *args: Any, **kwargs: Any) -> Rule:
     n = input.ndim - 2
-    pattern = f"b c {_space(n)}, b {_space(n, 'p', False)} [s] -> b c {_space(n, 'p', False)}"
+    pattern = f"b c {_whole(n)}, b {dim_names(n, prefix='p')} [s] -> b c {dim_names(n, prefix='p')}"
     return einrule(pattern, input, grid, linear=((0,),), bind=unless_empty(F.grid_sample))
 
 
@@ -153,11 +150,11 @@ def _bind_affine_grid(targets: Sequence[Layout], results: Sequence[Layout]) -> P
     return unless_empty(local, True)(targets, results)
 
 
-# -- between channels and space ---------------------------------------------------------------------------------------
+# -- between channels and space ----------------------------------------------------------------------------------------
 
 
 def _moves(pattern: str, input: Tensor, whole: str = "", **options: Any) -> Rule:
-    """The rule of an operator that only moves elements; `whole` names factors of composite dims that are not split."""
+    """Return the rule of an operator that only moves elements; `whole` names factors of composite dims that must not be split."""
     made = einrule(pattern, input, linear=((0,),), transparent=True, **options)
     return replace(made, whole=made.whole | set(whole.split()))
 

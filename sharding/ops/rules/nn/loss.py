@@ -1,9 +1,9 @@
-"""Losses: one value for each element or row, then a mean that is right for uneven shards."""
+"""Losses: one value for each element or row, then a mean that is right for uneven parts."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,33 +12,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decomposition_utils import body_of, layout_of, settled, splitting_axes
+from ..decomposition_utils import body_of, is_split, reduce_pending
 from ..elementwise.pointwise import broadcast, tensors_of
 from ..notation import Rule, einrule
 from ..reductions.reduction import accumulator_dtype
-from ..registry import form, handler, rule
+from ..registry import decomposition, decomposition_maker, handler, rule
 
 
 def check_arguments(reduction: str, **legacy: Any) -> None:
-    """Refuse what torch has deprecated, and reductions that it does not know.
+    """Refuse arguments that torch has deprecated, and reductions that it does not have.
 
     Raises:
         ValueError: naming the argument.
     """
     given = [name for name, value in legacy.items() if value is not None]
     if given:
-        raise ValueError(f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; say reduction=")
+        raise ValueError(f"{given[0]}= is deprecated by torch and not supported on ShardedTensors; pass reduction=")
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
 
 
 def narrowed(x: Any, dtype: torch.dtype) -> Any:
-    """The result in its dtype; a sum is added up over all ranks before it is rounded."""
-    return x if x.dtype is dtype else settled(x).to(dtype)
+    """Return the result in its dtype; a pending sum is reduced before it is rounded."""
+    return x if x.dtype is dtype else reduce_pending(x).to(dtype)
 
 
-def _in_all(*operands: Tensor) -> Rule:
-    """The rule of one number made of all elements, which are whole."""
+def _of_all(*operands: Tensor) -> Rule:
+    """Return the rule of one number made from all elements, which are whole."""
     ndim = max(x.ndim for x in operands)
     names = [" ".join(f"[d{ndim - x.ndim + i}]" for i in range(x.ndim)) for x in operands]
     return einrule(f"{', '.join(names)} ->", *operands)
@@ -49,23 +49,30 @@ def _averaged(each: Any, reduction: str) -> Any:
     return narrowed(total / each.numel() if reduction == "mean" else total, each.dtype)
 
 
-def _is_split(*args: Any, **kwargs: Any) -> bool:
-    layouts = [layout_of(x) for x in tensors_of(*args, **kwargs)]
-    return any(splitting_axes(layout, d) for layout in layouts for d in range(len(layout.shape)))
+def _any_split(*args: Any, **kwargs: Any) -> bool:
+    return any(map(is_split, tensors_of(*args, **kwargs)))
 
 
-# -- by element -------------------------------------------------------------------------------------------------------
+# -- by element --------------------------------------------------------------------------------------------------------
 
 
-def _reduced_form(func: Callable[..., Any], run: Callable[..., Any]) -> None:
-    """The mean or sum of split operands is that of one loss for each element or row, over all ranks."""
+def _register(func: Callable[..., Any], run: Callable[..., Any], make_rule: Callable[..., Rule]) -> None:
+    """Register a loss; the mean or sum of split operands is that of one loss for each element or row, over all ranks.
 
+    Args:
+        run: what runs in place of the loss.
+        make_rule: the rule without reduction, of the loss's own arguments.
+    """
+
+    @decomposition_maker(also=(func,))
     def make(*args: Any, reduction: str = "mean", **kwargs: Any) -> Callable[..., Any] | None:
         legacy = {name: kwargs.pop(name, None) for name in ("size_average", "reduce")}
         check_arguments(reduction, **legacy)
-        return run if reduction != "none" and _is_split(*args, **kwargs) else None
+        return run if reduction != "none" and _any_split(*args, **kwargs) else None
 
-    form(also=(func,))(make)
+    @rule(also=(func,))
+    def rule_of(*args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
+        return make_rule(*args, **kwargs) if reduction == "none" else _of_all(*tensors_of(*args, **kwargs))
 
 
 def _run(func: Callable[..., Any], *args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
@@ -74,7 +81,7 @@ def _run(func: Callable[..., Any], *args: Any, reduction: str = "mean", **kwargs
 
 
 def _run_by_weight(func: Callable[..., Any], *args: Any, reduction: str = "mean", weight: Any = None, **kwargs: Any) -> Any:
-    """The mean by weight, as `mse_loss` has it."""
+    """Return the mean by weight, as `mse_loss` does."""
     total = _run(func, *args, reduction="sum" if weight is not None else reduction, weight=weight, **kwargs)
     return total / weight.sum() if weight is not None and reduction == "mean" else total
 
@@ -84,23 +91,18 @@ def _run_kl_div(func: Callable[..., Any], input: Any, *args: Any, reduction: str
     return _run(func, input, *args, reduction="sum" if reduction == "batchmean" else reduction, **kwargs) / batch
 
 
-def _rule_by_element(*args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
-    return (broadcast if reduction == "none" else _in_all)(*tensors_of(*args, **kwargs))
-
-
 _RUNS = {F.mse_loss: _run_by_weight, F.kl_div: _run_kl_div}
 
 for _func in (
     F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     F.kl_div, F.soft_margin_loss, F.poisson_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 ):  # fmt: skip
-    _reduced_form(_func, partial(_RUNS.get(_func, _run), _func))
-    rule(also=(_func,))(_rule_by_element)
+    _register(_func, partial(_RUNS.get(_func, _run), _func), lambda *args, **kwargs: broadcast(*tensors_of(*args, **kwargs)))
 
 
 @handler(also=(F.l1_loss,))
 def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "mean", **legacy: Any) -> Any:
-    """With a weight, the mean by weight. torch's `l1_loss` does not hand its weight on: it is read where it was given."""
+    """Return the mean by weight where there is one. torch's `l1_loss` does not pass its weight on: it is read from the caller's frame."""
     weight = _argument_of(F.l1_loss, "weight") if weight is None else weight
     if weight is None:
         return NotImplemented
@@ -114,9 +116,9 @@ def _l1_loss(input: Any, target: Any, *, weight: Any = None, reduction: str = "m
 
 
 def _argument_of(func: Any, name: str) -> Any:
-    """An argument of a call of `func` that is going on; None where it has not got that far.
+    """Return an argument of a call of `func` that is on the stack; None where there is none.
 
-    Under a mode torch calls the function once more from itself, without the argument: those calls are of one input.
+    Under a mode torch calls the function once more from itself, without the argument: those calls have the same input.
     """
     frame, found, first = inspect.currentframe(), None, None
     while frame is not None and found is None:
@@ -127,17 +129,7 @@ def _argument_of(func: Any, name: str) -> Any:
     return found
 
 
-# -- by row -----------------------------------------------------------------------------------------------------------
-
-
-def _by_row(func: Callable[..., Any], maker: Callable[..., Rule]) -> None:
-    """A loss with one value for each row. The maker gives the rule without reduction: features are whole there."""
-
-    def make(*args: Any, reduction: str = "mean", **kwargs: Any) -> Rule:
-        return maker(*args, **kwargs) if reduction == "none" else _in_all(*tensors_of(*args, **kwargs))
-
-    _reduced_form(func, partial(_run, func))
-    rule(also=(func,))(make)
+# -- by row ------------------------------------------------------------------------------------------------------------
 
 
 def _cosine_embedding(input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Rule:
@@ -159,78 +151,73 @@ def _multilabel_margin(input: Tensor, target: Tensor, **_: Any) -> Rule:
     return einrule(f"{rows}[c], {rows}[c] -> {rows}", input, target, result=input.new_empty(input.shape[:-1]))
 
 
-_by_row(F.cosine_embedding_loss, _cosine_embedding)
-_by_row(F.triplet_margin_loss, _triplet_margin)
-_by_row(F.multi_margin_loss, _multi_margin)
-_by_row(F.multilabel_margin_loss, _multilabel_margin)
+_register(F.cosine_embedding_loss, partial(_run, F.cosine_embedding_loss), _cosine_embedding)
+_register(F.triplet_margin_loss, partial(_run, F.triplet_margin_loss), _triplet_margin)
+_register(F.multi_margin_loss, partial(_run, F.multi_margin_loss), _multi_margin)
+_register(F.multilabel_margin_loss, partial(_run, F.multilabel_margin_loss), _multilabel_margin)
 
 
-# -- of sequences -----------------------------------------------------------------------------------------------------
+# -- of sequences ------------------------------------------------------------------------------------------------------
 
 
-@rule(also=(F.ctc_loss,))
-def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *, reduction: str = "mean", **_: Any
-) -> Rule:
-    """The batch may be split where each operand has its part of it: not targets that stand one after the other."""
-    operands = tensors_of(log_probs, targets, input_lengths, target_lengths)
-    if reduction != "none":
-        return replace(_in_all(*operands), result=log_probs.new_empty(()))
-    batch = "n" if targets.ndim == 2 and len(operands) == 4 else "[n]"
-    rows = batch if log_probs.ndim == 3 else ""
-    labels = f"{rows} [s]" if targets.ndim == 2 else "[s]"
+def _ctc_rule(a: Any) -> Rule:
+    """The batch may be split where every operand has a batch dim, unlike targets that are concatenated."""
+    operands = tensors_of(a.log_probs, a.targets, a.input_lengths, a.target_lengths)
+    if a.reduction != "none":
+        return replace(_of_all(*operands), result=a.log_probs.new_empty(()))
+    batch = "n" if a.targets.ndim == 2 and len(operands) == 4 else "[n]"
+    rows = batch if a.log_probs.ndim == 3 else ""
+    labels = f"{rows} [s]" if a.targets.ndim == 2 else "[s]"
     lengths = [rows if x.ndim else "" for x in operands[2:]]
     pattern = f"{', '.join([f'[t] {rows} [c]', labels, *lengths])} -> {rows}"
-    result = log_probs.new_empty(log_probs.shape[1:2] if rows else ())
+    result = a.log_probs.new_empty(a.log_probs.shape[1:2] if rows else ())
     return einrule(pattern, *operands, local=_ctc_local, result=result)
 
 
 def _ctc_local(log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """torch's own, which refuses an empty batch."""
+    """Call torch's own function, which refuses an empty batch."""
     return F.ctc_loss(log_probs, *args, **kwargs) if log_probs.numel() else log_probs.sum((0, -1))
 
 
-@form(also=(F.ctc_loss,))
-def _ctc_loss_form(
-    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, reduction: str = "mean", **_: Any
-) -> Callable[..., Any] | None:
-    tensors = isinstance(target_lengths, Tensor) and _is_split(log_probs, targets, input_lengths, target_lengths)
-    return _run_ctc_loss if tensors and reduction != "none" else None
+def _ctc_applies(a: Any) -> bool:
+    tensors = (a.log_probs, a.targets, a.input_lengths, a.target_lengths)
+    return isinstance(a.target_lengths, Tensor) and a.reduction != "none" and _any_split(*tensors)
 
 
-def _run_ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, reduction: str, **options: Any) -> Any:
-    """The mean is over sequences, of the loss by the length of the target."""
+@decomposition(also=(F.ctc_loss,), when=_ctc_applies, rule=_ctc_rule)
+def _ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *, reduction: str = "mean", **options: Any
+) -> Any:
+    """Take the mean over sequences, of the loss divided by the length of the target."""
     each = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, reduction="none", **options)
     return _averaged(each / target_lengths.clamp_min(1) if reduction == "mean" else each, reduction)
 
 
-# -- made of other operators ------------------------------------------------------------------------------------------
+# -- made of other operators -------------------------------------------------------------------------------------------
 
 
-def _run_body(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    check_arguments(kwargs.get("reduction", "mean"), **{name: kwargs.get(name) for name in ("size_average", "reduce")})
-    return body_of(func)(*[settled(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
+def _register_body(func: Callable[..., Any]) -> None:
+    @decomposition(also=(func,))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        check_arguments(kwargs.get("reduction", "mean"), **{name: kwargs.get(name) for name in ("size_average", "reduce")})
+        return body_of(func)(*[reduce_pending(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
 
 
 for _func in (F.multilabel_soft_margin_loss, F.gaussian_nll_loss, F.triplet_margin_with_distance_loss):
-    form(also=(_func,))(lambda *args, func=_func, **kwargs: partial(_run_body, func))
+    _register_body(_func)
 
 
 if hasattr(F, "linear_cross_entropy"):  # torch 2.13
 
-    @form("linear_cross_entropy")
-    def _linear_cross_entropy(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return _run_linear_cross_entropy
+    @decomposition("linear_cross_entropy")
+    def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
+        """Compute the logits, then their cross entropy. `options` tell torch how to save memory and change no value."""
+        return body_of(F.linear_cross_entropy)(*args, **kwargs)
 
 
-def _run_linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
-    """The logits, then their cross entropy. `options` say how torch should save memory on the way; they change no value."""
-    return body_of(F.linear_cross_entropy)(*args, **kwargs)
+# -- under torch -------------------------------------------------------------------------------------------------------
 
-
-# -- under torch ------------------------------------------------------------------------------------------------------
-
-# The arguments of torch's own functions, which take a reduction as a number.
+# Parameters of the functions in `torch`, which take the reduction as a number.
 _OF_TORCH = {
     "cosine_embedding_loss": "input1 input2 target margin reduction",
     "hinge_embedding_loss": "input target margin reduction",
@@ -243,11 +230,13 @@ _OF_TORCH = {
 }
 
 
-def _run_of_torch(name: str, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(_OF_TORCH[name].split(), args, strict=False)) | kwargs
-    reduction = ("none", "mean", "sum")[given.pop("reduction", 0)]  # where none is given, torch's bindings take 0
-    return getattr(F, name)(**given, reduction=reduction)
+def _register_numbered(name: str, parameters: Sequence[str]) -> None:
+    @decomposition(also=(getattr(torch, name),))
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        reduction = ("none", "mean", "sum")[given.pop("reduction", 0)]  # torch's bindings default to 0
+        return getattr(F, name)(**given, reduction=reduction)
 
 
-for _name in _OF_TORCH:
-    form(also=(getattr(torch, _name),))(lambda *args, name=_name, **kwargs: partial(_run_of_torch, name))
+for _name, _parameters in _OF_TORCH.items():
+    _register_numbered(_name, _parameters.split())

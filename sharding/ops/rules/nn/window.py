@@ -1,4 +1,4 @@
-"""Windows that slide along split dims: each rank fetches what its own part of the result is made of, and no more.
+"""Windows that slide along split dims: each rank fetches only the elements that its own part of the result is computed from.
 
     x over 2 ranks, windows of 3   [0 1 2 3 | 4 5 6 7]
     fetched                        [0 1 2 3 4] on rank 0, [3 4 5 6 7] on rank 1        a halo of one element
@@ -19,21 +19,21 @@ from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Fetch, Interval, Wanted
 from ....tensor.autograd.engine_hooks import transforming
 from ...plain_operands import tensors_in
-from ..decomposition_utils import all_from_parts, layout_of, part_sizes, resized
+from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_part_sizes
 from ..notation import Rule
 from ..propagation import assign
 
-Parts = Callable[..., Any]  # of this rank's parts of the operands: its parts of the results
+Parts = Callable[..., Any]  # from this rank's parts of the operands to its parts of the results
 
 
 def per_dim(value: Any, n: int) -> tuple[int, ...]:
-    """An argument such as `stride`, which may be one number for all dims."""
+    """Return an argument such as `stride` per dim; it may be one number for all dims."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     return values * n if len(values) == 1 else values
 
 
 class Window(NamedTuple):
-    """What slides along one dim.
+    """A window that slides along one dim.
 
     Attributes:
         length: elements of the dim.
@@ -48,34 +48,34 @@ class Window(NamedTuple):
     before: int = 0
 
     def span(self, start: int, stop: int) -> Interval:
-        """The positions that results [start, stop) are made of, padding included, counted from the first element."""
+        """Return the positions that results [start, stop) are computed from, padding included, counted from the first element."""
         first = start * self.stride - self.before
         return first, first + (stop - start - 1) * self.stride + self.dilation * (self.size - 1) + 1
 
     def elements(self, start: int, stop: int) -> Interval:
-        """Those of them that are elements."""
+        """Return those of `span` that are elements."""
         if start == stop:
             return 0, 0
         low, high = (min(max(at, 0), self.length) for at in self.span(start, stop))
         return low, high
 
     def padding(self, start: int, stop: int) -> Interval:
-        """How many of them are padding, before and after the elements."""
+        """Return how many of `span` are padding, before and after the elements."""
         (first, end), (low, high) = self.span(start, stop), self.elements(start, stop)
         missing = end - first - (high - low)
-        before = min(max(0, low - first), missing)  # all of them, where there is no element among them
+        before = min(max(0, low - first), missing)  # all of them, if none is an element
         return before, missing - before
 
 
 class Halo:
-    """`halo(local)`: of each split dim the elements that this rank's part of the result is made of; differentiable.
+    """`halo(local)`: the elements of each split dim that this rank's part of the result is computed from; differentiable.
 
     Args:
-        src: how the operand lies.
-        dst: how the result lies; it has the same dims.
-        elements: dim -> `(start, stop)` of a part of the result -> the interval of the operand that it is made of.
+        src: the layout of the operand.
+        dst: the layout of the result, which has the same dims.
+        elements: dim -> `(start, stop)` of a part of the result -> the interval of the operand that it is computed from.
 
-    Communication: for each split dim one all_to_all, where a rank needs what another one holds; the same backward.
+    Communication: for each split dim one all_to_all, where a rank needs elements of another one; the same backward.
     """
 
     def __init__(self, src: Layout, dst: Layout, elements: Mapping[int, Callable[[int, int], Interval]]) -> None:
@@ -83,7 +83,7 @@ class Halo:
         for dim, interval in elements.items():
             if src.spec.dims[dim]:
                 self.fetches.append(Fetch(src, dst, dim, _one(interval)))
-                src = resized(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
+                src = with_part_sizes(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
         self.shape = src.local_shape
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ def _parts(layout: Layout, dim: int) -> list[Interval]:
     return list(pairwise(accumulate(part_sizes(layout, dim), initial=0)))
 
 
-# -- forms over split dims --------------------------------------------------------------------------------------------
+# -- decompositions over split dims ------------------------------------------------------------------------------------
 
 
 def on_parts(made: Rule, result: Any, dims: Sequence[int], bind: Callable[..., Parts]) -> Callable[..., Any]:
-    """The form that brings the operands of a rule into the layouts that it asks for, and runs a function of their parts.
+    """Return a function that redistributes the operands of a rule to the layouts that it needs, and runs a function of their parts.
 
     Args:
-        made: which dims may be split how; `dims` of the result may differ in size from the factors that they are.
+        made: the rule; `dims` of the result may differ in size from their factors.
         result: the operator's result or results on meta tensors.
         dims: those dims; each result is split evenly along them.
         bind: `(layouts of the operands, layouts of the results) -> function of the parts`.
@@ -140,14 +140,14 @@ def _cut_evenly(spec: P, dims: Sequence[int]) -> P:
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
-# -- parts without elements -------------------------------------------------------------------------------------------
+# -- parts without elements --------------------------------------------------------------------------------------------
 
 
 def unless_empty(func: Parts, linear: bool = False) -> Callable[[Sequence[Layout], Sequence[Layout]], Parts]:
-    """As `bind` of a rule: torch's own function, which may refuse empty tensors; of an empty part its empty results.
+    """Return a `bind` of a rule: torch's own function, which may refuse empty tensors; for an empty part, its empty results.
 
     Args:
-        linear: the gradient does not depend on the operand. Those of pooling and convolution do, for torch, with a derivative of zero.
+        linear: the gradient does not depend on the operand. In torch those of pooling and convolution do, with a derivative of zero.
     """
 
     def bind(targets: Sequence[Layout], results: Sequence[Layout]) -> Parts:
@@ -166,9 +166,10 @@ def _empty_results(layouts: Sequence[Layout], linear: bool, values: Sequence[Any
 
 
 def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
-    """A part that depends on nothing, with tensors behind it in the graph, as it has them on the other ranks: all of them
-    must take part in the same backward. In that of the gradient, too, unless the operator is linear: so the square of nothing is
-    added."""
+    """Return `out` with these tensors added to its autograd graph, as on other ranks: all ranks must take part in the same backward.
+
+    Unless the operator is linear, they must be in the graph of the gradient too: so the square of an empty sum is added.
+    """
     given = [x for x in tensors if x.requires_grad or (transforming() and x.is_floating_point())]
     if not given or not (out.dtype.is_floating_point or out.dtype.is_complex):
         return out
@@ -177,5 +178,5 @@ def joined(out: Tensor, *tensors: Tensor, linear: bool = False) -> Tensor:
 
 
 def is_empty(*layouts: Layout) -> bool:
-    """Whether this rank's part of any of them has no elements."""
+    """Return whether this rank's part of any of them has no elements."""
     return any(math.prod(layout.local_shape) == 0 for layout in layouts)

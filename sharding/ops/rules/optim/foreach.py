@@ -1,7 +1,7 @@
 """Operators over lists of tensors: `_foreach_*` and the fused optimizer kernels.
 
-Where the tensors of one place (a parameter, its gradient, its state) lie alike, the operator runs once on the lists of
-local tensors. Else each place goes through the rule of the single operator.
+Where the tensors at each index (a parameter, its gradient, its state) have one layout, the operator runs once on the lists of
+local tensors. Otherwise the single operator runs for each index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_bases, known_local
 from ...lineage import mixed, seed_of
 from ...plain_operands import refuse_without_value
-from ..decomposition_utils import settled
+from ..decomposition_utils import reduce_pending
 from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler
 
@@ -35,11 +35,11 @@ def _lists(args: Any, kwargs: Any) -> list[Sequence[Any]]:
 
 
 _KEPT = 256
-_alike: dict[Any, bool] = {}  # layouts of all places of all lists -> whether they are aligned
+_alike: dict[Any, bool] = {}  # layouts at all indices of all lists -> whether they are aligned
 
 
 def _aligned(lists: list[Sequence[Any]]) -> bool:
-    """Whether the tensors of every place share shape and layout, nothing pending: locals can be used as they are."""
+    """Return whether the tensors at every index share shape and layout, with nothing pending, so that locals can be used directly."""
     key = tuple([tuple([x._layout if type(x) is ShardedTensor else x.ndim for x in tensors]) for tensors in lists])
     found = _alike.get(key)
     if found is None:
@@ -48,20 +48,20 @@ def _aligned(lists: list[Sequence[Any]]) -> bool:
 
 
 def _is_alike(row: Sequence[Layout | int]) -> bool:
-    """One place: layouts of the sharded tensors, numbers of dims of the plain ones."""
+    """Return whether one index is aligned, given the layouts of sharded tensors and the numbers of dims of plain ones."""
     layouts = [item for item in row if isinstance(item, Layout)]
     if not layouts:  # plain tensors among sharded ones
         return True
-    places = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
+    kinds = {(layout.mesh, layout.spec, layout.shape) for layout in layouts}
     numbers = all(item == 0 for item in row if not isinstance(item, Layout))
-    return len(places) <= 1 and numbers and not any(layout.pending for layout in layouts)
+    return len(kinds) <= 1 and numbers and not any(layout.pending for layout in layouts)
 
 
 _part = attrgetter("_local")
 
 
 def _local(argument: Any) -> Any:
-    """The locals of a list; a single number that stands beside lists is wanted whole."""
+    """Return the locals of a list; a single number next to lists is replicated."""
     if isinstance(argument, (list, tuple)):
         part = known_local if torch.is_grad_enabled() else _part  # in an optimizer's step gradients are off
         return [part(x) if type(x) is ShardedTensor else x for x in argument]
@@ -69,7 +69,7 @@ def _local(argument: Any) -> Any:
 
 
 def _whole_lists(func: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator that treats each place of its lists alike and by element."""
+    """Return a handler of an operator that works elementwise on each index of its lists."""
     seed = seed_of(func.__name__)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,49 +99,49 @@ def _check_writable(tensors: Sequence[Any]) -> None:
 
 
 def _wrapped(local: Tensor, row: Sequence[Any]) -> Any:
-    """A result, laid out as the operands of its place."""
+    """Return a result in the layout of the operands at its index."""
     like = next((x for x in row if isinstance(x, ShardedTensor)), None)
     return local if like is None else ShardedTensor._make(local, like._layout.replace(dtype=local.dtype))
 
 
 def _one_by_one(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same operator on each place of the lists by itself, through its rule."""
+    """Run the single operator for each index of the lists."""
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(torch, name, None) or getattr(Tensor, name, None) or _in_place(name)
     if func.__name__ in _FUSED or single is None:
         raise ValueError(
-            f"{func.__name__}: the tensors of one place (parameter, gradient, state) lie differently on the mesh, or are "
+            f"{func.__name__}: the tensors at one index (parameter, gradient, state) have different layouts, or are "
             "pending; redistribute them to the parameter's placements first"
         )
     if name in _TAKES_VALUE and len(args) == 4:
         *args, value = args
         kwargs = {**kwargs, "value": value.tolist() if isinstance(value, Tensor) else value}
-    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_place(args[1], 0), Tensor):
+    if name.rstrip("_") in _OF_NUMBERS and not isinstance(_at(args[1], 0), Tensor):
         single = getattr(Tensor, name.replace(*_OF_NUMBERS[name.rstrip("_")]))
-    return _by_place(single, args, kwargs)
+    return _by_index(single, args, kwargs)
 
 
 def _in_place(name: str) -> Callable[..., Any] | None:
-    """What torch has in place for lists only, as `maximum_`."""
+    """Return the in-place variant of an operator that torch has only for lists, such as `maximum_`."""
     outside = getattr(torch, name.removesuffix("_"), None) if name.endswith("_") else None
     return outside and (lambda x, *rest, **kwargs: x.copy_(outside(x, *rest, **kwargs)))
 
 
-def _by_place(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+def _by_index(single: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     count = len(_lists(args, kwargs)[0])
     return [
-        single(*[_place(a, i) for a in args], **{name: _place(a, i) for name, a in kwargs.items()})
+        single(*[_at(a, i) for a in args], **{name: _at(a, i) for name, a in kwargs.items()})
         for i in range(count)
     ]
 
 
-def _place(argument: Any, i: int) -> Any:
+def _at(argument: Any, i: int) -> Any:
     return argument[i] if isinstance(argument, (list, tuple)) else argument
 
 
 @handler("_amp_foreach_non_finite_check_and_unscale_")
 def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What `torch.amp.GradScaler` does to gradients; every rank must learn of an infinity on any of them.
+    """Unscale gradients for `torch.amp.GradScaler`; an infinity on any rank is reported on all.
 
     Communication: an all_reduce of one number over each mesh that has a part in the gradients.
     """
@@ -151,25 +151,25 @@ def _unscale(grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None
             mesh.group().all_reduce(found_inf, "max")
 
 
-# -- reductions -------------------------------------------------------------------------------------------------------
+# -- reductions --------------------------------------------------------------------------------------------------------
 
 
 @handler("_foreach_norm")
 def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> list[Any]:
-    """Norms of many tensors; Euclidean ones with one reduction for all that are pending alike."""
+    """Return norms of many tensors; Euclidean ones take one reduction for all with equal pending axes."""
     if ord != 2 or not all(isinstance(x, ShardedTensor) for x in tensors):
         return [torch.linalg.vector_norm(x, ord, dtype=dtype) for x in tensors]
     totals = [_sum_of_squares(x, dtype) for x in tensors]
     norms: dict[int, Any] = {}
     for bucket in dict.fromkeys(total._layout for total in totals):
-        places = [i for i, total in enumerate(totals) if total._layout is bucket]
-        roots = safe_root(settled(torch.stack([totals[i] for i in places])))
-        norms.update(zip(places, roots.unbind(), strict=True))
+        indices = [i for i, total in enumerate(totals) if total._layout is bucket]
+        roots = safe_root(reduce_pending(torch.stack([totals[i] for i in indices])))
+        norms.update(zip(indices, roots.unbind(), strict=True))
     return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
 
 
 def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
-    size = settled(x if dtype is None else x.to(dtype)).abs()
+    size = reduce_pending(x if dtype is None else x.to(dtype)).abs()
     size = size.to(accumulator_dtype(size.dtype))
     return (size * size).sum()
 

@@ -1,11 +1,11 @@
-"""Which implementation torch's optimizers step sharded parameters with, where the user has chosen none.
+"""The implementation that torch's optimizers use for sharded parameters, where the user has chosen none.
 
     device            plain parameters     sharded parameters
     accelerators      foreach              foreach
     CPU               the loop             fused where torch has it and the memory is contiguous, else foreach
 
-Torch takes the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs more, and the fused kernels read each
-element once instead of eight times. `foreach=False` asks for the loop, as ever.
+Torch uses the loop on the CPU, since an operator costs little there. One on a `ShardedTensor` costs more, and the fused kernels read
+each element once instead of eight times. `foreach=False` still selects the loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Group = dict[str, Any]
 
 
 def register() -> None:
-    """Have torch take sharded parameters for ones that its foreach and fused implementations know. Does something once."""
+    """Make torch use its foreach and fused implementations for sharded parameters. A second call does nothing."""
     for types in (torch_optimizer._foreach_supported_types, foreach_utils._foreach_supported_types):
         if ShardedTensor not in types:
             types.append(ShardedTensor)
@@ -44,7 +44,7 @@ _torchs_grouping = torch_optimizer._group_tensors_by_device_and_dtype
 
 def _by_local_device(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
     """Group lists of tensors by the device and dtype of this rank's parts: that of the wrapper is "meta", which torch would hold against a
-    `step` that lies on a GPU."""
+    `step` on a GPU."""
     if not any(type(x) is ShardedTensor for x in lists[0]):
         return _torchs_grouping(lists, with_indices)
     parts = [[x._local if type(x) is ShardedTensor else x for x in tensors] for tensors in lists]
@@ -96,7 +96,7 @@ def _finish(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
-    """Whether nobody has chosen, and torch would take the loop for sharded parameters only because they lie on the CPU."""
+    """Return whether the user has chosen none, and torch would use the loop for sharded parameters only because they are on the CPU."""
     params = group["params"]
     return (
         bool(params)
@@ -109,7 +109,7 @@ def _is_open(optimizer: torch.optim.Optimizer, group: Group) -> bool:
 
 
 def _is_contiguous(optimizer: torch.optim.Optimizer, params: Sequence[ShardedTensor]) -> bool:
-    """Whether fused kernels may go through the memory of all tensors in order: they look at no strides, nor at layouts."""
+    """Return whether fused kernels, which ignore strides and layouts, may iterate over the memory of all tensors in order."""
     return all(
         x._local.is_contiguous() and x.dtype.is_floating_point and _lie_alike(x, (x.grad, *optimizer.state.get(x, {}).values()))
         for x in params

@@ -1,7 +1,7 @@
-"""Random tensors: numbers like an old tensor, fills in place, and draws whose distribution each element has for itself.
+"""Random tensors: random values shaped like an old tensor, in-place fills, and distributions with parameters per element.
 
-Every call takes one random tensor from the stream (`sharding.random`), whatever it does with it, so that the next call finds the
-same place on every mesh. What is drawn depends on an element's global position; nothing is communicated for it.
+Every call takes one random tensor from the stream (`sharding.tensor.random`), whatever it does with it, so that the next call has the
+same position in the stream on every mesh. A drawn value depends on an element's global position; nothing is communicated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from ....tensor.factories import arange
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
-from ..decomposition_utils import from_parts, settled, whole, with_dim
+from ..decomposition_utils import from_parts, reduce_pending, unshard, with_dim, without_pending
 from ..elementwise.like import register_like
-from ..elementwise.like import settled as settled_layout
-from ..registry import RANDOM, form, functions, handler
+from ..registry import RANDOM, decomposition, functions, handler
 
 
 def _drawn(draw: Callable[..., Tensor], *values: float) -> Callable[[Layout, torch.device], Tensor]:
@@ -39,7 +38,7 @@ register_like("randint_like", lambda x, *bounds, **named: _drawn(random.integers
 
 
 def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, int]:
-    """`randint_like(x, high)` or `randint_like(x, low, high)`."""
+    """Return the bounds of `randint_like(x, high)` or `randint_like(x, low, high)`."""
     if high is not None:
         return (bounds[0] if bounds else low), high
     return (0, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
@@ -48,7 +47,7 @@ def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, i
 def _no_generator(generator: Any) -> None:
     if generator is not None:
         raise NotImplementedError(
-            "a torch.Generator does not drive the random numbers of ShardedTensors; sm.manual_seed does"
+            "a torch.Generator does not seed the random numbers of ShardedTensors; drop generator= and call sm.manual_seed"
         )
 
 
@@ -56,7 +55,7 @@ def _no_generator(generator: Any) -> None:
 
 
 def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: Any) -> Any:
-    """Overwrite x, in place, with random numbers; as in torch, its history ends here."""
+    """Overwrite x in place with random numbers; as in torch, its autograd history ends here."""
     _no_generator(generator)
     _check_fillable(x)
     before = drawn.last
@@ -67,7 +66,7 @@ def _fill(x: Any, generator: Any, values: Callable[..., Tensor], *parameters: An
 
 
 def _check_fillable(x: Any) -> None:
-    """A pending tensor has no elements to write."""
+    """Refuse plain tensors, and pending ones, which have no elements to write."""
     if not isinstance(x, ShardedTensor):
         raise TypeError(
             "a plain tensor cannot be filled with the random numbers of a ShardedTensor; make it a ShardedTensor with distribute_tensor"
@@ -86,7 +85,7 @@ def _normal_(x: Any, mean: float = 0, std: float = 1, *, generator: Any = None) 
 
 @handler("uniform_")
 def _uniform_(x: Any, a: float = 0, b: float = 1, *, generator: Any = None, **ends: float) -> Any:
-    """torch calls the ends `from` and `to`."""
+    """Fill from [a, b), which torch names `from` and `to`."""
     return _fill(x, generator, random.uniform, ends.get("from", a), ends.get("to", b))
 
 
@@ -112,7 +111,7 @@ def _geometric_(x: Any, p: float, *, generator: Any = None) -> Any:
 
 @handler("random_")
 def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
-    """`random_()`, `random_(to)`, `random_(from, to)`: whole numbers, up to the largest that the dtype holds with all below it."""
+    """Fill with integers: `random_()`, `random_(to)`, `random_(from, to)`; by default up to the largest contiguous one of the dtype."""
     low, high = (0, *bounds) if len(bounds) == 1 else (bounds or (0, None))
     low, high = ends.get("from", low), ends.get("to", high)
     return _fill(x, generator, random.integers, low, limits(x.dtype)[1] + 1 if high is None else high)
@@ -120,7 +119,7 @@ def _random_(x: Any, *bounds: int, generator: Any = None, **ends: Any) -> Any:
 
 @handler("bernoulli_")
 def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
-    """With one probability, or with each element's own."""
+    """Draw with one probability, or with one for each element."""
     if not isinstance(p, Tensor):
         return _fill(x, generator, random.bernoulli, p)
     _no_generator(generator)
@@ -135,15 +134,15 @@ def _bernoulli_(x: Any, p: Any = 0.5, *, generator: Any = None) -> Any:
 
 
 def _as_operand(p: Tensor, like: Any) -> Any:
-    """A tensor of probabilities on the mesh; a plain one with a single number is the same on every rank."""
+    """Return the probabilities as a tensor on the mesh; a plain 0-d one is the same on every rank."""
     if isinstance(p, ShardedTensor):
         if p.mesh != like.mesh:
-            raise ValueError(f"bernoulli_: the tensor lies on {like.mesh}, its probabilities on {p.mesh}; bring them to one mesh first")
-        return settled(p)
+            raise ValueError(f"bernoulli_: the tensor is on {like.mesh}, its probabilities on {p.mesh}; move them to one mesh first")
+        return reduce_pending(p)
     if p.ndim:
         raise RuntimeError(
-            f"bernoulli_: mixes a plain tensor {p.dtype}{list(p.shape)} with a ShardedTensor; say how the plain tensor lies on the "
-            "mesh with distribute_tensor(t, mesh, placements)"
+            f"bernoulli_: mixes a plain tensor {p.dtype}{list(p.shape)} with a ShardedTensor; shard the plain tensor with "
+            "distribute_tensor(t, mesh, placements)"
         )
     return ShardedTensor._make(p.to(like.device), Layout.of(like.mesh, P(), (), p.dtype))
 
@@ -152,7 +151,7 @@ def _as_operand(p: Tensor, like: Any) -> Any:
 
 
 def _draw(layout: Layout, law: Callable[..., Tensor], *sources: Any) -> Any:
-    """`law(parts..., units)` as a tensor of this layout, in which the sources lie. They get gradients of zero, as in torch."""
+    """Return `law(parts..., units)` in this layout, which the sources have too. They get gradients of zero, as in torch."""
     units = random.units(layout)
 
     def values(*locals: Tensor) -> Tensor:
@@ -163,43 +162,50 @@ def _draw(layout: Layout, law: Callable[..., Tensor], *sources: Any) -> Any:
 
 
 def _nothing_of(local: Tensor) -> Tensor:
-    """Zeros with a gradient of zero."""
+    """Return zeros with a gradient of zero."""
     return local.masked_fill(torch.ones((), dtype=torch.bool, device=local.device), 0)
 
 
 def _aligned(*tensors: Any) -> list[Any]:
-    """The operands broadcast against each other, lying alike: as the first of the full shape does."""
-    tensors = tuple(map(settled, tensors))
+    """Return the operands broadcast against each other, in the layout of the first of the full shape."""
+    tensors = tuple(map(reduce_pending, tensors))
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     spec = next((x.spec for x in tensors if x.shape == shape), P())
     return [x.expand(shape).redistribute(spec) for x in tensors]
 
 
 def _demand(sound: Tensor, text: str) -> None:
-    """Values are looked at where they lie: the rank that holds a bad one raises."""
+    """Raise on the rank that has a bad value."""
     if not bool(sound.all()):
         raise RuntimeError(text)
 
 
-def _check_floating(name: str, *tensors: Tensor) -> None:
+def _check_floating(name: str, *tensors: Tensor) -> bool:
+    """Return True.
+
+    Raises:
+        RuntimeError: a tensor that is not of a floating-point dtype.
+    """
     for x in tensors:
         if not x.dtype.is_floating_point:
-            raise RuntimeError(f"{name}: its parameters are of dtype {x.dtype}; give floating-point ones, such as x.float()")
+            raise RuntimeError(f"{name}: its parameters are of dtype {x.dtype}; pass floating-point ones, such as x.float()")
+    return True
 
 
-@form("bernoulli")
-def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> Callable[..., Any]:
-    if p is None:
-        _check_floating("bernoulli", input)
-        return _run_bernoulli
-    return _run_bernoulli_like
-
-
-def _run_bernoulli(input: Any, p: None = None, *, generator: Any = None) -> Any:
-    """True with the probability that the element says."""
+@decomposition("bernoulli", when=lambda a: a.p is not None or _check_floating("bernoulli", a.input))
+def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> Any:
+    """Draw True with the probability that each element gives, or with p."""
     _no_generator(generator)
-    x = settled(input)
-    return _draw(x._layout, _truths, x)
+    if p is None:
+        x = reduce_pending(input)
+        return _draw(x._layout, _truths, x)
+    layout = without_pending(input._layout)
+    drawn = random.bernoulli(layout, p)
+
+    def values(local: Tensor) -> Tensor:
+        return drawn.to(local.dtype) + _nothing_of(local) if local.requires_grad else drawn.to(local.dtype)
+
+    return from_parts(layout, values, reduce_pending(input))
 
 
 def _truths(p: Tensor, units: laws.Units) -> Tensor:
@@ -207,26 +213,10 @@ def _truths(p: Tensor, units: laws.Units) -> Tensor:
     return laws.bernoulli(p, units)
 
 
-def _run_bernoulli_like(input: Any, p: float, *, generator: Any = None) -> Any:
+@decomposition("poisson", when=lambda a: _check_floating("poisson", a.input))
+def _poisson(input: Any, generator: Any = None) -> Any:
     _no_generator(generator)
-    drawn = random.bernoulli(settled_layout(input._layout), p)
-    layout = settled_layout(input._layout)
-
-    def values(local: Tensor) -> Tensor:
-        return drawn.to(local.dtype) + _nothing_of(local) if local.requires_grad else drawn.to(local.dtype)
-
-    return from_parts(layout, values, settled(input))
-
-
-@form("poisson")
-def _poisson(input: Any, generator: Any = None) -> Callable[..., Any]:
-    _check_floating("poisson", input)
-    return _run_poisson
-
-
-def _run_poisson(input: Any, generator: Any = None) -> Any:
-    _no_generator(generator)
-    x = settled(input)
+    x = reduce_pending(input)
     return _draw(x._layout, _counts, x)
 
 
@@ -235,36 +225,36 @@ def _counts(rate: Tensor, units: laws.Units) -> Tensor:
     return laws.poisson(rate, units)
 
 
-@form("binomial")
-def _binomial(count: Any, prob: Any, generator: Any = None) -> Callable[..., Any]:
-    _check_floating("binomial", count, prob)
-    _check_sharded("binomial", count, prob)
-    if count.dtype != prob.dtype:
-        raise RuntimeError(f"binomial: count is {count.dtype} and prob {prob.dtype}; give both in one dtype")
-    return _run_binomial
-
-
 def _check_sharded(name: str, *tensors: Any) -> None:
     if any(isinstance(x, Tensor) and not hasattr(x, "_operand") for x in tensors):
-        raise RuntimeError(f"{name}: one of its tensors is a plain one; place it with distribute_tensor(t, mesh, placements)")
+        raise RuntimeError(f"{name}: one of its tensors is a plain one; shard it with distribute_tensor(t, mesh, placements)")
 
 
-def _run_binomial(count: Any, prob: Any, generator: Any = None) -> Any:
+def _binomial_applies(a: Any) -> bool:
+    _check_floating("binomial", a.count, a.prob)
+    _check_sharded("binomial", a.count, a.prob)
+    if a.count.dtype != a.prob.dtype:
+        raise RuntimeError(f"binomial: count is {a.count.dtype} and prob {a.prob.dtype}; give both in one dtype")
+    return True
+
+
+@decomposition("binomial", when=_binomial_applies)
+def _binomial(count: Any, prob: Any, generator: Any = None) -> Any:
     _no_generator(generator)
     count, prob = _aligned(count.detach(), prob)
     return _draw(count._layout, laws.binomial, count, prob)
 
 
-@form("normal")
-def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Callable[..., Any]:
-    tensors = [x for x in (mean, std) if isinstance(x, Tensor)]
+def _normal_applies(a: Any) -> bool:
+    tensors = [x for x in (a.mean, a.std) if isinstance(x, Tensor)]
     _check_floating("normal", *tensors)
     _check_sharded("normal", *tensors)
-    return _run_normal
+    return True
 
 
-def _run_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
-    """A standard normal tensor, scaled and shifted by each element's own."""
+@decomposition("normal", when=_normal_applies)
+def _normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
+    """Draw a standard normal tensor, and scale and shift it by the parameters of each element."""
     _no_generator(generator)
     tensors = _aligned(*[x for x in (mean, std) if isinstance(x, Tensor)])
     layout = tensors[0]._layout
@@ -283,26 +273,27 @@ def _run_normal(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
 # -- categories --------------------------------------------------------------------------------------------------------
 
 
-@form("multinomial")
-def _multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Callable[..., Any]:
-    _check_floating("multinomial", input)
-    if input.ndim not in (1, 2) or num_samples <= 0:
-        raise RuntimeError(f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(input.shape)} and {num_samples}")
-    if not replacement and num_samples > input.shape[-1]:
+def _multinomial_applies(a: Any) -> bool:
+    shape, count = a.input.shape, a.num_samples
+    _check_floating("multinomial", a.input)
+    if len(shape) not in (1, 2) or count <= 0:
+        raise RuntimeError(f"multinomial: expected weights of 1 or 2 dims and samples > 0, not {list(shape)} and {count}")
+    if not a.replacement and count > shape[-1]:
         raise RuntimeError(
-            f"multinomial: cannot draw {num_samples} of {input.shape[-1]} categories without replacement; give replacement=True"
+            f"multinomial: cannot draw {count} of {shape[-1]} categories without replacement; give replacement=True"
         )
-    return _run_multinomial
+    return True
 
 
-def _run_multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
-    """Rows may be split; categories are made whole.
+@decomposition("multinomial", when=_multinomial_applies)
+def _multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Draw categories, which are made whole; rows may be split.
 
-    Without replacement every category waits for an exponential time by its weight, and those that come first are taken: what
-    Efraimidis and Spirakis ("Weighted random sampling with a reservoir", 2006) show to be right.
+    Without replacement every category gets an exponential random time with its weight as rate, and the earliest are taken
+    (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", 2006).
     """
     _no_generator(generator)
-    x = settled(whole(input.detach(), -1))
+    x = reduce_pending(unshard(input.detach(), -1))
     layout = with_dim(x._layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
     units = random.units(layout if replacement else x._layout)
     return from_parts(layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x)
@@ -320,33 +311,36 @@ def _chosen(weights: Tensor, units: laws.Units, count: int, replacement: bool) -
 # -- activations -------------------------------------------------------------------------------------------------------
 
 
-@form("gumbel_softmax")
-def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Callable[..., Any]:
-    F.softmax(logits.detach(), dim)
-    _check_floating("gumbel_softmax", logits)
+def _gumbel_applies(a: Any) -> bool:
+    F.softmax(a.logits.detach(), a.dim)  # raises for a dim that does not exist
+    return _check_floating("gumbel_softmax", a.logits)
 
-    def run(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
-        """Softmax of what is perturbed; where hard, its one-hot maximum with the gradient of the softmax."""
-        layout = settled_layout(logits._layout)
-        noise = ShardedTensor._make(random.draw(laws.gumbel, layout), layout)
-        soft = ((logits + noise) / tau).softmax(dim)
-        return _one_hot_maximum(soft.detach(), dim) - soft.detach() + soft if hard else soft
 
-    return run
+@decomposition("gumbel_softmax", when=_gumbel_applies)
+def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
+    """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of the softmax."""
+    layout = without_pending(logits._layout)
+    noise = ShardedTensor._make(random.draw(laws.gumbel, layout), layout)
+    soft = ((logits + noise) / tau).softmax(dim)
+    return _one_hot_maximum(soft.detach(), dim) - soft.detach() + soft if hard else soft
 
 
 def _one_hot_maximum(x: Any, dim: int) -> Any:
     dim %= x.ndim
-    places = arange(x.shape[dim], device_mesh=x.mesh, placements=P.of_cuts([x.spec.cuts[dim]], {}))
-    places = places.view(*[-1 if d == dim else 1 for d in range(x.ndim)])
-    return (places == x.argmax(dim, keepdim=True)).to(x.dtype)
+    indices = arange(x.shape[dim], device_mesh=x.mesh, placements=P.of_cuts([x.spec.cuts[dim]], {}))
+    indices = indices.view(*[-1 if d == dim else 1 for d in range(x.ndim)])
+    return (indices == x.argmax(dim, keepdim=True)).to(x.dtype)
 
 
 def _register_rrelu(func: Callable[..., Any], in_place: bool) -> None:
-    @form(also=(func,))
-    def maker(input: Any, *args: Any, inplace: bool = False, **named: Any) -> Callable[..., Any]:
-        F.rrelu(input.detach(), *args[:3], **{k: v for k, v in named.items() if k != "generator"})
-        return partial(_run_rrelu, in_place or inplace)
+    def check(input: Any, *args: Any, generator: Any = None, **named: Any) -> None:
+        F.rrelu(input.detach(), *args[:3], **named)
+
+    @decomposition(also=(func,), check=check)
+    def run(
+        input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None, inplace: bool = False
+    ) -> Any:
+        return _rrelu(in_place or inplace, input, lower, upper, training, generator)
 
 
 _register_rrelu(torch.rrelu, False)
@@ -354,16 +348,13 @@ _register_rrelu(torch.rrelu_, True)
 _register_rrelu(F.rrelu, False)
 
 
-def _run_rrelu(
-    in_place: bool, input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None,
-    inplace: bool = False,
-) -> Any:  # fmt: skip
+def _rrelu(in_place: bool, input: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
     _no_generator(generator)
     if not training:
         return F.leaky_relu(input, (lower + upper) / 2, in_place)
     if in_place:
         _check_fillable(input)
-    x = settled(input)
+    x = reduce_pending(input)
     slopes = random.uniform(x._layout, lower, upper)
     if in_place and x.mesh.coordinate is not None:
         x._local.mul_(_rectified(x._local.detach(), slopes))
@@ -372,12 +363,12 @@ def _run_rrelu(
 
 
 def _rectified(local: Tensor, slopes: Tensor) -> Tensor:
-    """What each element is multiplied with."""
+    """Return the factor of each element."""
     return torch.where(local <= 0, slopes, 1)
 
 
 # Functions that draw from torch's own generator: they run on gathered operands, with that generator in the same state
-# on every rank, so that replicas agree and the mesh does not matter.
+# on every rank, so that replicas agree and results do not depend on the mesh.
 _DRAWING = """
     fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
     multi_head_attention_forward lstm gru rnn_tanh rnn_relu

@@ -1,4 +1,4 @@
-"""`torch.nn.init`: the fills that do not go through methods of the tensor. The same values on any mesh."""
+"""`torch.nn.init`: the fills that do not call methods of the tensor. The same values on any mesh."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _constant(tensor: Any, val: float) -> Any:
 def _kaiming_uniform(
     tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: str = "leaky_relu", generator: Any = None
 ) -> Any:
-    """Bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 / fan)."""
+    """Compute bounds from the global shape, as He et al. 2015 (arXiv:1502.01852): gain * sqrt(3 / fan)."""
     mode = mode.lower()
     if mode not in ("fan_in", "fan_out"):
-        raise ValueError(f"kaiming_uniform_: mode {mode!r} is neither 'fan_in' nor 'fan_out'")
+        raise ValueError(f"kaiming_uniform_: mode must be 'fan_in' or 'fan_out', got {mode!r}")
     if tensor.ndim < 2:
         raise ValueError(
             f"kaiming_uniform_: a tensor of shape {list(tensor.shape)} has no fan; it needs at least 2 dims"
@@ -50,7 +50,7 @@ def _kaiming_uniform(
 
 @handler(also=(torch.eye,))
 def _eye(n: int, m: int | None = None, *, out: Any, **_: Any) -> Any:
-    """`torch.eye(n, m, out=x)`, as `nn.init.eye_` calls it: every rank writes its part."""
+    """Write this rank's part of `torch.eye(n, m, out=x)`, which `nn.init.eye_` calls."""
     shape = (n, n if m is None else m)
     if tuple(out.shape) != shape or out._layout.pending:
         raise ValueError(f"eye: out= is {out._layout}, and the result {list(shape)}; give a tensor of that shape that is not pending")

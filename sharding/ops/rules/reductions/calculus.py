@@ -9,45 +9,39 @@ import torch
 from torch import Tensor
 
 from ....redistribute.interval_exchange import Fetch
-from ..decomposition_utils import evenly, in_turn, layout_of, splits
-from ..notation import Rule
-from ..registry import form, rule
+from ..decomposition_utils import evenly_split, is_split, layout_of, sequential
+from ..registry import decomposition, decomposition_maker
 from ..shapes.view import with_whole_dims
 
-Form = Callable[..., Any]
+Decomposition = Callable[..., Any]
 
 
-@rule("diff")
-def _diff_whole(input: Tensor, n: int = 1, dim: int = -1, prepend: None = None, append: None = None) -> Rule:
-    return with_whole_dims(input, [dim])
-
-
-@form("diff")
-def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Form | None:
-    """The part, and the next `n` elements; what stands before and after is joined first."""
+@decomposition_maker("diff", rule=lambda a: with_whole_dims(a.input, [a.dim]))
+def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Decomposition | None:
+    """Fetch the next `n` elements after this rank's part; what is prepended and appended is joined first."""
     size = torch.diff(input, n, dim, prepend, append).shape[dim]
-    if n == 0:  # torch then ignores what stands before and after
+    if n == 0:  # torch then ignores what is prepended and appended
         return lambda input, *_, **__: input.clone()
     if prepend is not None or append is not None:
         return _diff_of_joined
-    if not splits(input, [dim]):
+    if not is_split(input, [dim]):
         return None
     dim, layout = dim % input.ndim, layout_of(input)
-    target = evenly(layout, dim, size)
+    target = evenly_split(layout, dim, size)
     fetch = Fetch(layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else [])
-    return in_turn(target, fetch, lambda part: part.diff(n, dim))
+    return sequential(target, fetch, lambda part: part.diff(n, dim))
 
 
 def _diff_of_joined(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     return torch.cat([x for x in (prepend, input, append) if x is not None], dim).diff(n, dim)
 
 
-# -- gradient ---------------------------------------------------------------------------------------------------------
+# -- gradient ----------------------------------------------------------------------------------------------------------
 
 
-@form("gradient")
-def _gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Form | None:
-    """Central differences, and one-sided ones at the ends. Distances are numbers; coordinates are left to torch."""
+@decomposition_maker("gradient")
+def _gradient(input: Tensor, *, spacing: Any = 1, dim: Any = None, edge_order: int = 1) -> Decomposition | None:
+    """Take central differences, and one-sided ones at the ends. Distances are numbers; coordinates are left to torch."""
     spacings = list(spacing) if isinstance(spacing, (list, tuple)) else [spacing]
     if not all(isinstance(h, (int, float)) for h in spacings):
         return None
@@ -69,49 +63,35 @@ def _slope(x: Any, dim: int, distance: float, edge_order: int) -> Any:
 
 
 def _end(x: Any, dim: int, distance: float) -> Any:
-    """The slope at the first of two or three values."""
+    """Return the slope at the first of two or three values."""
     weights = (-1.0, 1.0) if x.shape[dim] == 2 else (-1.5, 2.0, -0.5)
     return sum(x.narrow(dim, i, 1) * (w / distance) for i, w in enumerate(weights))
 
 
-# -- areas ------------------------------------------------------------------------------------------------------------
+# -- areas -------------------------------------------------------------------------------------------------------------
 
 
-@form("trapezoid", "trapz")
-def _trapezoid(y: Tensor, x: Any = None, *, dx: float = 1, dim: int = -1) -> Form | None:
-    torch.trapezoid(y, x, dim=dim) if x is not None else torch.trapezoid(y, dx=dx, dim=dim)
-    if not y.shape[dim]:
-        return None
-
-    def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
-        if x is None:
-            return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
-        return (_pairs(y, dim) * _widths(x, y.ndim, dim)).sum(dim) / 2
-
-    return run
+@decomposition("trapezoid", "trapz", check=torch.trapezoid, when=lambda a: a.y.shape[a.dim])
+def _trapezoid(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
+    if x is None:
+        return (y.sum(dim) - (y.select(dim, 0) + y.select(dim, -1)) * 0.5) * dx
+    return (_pairs(y, dim) * _widths(x, y.ndim, dim)).sum(dim) / 2
 
 
-@form("cumulative_trapezoid")
-def _cumulative_trapezoid(y: Tensor, x: Any = None, *, dx: float = 1, dim: int = -1) -> Form | None:
-    torch.cumulative_trapezoid(y, x, dim=dim) if x is not None else torch.cumulative_trapezoid(y, dx=dx, dim=dim)
-    if not y.shape[dim]:
-        return None
-
-    def run(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
-        areas = _pairs(y, dim) * (dx if x is None else _widths(x, y.ndim, dim))
-        return (areas / 2).cumsum(dim)
-
-    return run
+@decomposition("cumulative_trapezoid", check=torch.cumulative_trapezoid, when=lambda a: a.y.shape[a.dim])
+def _cumulative_trapezoid(y: Any, x: Any = None, *, dx: float = 1, dim: int = -1) -> Any:
+    areas = _pairs(y, dim) * (dx if x is None else _widths(x, y.ndim, dim))
+    return (areas / 2).cumsum(dim)
 
 
 def _pairs(y: Any, dim: int) -> Any:
-    """Sums of neighbours."""
+    """Return the sums of neighbours."""
     size = y.shape[dim] - 1
     return y.narrow(dim, 0, size) + y.narrow(dim, 1, size)
 
 
 def _widths(x: Any, ndim: int, dim: int) -> Any:
-    """Distances of neighbours; a lone dim of `x` lies along `dim`, several from the last one on."""
+    """Return the distances of neighbours; an `x` of one dim is aligned with `dim`, one of several with the last dims."""
     if x.ndim == 1:
         return x.diff().reshape([-1 if d == dim % ndim else 1 for d in range(ndim)])
     return x.reshape([1] * (ndim - x.ndim) + list(x.shape)).diff(dim=dim)

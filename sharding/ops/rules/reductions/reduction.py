@@ -9,35 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import settled, splits, whole
+from ..decomposition_utils import is_split, reduce_pending, unshard
 from ..elementwise.pointwise import casts_linearly
-from ..notation import Rule, einrule
-from ..registry import form, handler, rule
+from ..notation import Rule, along_dims, einrule
+from ..registry import decomposition, decomposition_maker, handler, rule
 
 Dims = int | Sequence[int] | None
 
 
 def normal_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
-    """The dims a reduction runs over, counted from 0; all of them for None or ()."""
+    """Return the dims that a reduction runs over, counted from 0; all of them for None or ()."""
     dims = (dim,) if isinstance(dim, int) else tuple(dim) if dim else tuple(range(ndim))
     return tuple(d % ndim for d in dims) if ndim else ()
 
 
-def reduction(
-    input: Tensor, dim: Dims, keepdim: bool, *, whole: bool = False, results: int = 1, **options: Any
-) -> Rule:
-    """The rule of a reduction over `dim`; with `whole` the reduced dims may not be split."""
+def reduction(input: Tensor, dim: Dims, keepdim: bool, *, whole: bool = False, results: int = 1, **options: Any) -> Rule:
+    """Return the rule of a reduction over `dim`; with `whole` the reduced dims must not be split."""
     dims = normal_dims(dim, input.ndim)
-    left = [f"[d{i}]" if whole and i in dims else f"d{i}" for i in range(input.ndim)]
-    right = [("1" if keepdim else "") if i in dims else f"d{i}" for i in range(input.ndim)]
-    pattern = f"{' '.join(left)} -> {', '.join([' '.join(right)] * results)}"
-    return einrule(pattern, input, **options)
+    return along_dims(input, dims, "1" if keepdim else "", whole=whole, results=results, **options)
+
+
+def whole_reduction(a: Any) -> Rule:
+    """Return the rule of a reduction of whole dims, given the arguments of a call: `dim` and `keepdim` after the first one."""
+    input = next(iter(vars(a).values()))
+    return reduction(input, a.dim, a.keepdim, whole=True)
 
 
 @rule("sum")
-def _sum(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Rule:
+def _sum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Rule:
     linear = ((0,),) if casts_linearly(input.dtype, dtype) else ()
     return reduction(input, dim if axis is None else axis, keepdim, linear=linear)
 
@@ -49,7 +48,7 @@ def _nansum(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: to
 
 @rule("sum_to_size")
 def _sum_to_size(input: Tensor, *size: Any) -> Rule:
-    """The sum over all dims that broadcasting from `size` would have made."""
+    """Sum over all dims that broadcasting from `size` would have made."""
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
     extra = input.ndim - len(shape)
     made = [d for d, n in enumerate(shape, extra) if n == 1 != input.shape[d]]
@@ -75,23 +74,23 @@ def _prod(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torc
 
 @rule("all")
 def _all(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
-    return _truth(input, dim, keepdim, "min")
+    return _boolean(input, dim, keepdim, "min")
 
 
 @rule("any")
 def _any(input: Tensor, dim: Dims = None, keepdim: bool = False) -> Rule:
-    return _truth(input, dim, keepdim, "max")
+    return _boolean(input, dim, keepdim, "max")
 
 
-def _truth(input: Tensor, dim: Dims, keepdim: bool, combine: str) -> Rule:
-    """Unlike other reductions, over no dim these reduce nothing."""
+def _boolean(input: Tensor, dim: Dims, keepdim: bool, combine: str) -> Rule:
+    """Return the rule of `all` or `any`, which reduce no dim for `dim=()`, unlike other reductions."""
     nothing = dim is not None and not isinstance(dim, int) and not len(dim)
     return einrule("... -> ...", input) if nothing else reduction(input, dim, keepdim, combine=combine)
 
 
 @handler("equal")
 def _equal(input: Any, other: Any) -> bool:
-    """True on a rank outside the mesh, as in torch, if the shapes agree."""
+    """Compare all elements; on a rank outside the mesh, which has none, only shapes."""
     if input.shape != other.shape:
         return False
     same = (input == other).all()
@@ -103,84 +102,72 @@ def _allclose(input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, eq
     return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
 
 
-# -- sums in disguise -------------------------------------------------------------------------------------------------
+# -- means -------------------------------------------------------------------------------------------------------------
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch itself accumulates a sum of this dtype."""
+    """Return the dtype in which torch itself accumulates a sum of this dtype."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-@form("mean")
-def _mean_form(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None
-) -> Any:
-    """The sum over all ranks by the global count: right for uneven parts."""
+@decomposition_maker(
+    "mean", rule=lambda a: reduction(a.input, a.dim if a.axis is None else a.axis, a.keepdim, whole=True, linear=((0,),))
+)
+def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, axis: Dims = None) -> Any:
+    """Divide the sum over all ranks by the global count, which is right for uneven parts."""
     dims = normal_dims(dim if axis is None else axis, input.ndim)
-    if not splits(input, dims):
+    if not is_split(input, dims):
         return None
     result = input.mean(dims, keepdim, dtype=dtype).dtype
     wide, count = accumulator_dtype(result), math.prod(input.shape[d] for d in dims)
     return lambda input, *_, **__: (input.sum(dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
 
-@rule("mean")
-def _mean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None, axis: Dims = None) -> Rule:
-    return reduction(input, dim if axis is None else axis, keepdim, whole=True, linear=((0,),))
-
-
-@form("nanmean")
-def _nanmean_form(
-    input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
-    """The sum of the numbers by how many they are, both over all ranks."""
+@decomposition_maker("nanmean", rule=whole_reduction)
+def _nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    """Divide the sum of the numbers by their count, both over all ranks."""
     dims = normal_dims(dim, input.ndim)
-    if not splits(input, dims):
+    if not is_split(input, dims):
         return None
     result = input.nanmean(dims, keepdim, dtype=dtype).dtype
     wide = accumulator_dtype(result)
 
     def run(input: Any, *_: Any, **__: Any) -> Any:
-        x = settled(input)
+        x = reduce_pending(input)
         count = x.isnan().logical_not().sum(dims, keepdim=keepdim)
         return (x.nansum(dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
     return run
 
 
-@rule("nanmean")
-def _nanmean(input: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
-    return reduction(input, dim, keepdim, whole=True)
-
-
 def safe_root(x: Any) -> Any:
-    """Square root with gradient 0 at 0, as torch's own norms have it."""
+    """Return the square root with gradient 0 at 0, as torch's own norms have it."""
     zero = x == 0
     return torch.where(zero, 0, torch.where(zero, 1, x).sqrt())
 
 
-# -- norms ------------------------------------------------------------------------------------------------------------
+# -- norms -------------------------------------------------------------------------------------------------------------
 
 
-@form("vector_norm")
-def _vector_norm_form(
+@decomposition_maker("vector_norm", rule=whole_reduction)
+def _vector_norm(
     x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """Over split dims: powers summed, or absolute values compared, then the root."""
+    """Over split dims, sum powers or compare absolute values, then take the root."""
     dims = normal_dims(dim, x.ndim)
-    if not splits(x, dims):
+    if not is_split(x, dims):
         return None
     result = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype).dtype
     wide = accumulator_dtype(result)
 
     def run(x: Any, ord: float = 2, *_: Any, **__: Any) -> Any:
-        size = (settled(x) if dtype is None else settled(x).to(dtype)).abs().to(wide)
-        return _norm_of_sizes(size, ord, dims, keepdim).to(result)
+        size = (reduce_pending(x) if dtype is None else reduce_pending(x).to(dtype)).abs().to(wide)
+        return _norm_of_magnitudes(size, ord, dims, keepdim).to(result)
 
     return run
 
 
-def _norm_of_sizes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) -> Any:
+def _norm_of_magnitudes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) -> Any:
     if abs(ord) == math.inf:
         return (torch.amax if ord > 0 else torch.amin)(size, tuple(dims), keepdim=keepdim)
     if ord == 0:
@@ -188,120 +175,76 @@ def _norm_of_sizes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) ->
     if ord == 1:
         return size.sum(dims, keepdim=keepdim)
     if ord == 2:
-        return safe_root(settled((size * size).sum(dims, keepdim=keepdim)))
+        return safe_root(reduce_pending((size * size).sum(dims, keepdim=keepdim)))
     return (size**ord).sum(dims, keepdim=keepdim) ** (1 / ord)
 
 
-@rule("vector_norm")
-def _vector_norm(x: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None) -> Rule:
-    return reduction(x, dim, keepdim, whole=True)
+def split_dims(a: Any) -> tuple[int, ...] | None:
+    """Return the dims that a call reduces where any is split, else None; its first argument is the tensor."""
+    input = next(iter(vars(a).values()))
+    dims = normal_dims(a.dim, input.ndim)
+    return dims if is_split(input, dims) else None
 
 
-@form("matrix_norm")
-def _matrix_norm_form(
-    A: Tensor, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    """Over split dims: Frobenius' norm is that of a vector, and the largest sum of a row or column that of sums. Others take
-    singular values, of the whole matrix."""
-    dims = row, column = normal_dims(dim, A.ndim)
-    if not splits(A, dims):
-        return None
-    torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)  # torch's own complaints
-
-    def run(A: Any, ord: Any = "fro", *_: Any, **__: Any) -> Any:
-        if ord == "fro":
-            return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
-        if ord == "nuc" or abs(ord) == 2:
-            return torch.linalg.matrix_norm(whole(A, *dims), ord, dims, keepdim, dtype=dtype)
-        summed = row if abs(ord) == 1 else column
-        sums = settled(torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype))
-        return (torch.amax if ord > 0 else torch.amin)(sums, dims, keepdim)
-
-    return run
-
-
-@rule("matrix_norm")
+@decomposition("matrix_norm", check=torch.linalg.matrix_norm, prepare=split_dims, rule=whole_reduction)
 def _matrix_norm(
-    A: Tensor, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: Any = None
-) -> Rule:
-    return reduction(A, dim, keepdim, whole=True)
-
-
-@form(also=(torch.norm, Tensor.norm))
-def _norm_form(
-    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
+    dims: tuple[int, int], A: Any, ord: Any = "fro", dim: Dims = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """A vector norm, of all elements where no dim is given, or the sum of singular values."""
-    dims = normal_dims(dim, input.ndim)
-    if not splits(input, dims):
-        return None
-    torch.norm(input, p, dim, keepdim, dtype=dtype)  # torch's own complaints
+    """Over split dims, take a Frobenius norm as that of a vector, and the largest sum of a row or column from sums.
 
-    def run(input: Any, p: Any = "fro", *_: Any, **__: Any) -> Any:
-        if p == "nuc":
-            return torch.linalg.matrix_norm(input, "nuc", dims, keepdim, dtype=dtype)
-        return torch.linalg.vector_norm(input, 2 if p in ("fro", None) else p, dims, keepdim, dtype=dtype)
-
-    return run
+    Other norms take singular values, which need the whole matrix.
+    """
+    if ord == "fro":
+        return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
+    if ord == "nuc" or abs(ord) == 2:
+        return torch.linalg.matrix_norm(unshard(A, *dims), ord, dims, keepdim, dtype=dtype)
+    sums = reduce_pending(torch.linalg.vector_norm(A, 1, dims[0] if abs(ord) == 1 else dims[1], True, dtype=dtype))
+    return (torch.amax if ord > 0 else torch.amin)(sums, dims, keepdim)
 
 
-@rule(also=(torch.norm, Tensor.norm))
+@decomposition(also=(torch.norm, Tensor.norm), check=torch.norm, prepare=split_dims, rule=whole_reduction)
 def _norm(
-    input: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
-) -> Rule:
-    return reduction(input, dim, keepdim, whole=True)
-
-
-@form(also=(torch.linalg.norm,))
-def _linalg_norm_form(
-    A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
+    dims: tuple[int, ...], input: Any, p: Any = "fro", dim: Dims = None, keepdim: bool = False, out: None = None, dtype: Any = None
 ) -> Any:
-    dims = normal_dims(dim, A.ndim)
-    if not splits(A, dims):
-        return None
-    torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # torch's own complaints
-
-    def run(A: Any, ord: Any = None, *_: Any, **__: Any) -> Any:
-        if len(dims) == 1 or ord is None:
-            return torch.linalg.vector_norm(A, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
-        return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
-
-    return run
+    """Compute a vector norm (of all elements without `dim`), or the sum of singular values."""
+    if p == "nuc":
+        return torch.linalg.matrix_norm(input, "nuc", dims, keepdim, dtype=dtype)
+    return torch.linalg.vector_norm(input, 2 if p in ("fro", None) else p, dims, keepdim, dtype=dtype)
 
 
-@rule(also=(torch.linalg.norm,))
+@decomposition(also=(torch.linalg.norm,), check=torch.linalg.norm, prepare=split_dims, rule=whole_reduction)
 def _linalg_norm(
-    A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
-) -> Rule:
-    return reduction(A, dim, keepdim, whole=True)
+    dims: Any, A: Any, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
+) -> Any:
+    if len(dims) == 1 or ord is None:
+        return torch.linalg.vector_norm(A, 2 if ord is None else ord, dims, keepdim, dtype=dtype)
+    return torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)
 
 
-@form("frobenius_norm")
-def _frobenius_norm(input: Tensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    return lambda input, *_, **__: torch.linalg.vector_norm(input, 2, dim, keepdim)
+@decomposition("frobenius_norm")
+def _frobenius_norm(input: Any, dim: Dims = (), keepdim: bool = False) -> Any:
+    return torch.linalg.vector_norm(input, 2, dim, keepdim)
 
 
-@form("nuclear_norm")
-def _nuclear_norm(input: Tensor, dim: Sequence[int] | bool = (-2, -1), keepdim: bool = False) -> Any:
-    keepdim = dim if isinstance(dim, bool) else keepdim
-    dims = (-2, -1) if isinstance(dim, bool) else tuple(dim)
-    return lambda input, *_, **__: torch.linalg.matrix_norm(input, "nuc", dims, keepdim)
+@decomposition("nuclear_norm")
+def _nuclear_norm(input: Any, dim: Sequence[int] | bool = (-2, -1), keepdim: bool = False) -> Any:
+    if isinstance(dim, bool):
+        dim, keepdim = (-2, -1), dim
+    return torch.linalg.matrix_norm(input, "nuc", tuple(dim), keepdim)
 
 
-@form("dist")
-def _dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
-    return lambda input, other, p=2: torch.linalg.vector_norm(input - other, p)
+@decomposition("dist")
+def _dist(input: Any, other: Any, p: float = 2) -> Any:
+    return torch.linalg.vector_norm(input - other, p)
 
 
-# -- operators along a whole dim --------------------------------------------------------------------------------------
+# -- operators along a whole dim ---------------------------------------------------------------------------------------
 
 
 def along(input: Tensor, dim: int, *, results: int = 1, keeps_size: bool = True, **options: Any) -> Rule:
-    """The rule of an operator that mixes the elements along `dim`, which must be whole, and keeps the other dims."""
-    dims = {dim % input.ndim} if input.ndim else set()
-    left = " ".join(f"[d{i}]" if i in dims else f"d{i}" for i in range(input.ndim))
-    right = left if keeps_size else " ".join("1" if i in dims else f"d{i}" for i in range(input.ndim))
-    return einrule(f"{left} -> {', '.join([right] * results)}", input, **options)
+    """Return the rule of an operator that mixes the elements along `dim`, which must be whole, and keeps the other dims."""
+    dims = {dim % input.ndim} if input.ndim else ()
+    return along_dims(input, dims, None if keeps_size else "1", results=results, **options)
 
 
 @rule("cumsum", "cumsum_")

@@ -1,7 +1,7 @@
-"""Operators that put tensors next to each other: `cat`, the stacks, `pad`, `slice_scatter` and what is made of them.
+"""Operators that join tensors: `cat`, the stacks, `pad`, `slice_scatter` and those made of them.
 
-Along a split dim the result is cut evenly, and every operand is cut where that cuts its place in the result. One exchange
-takes all operands there, of what changes ranks only; then each rank joins its parts.
+Along a split dim the result is cut evenly, and every operand is cut at the same boundaries of the result. One exchange
+moves all operands there, only what changes ranks; then each rank joins its parts.
 
     x, y over 2 ranks    [0 1 | 2]  [3 4 | 5 6]
     moved                [0 1 2 | ]  [3 | 4 5 6]
@@ -11,6 +11,7 @@ takes all operands there, of what changes ranks only; then each rank joins its p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -22,48 +23,67 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ....redistribute.interval_exchange import Fetch, Interval
-from ..decomposition_utils import evenly, from_parts, in_turn, interval_of, layout_of, settled, splits, splitting_axes
-from ..registry import form
+from ..decomposition_utils import (
+    evenly_split,
+    from_parts,
+    interval_of,
+    is_split,
+    layout_of,
+    reduce_pending,
+    sequential,
+    splitting_axes,
+    without_pending,
+)
+from ..notation import Rule, einrule
+from ..registry import decomposition, decomposition_maker
 from .slicing import Piece
+from .view import with_whole_dims
 
-Form = Callable[..., Any]
-
-
-def _unreduced(layout: Layout, pending: dict[str, str]) -> Layout:
-    return layout.replace(layout.spec.with_unreduced(pending))
+Decomposition = Callable[..., Any]
 
 
-# -- cat --------------------------------------------------------------------------------------------------------------
+# -- cat ---------------------------------------------------------------------------------------------------------------
 
 
-@form("cat", "concat", "concatenate")
-def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Form | None:
+def _cat_rule(a: Any) -> Rule:
+    ndim = max(t.ndim for t in a.tensors)
+    dim = a.kwargs.get("axis", a.dim) % ndim if ndim else 0
+    sides = [  # torch accepts empty 1-d tensors in any cat
+        " ".join(f"[c{i}]" if d == dim else f"d{d}" for d in range(ndim)) if t.ndim == ndim else f"[e{i}]" for i, t in enumerate(a.tensors)
+    ]
+    right = " ".join("1" if d == dim else f"d{d}" for d in range(ndim))
+    linear = (tuple(range(len(a.tensors))),)
+    return einrule(f"{', '.join(sides)} -> {right}", *a.tensors, linear=linear, transparent=True)
+
+
+@decomposition_maker("cat", "concat", "concatenate", rule=_cat_rule)
+def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Decomposition | None:
     result = torch.cat(tensors, kwargs.get("axis", dim))  # type: ignore[arg-type]
     dim = kwargs.get("axis", dim) % result.ndim
     layouts = [layout_of(t) for t in tensors]
     largest = max(layouts, key=lambda layout: (layout.nbytes, layout.is_fully_replicated))
     if any(t.ndim != result.ndim for t in tensors) or not splitting_axes(largest, dim):
         return None
-    target = _unreduced(evenly(largest, dim, result.shape[dim]), _common_pending(layouts)).replace(dtype=result.dtype)
+    target = evenly_split(largest, dim, result.shape[dim]).replace(dtype=result.dtype)
+    target = target.replace(target.spec.with_unreduced(_common_pending(layouts)))
     bounds = accumulate([layout.shape[dim] for layout in layouts], initial=0)
     targets = [interval_of(target, dim, a, b).replace(dtype=x.dtype) for (a, b), x in zip(pairwise(bounds), layouts, strict=True)]
     pairs = list(zip(layouts, targets, strict=True))
-    joined = partial(_joined, pairs, dim, result.dtype)
+
+    def joined(*parts: Tensor) -> Tensor:
+        return torch.cat(redistribute_locals(parts, pairs), dim).to(result.dtype)
+
     return lambda tensors, *_, **__: from_parts(target, joined, *tensors)
 
 
 def _common_pending(layouts: Sequence[Layout]) -> dict[str, str]:
-    """What all operands are pending with: putting them together commutes with the reduction."""
+    """Return the pending kinds that all operands share: joining them commutes with the reduction."""
     alike = len({(layout.spec.unreduced, layout.dtype) for layout in layouts}) == 1
     return layouts[0].pending if alike else {}
 
 
-def _joined(pairs: Sequence[tuple[Layout, Layout]], dim: int, dtype: torch.dtype, *locals_: Tensor) -> Tensor:
-    return torch.cat(redistribute_locals(locals_, pairs), dim).to(dtype)
-
-
 def at_least(x: Any, ndim: int) -> Any:
-    """The tensor with as many dims, new ones where `atleast_2d` and `atleast_3d` put them."""
+    """Return the tensor with at least so many dims, new ones where `atleast_2d` and `atleast_3d` put them."""
     if x.ndim >= ndim:
         return x
     if x.ndim == 0:
@@ -75,62 +95,74 @@ def _listed(tensors: Sequence[Any]) -> Sequence[Any]:
     return tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
 
 
-def _atleast(ndim: int, *tensors: Any) -> Any:
-    given = _listed(tensors)
-    made = tuple(at_least(x, ndim) for x in given)
-    return made if given is not tensors or len(made) != 1 else made[0]
+def _register_atleast(ndim: int) -> None:
+    @decomposition(f"atleast_{ndim}d", also=(getattr(torch._VF, f"atleast_{ndim}d"),))
+    def run(*tensors: Any) -> Any:
+        given = _listed(tensors)
+        made = tuple(at_least(x, ndim) for x in given)
+        return made if given is not tensors or len(made) != 1 else made[0]
 
 
 for _ndim in (1, 2, 3):
-    form(f"atleast_{_ndim}d", also=(getattr(torch._VF, f"atleast_{_ndim}d"),))(lambda *tensors, ndim=_ndim: partial(_atleast, ndim))
+    _register_atleast(_ndim)
 
 
-@form("hstack")
-def _hstack(tensors: Sequence[Tensor]) -> Form:
-    dim = 0 if tensors[0].ndim < 2 else 1
-    return lambda tensors: torch.cat([at_least(x, 1) for x in tensors], dim)
+@decomposition("hstack")
+def _hstack(tensors: Any) -> Any:
+    return torch.cat([at_least(x, 1) for x in tensors], 0 if tensors[0].ndim < 2 else 1)
 
 
-@form("vstack", "row_stack")
-def _vstack(tensors: Sequence[Tensor]) -> Form:
-    return lambda tensors: torch.cat([at_least(x, 2) for x in tensors])
+@decomposition("vstack", "row_stack")
+def _vstack(tensors: Any) -> Any:
+    return torch.cat([at_least(x, 2) for x in tensors])
 
 
-@form("dstack")
-def _dstack(tensors: Sequence[Tensor]) -> Form:
-    return lambda tensors: torch.cat([at_least(x, 3) for x in tensors], 2)
+@decomposition("dstack")
+def _dstack(tensors: Any) -> Any:
+    return torch.cat([at_least(x, 3) for x in tensors], 2)
 
 
-@form("column_stack")
-def _column_stack(tensors: Sequence[Tensor]) -> Form:
-    return lambda tensors: torch.cat([x.reshape(-1, 1) if x.ndim < 2 else x for x in tensors], 1)
+@decomposition("column_stack")
+def _column_stack(tensors: Any) -> Any:
+    return torch.cat([x.reshape(-1, 1) if x.ndim < 2 else x for x in tensors], 1)
 
 
-@form("block_diag")
-def _block_diag(*tensors: Tensor) -> Form:
-    """Rows of blocks, each padded with zeros to the whole width."""
-    torch.block_diag(*tensors)
-
-    def run(*tensors: Any) -> Any:
-        blocks = [at_least(x, 2) for x in tensors]
-        ends = list(accumulate(x.shape[1] for x in blocks))
-        return torch.cat([F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)])
-
-    return run
+@decomposition("block_diag", check=torch.block_diag)
+def _block_diag(*tensors: Any) -> Any:
+    """Pad each block with zeros to the whole width, and concatenate the rows."""
+    blocks = [at_least(x, 2) for x in tensors]
+    ends = list(accumulate(x.shape[1] for x in blocks))
+    return torch.cat([F.pad(x, (end - x.shape[1], ends[-1] - end)) for x, end in zip(blocks, ends, strict=True)])
 
 
-# -- pad --------------------------------------------------------------------------------------------------------------
+# -- pad ---------------------------------------------------------------------------------------------------------------
 
 
-@form("pad")
-def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Form | None:
+def _sides(ndim: int, pad: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Return the lengths before and after each padded dim."""
+    return {ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
+
+
+def _pad_rule(a: Any) -> Rule:
+    """Padded dims must be whole; padding with zeros is linear."""
+    made = with_whole_dims(a.input, list(_sides(a.input.ndim, a.pad)), local=_pad_local)
+    return made if a.mode == "constant" and not a.value else replace(made, linear=(), transparent=False)
+
+
+def _pad_local(local: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad this rank's part; an empty one has no elements to reflect or repeat."""
+    return F.pad(local, pad, mode if local.numel() else "constant", value if mode == "constant" else None)
+
+
+@decomposition_maker("pad", rule=_pad_rule)
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Decomposition | None:
     F.pad(input, pad, mode, value if mode == "constant" else None)
-    sides = {input.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
-    if not splits(input, sides):
+    sides = _sides(input.ndim, pad)
+    if not is_split(input, sides):
         return None
     if mode == "constant":
         return _constant_pad(layout_of(input), sides, value)
-    split = {d: lengths for d, lengths in sides.items() if splits(input, [d])}
+    split = {d: lengths for d, lengths in sides.items() if is_split(input, [d])}
     if mode == "circular":
         _check_wraps_once(input, split)
     rest = [0 if input.ndim - 1 - i // 2 in split else n for i, n in enumerate(pad)]
@@ -138,7 +170,7 @@ def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float
 
 
 def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
-    """Raise a ValueError for a border longer than what negative lengths leave of its dim; torch checks positive ones alone."""
+    """Raise a ValueError for a border longer than its dim after negative lengths cut it; torch checks only positive ones."""
     for d, (before, after) in sides.items():
         kept = input.shape[d] + min(before, 0) + min(after, 0)
         if max(before, after) > kept:
@@ -148,14 +180,14 @@ def _check_wraps_once(input: Tensor, sides: dict[int, tuple[int, int]]) -> None:
             )
 
 
-def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: float | None) -> Form:
-    """Negative lengths first cut the parts; then they go where the padded result has them."""
-    source = _unreduced(layout, {}) if value else layout
+def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: float | None) -> Decomposition:
+    """Cut the parts by negative lengths, then move them to where the padded result has them."""
+    source = without_pending(layout) if value else layout
     piece = Piece(source, {d: range(layout.shape[d])[max(0, -a) : layout.shape[d] - max(0, -b)] for d, (a, b) in sides.items()})
     target = source
     lengths = {d: (max(a, 0), max(b, 0)) for d, (a, b) in sides.items()}
     for d, (a, b) in lengths.items():
-        target = evenly(target, d, a + piece.cut.shape[d] + b)
+        target = evenly_split(target, d, a + piece.cut.shape[d] + b)
     middle = target
     for d, (a, _) in lengths.items():
         middle = interval_of(middle, d, a, a + piece.cut.shape[d])
@@ -165,13 +197,13 @@ def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: floa
         return F.pad(redistribute_local(piece.part(local), piece.cut, middle), around, "constant", value)
 
     def run(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-        return from_parts(target, partial(local_pad, value=value), settled(input) if value else input)
+        return from_parts(target, partial(local_pad, value=value), reduce_pending(input) if value else input)
 
     return run
 
 
 def _around(middle: Layout, target: Layout, lengths: dict[int, tuple[int, int]]) -> list[int]:
-    """What this rank's part lacks on both sides of each dim, last dim first."""
+    """Return the padding of this rank's part on both sides of each dim, last dim first."""
     around = []
     for d in reversed(range(len(target.shape))):
         start, stop = target.box[d]
@@ -192,33 +224,33 @@ def _source(mode: str, before: int, size: int, after: int, index: int) -> int:
     return size - 1 - abs(size - 1 - abs(at))
 
 
-def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, rest: Sequence[int]) -> Form:
-    """Split dims one after the other, each fetching its border; then the others together."""
+def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, rest: Sequence[int]) -> Decomposition:
+    """Pad split dims one after the other, each fetching its border; then the others together."""
     fetches = []
     for d, (before, after) in split.items():
         size = layout.shape[d]
-        target = evenly(layout, d, before + size + after)
+        target = evenly_split(layout, d, before + size + after)
         fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size, after)))
         layout = target
 
-    padded = in_turn(layout, *fetches)
+    padded = sequential(layout, *fetches)
     return (lambda input, *_, **__: F.pad(padded(input), rest, mode)) if any(rest) else padded
 
 
 def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int) -> list[Interval]:
-    """The places of the border one by one, and what is between as one interval."""
+    """Return the source indices of the border one by one, and those between as one interval."""
     low, high = (min(max(n, start), stop) for n in (max(before, 0), before + size))
     left, right = (map(partial(_source, mode, before, size, after), range(*ends)) for ends in ((start, low), (high, stop)))
     return [*((i, i + 1) for i in left), (low - before, high - before), *((i, i + 1) for i in right)]
 
 
-# -- writing into a copy ----------------------------------------------------------------------------------------------
+# -- writing into a copy -----------------------------------------------------------------------------------------------
 
 
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
-    """`input` with the chosen indices of a dim replaced by `src`, which goes where the input has them."""
+    """Replace the chosen indices of a dim of `input` by `src`, which is moved to the ranks that have them."""
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
-        input, src = settled(input), settled(src)
+        input, src = reduce_pending(input), reduce_pending(src)
     cut = Piece(input._layout, {dim: chosen})
     wanted = cut.cut.replace(dtype=src.dtype)
 
@@ -229,42 +261,34 @@ def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
     return from_parts(input._layout, local_scatter, input, src)
 
 
-@form("slice_scatter")
-def _slice_scatter(input: Tensor, src: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Form:
-    torch.slice_scatter(input, src, dim, start, end, step)
+@decomposition("slice_scatter", check=torch.slice_scatter)
+def _slice_scatter(input: Any, src: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     dim %= input.ndim
-    chosen = range(input.shape[dim])[start:end:step]
-    return lambda input, src, *_, **__: _scattered(input, src, dim, chosen)
+    return _scattered(input, src, dim, range(input.shape[dim])[start:end:step])
 
 
-@form("select_scatter")
-def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Form:
-    torch.select_scatter(input, src, dim, index)
+@decomposition("select_scatter", check=torch.select_scatter)
+def _select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
     dim %= input.ndim
-    place = index % input.shape[dim]
-    return lambda input, src, *_, **__: _scattered(input, src.unsqueeze(dim), dim, range(place, place + 1))
+    index %= input.shape[dim]
+    return _scattered(input, src.unsqueeze(dim), dim, range(index, index + 1))
 
 
-@form("diagonal_scatter")
-def _diagonal_scatter(input: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Form:
-    """The diagonal, written down the rows and spread over the columns, where a mask of it is true."""
-    torch.diagonal_scatter(input, src, offset, dim1, dim2)
-    rows, above = input.shape[dim1], max(0, -offset)
-    padding = (above, rows - src.shape[-1] - above)
-
-    def run(input: Any, src: Any, *_: Any, **__: Any) -> Any:
-        last = input.movedim((dim1, dim2), (-2, -1))
-        mask = torch.ones_like(last, dtype=torch.bool).tril(offset).triu(offset)
-        return torch.where(mask, F.pad(src, padding).unsqueeze(-1), last).movedim((-2, -1), (dim1, dim2))
-
-    return run
+@decomposition("diagonal_scatter", check=torch.diagonal_scatter)
+def _diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """Write `src` down the rows, broadcast over the columns, where a mask of the diagonal is true."""
+    above = max(0, -offset)
+    padding = (above, input.shape[dim1] - src.shape[-1] - above)
+    last = input.movedim((dim1, dim2), (-2, -1))
+    mask = torch.ones_like(last, dtype=torch.bool).tril(offset).triu(offset)
+    return torch.where(mask, F.pad(src, padding).unsqueeze(-1), last).movedim((-2, -1), (dim1, dim2))
 
 
-# -- grids ------------------------------------------------------------------------------------------------------------
+# -- grids -------------------------------------------------------------------------------------------------------------
 
 
-@form("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]
-def _meshgrid(*tensors: Any, indexing: str | None = None) -> Form:
+@decomposition_maker("meshgrid", also=(torch._VF.meshgrid,))  # type: ignore[attr-defined]
+def _meshgrid(*tensors: Any, indexing: str | None = None) -> Decomposition:
     container = type(torch.meshgrid(*tensors, indexing=indexing or "ij"))
     swapped = indexing == "xy" and len(_listed(tensors)) > 1
 
@@ -278,20 +302,15 @@ def _meshgrid(*tensors: Any, indexing: str | None = None) -> Form:
     return run
 
 
-@form("cartesian_prod")
-def _cartesian_prod(*tensors: Any) -> Form:
-    torch.cartesian_prod(*tensors)
-
-    def run(*tensors: Any) -> Any:
-        grids = [grid.flatten() for grid in torch.meshgrid(*tensors, indexing="ij")]
-        return torch.stack(grids, 1) if len(grids) > 1 else grids[0]
-
-    return run
+@decomposition("cartesian_prod", check=torch.cartesian_prod)
+def _cartesian_prod(*tensors: Any) -> Any:
+    grids = [grid.flatten() for grid in torch.meshgrid(*tensors, indexing="ij")]
+    return torch.stack(grids, 1) if len(grids) > 1 else grids[0]
 
 
-@form("kron")
-def _kron(input: Tensor, other: Tensor) -> Form:
-    """Each element of one times each of the other, in dims of their own that are then merged."""
+@decomposition_maker("kron")
+def _kron(input: Tensor, other: Tensor) -> Decomposition:
+    """Multiply each element of one by each of the other, in separate dims that are then merged."""
     ndim, shape = max(input.ndim, other.ndim), torch.kron(input, other).shape
     outer, inner = ([1] * (ndim - x.ndim) + list(x.shape) for x in (input, other))
 
@@ -302,20 +321,20 @@ def _kron(input: Tensor, other: Tensor) -> Form:
     return run
 
 
-@form(also=(torch.vander,))
-def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Form | None:
+@decomposition_maker(also=(torch.vander,))
+def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Decomposition | None:
     result = torch.vander(x, N, increasing)
     return partial(_powers, result.shape[-1], result.dtype, increasing) if result.shape[-1] else None
 
 
-@form(also=(torch.linalg.vander,))
-def _linalg_vander(x: Tensor, *, N: int | None = None) -> Form:
+@decomposition_maker(also=(torch.linalg.vander,))
+def _linalg_vander(x: Tensor, *, N: int | None = None) -> Decomposition:
     result = torch.linalg.vander(x, N=N)
     return partial(_powers, result.shape[-1], result.dtype, True)
 
 
 def _powers(count: int, dtype: torch.dtype, rising: bool, x: Any, *_: Any, **__: Any) -> Any:
-    """Powers along a new last dim, as running products."""
+    """Return powers along a new last dim, as cumulative products."""
     products = x.unsqueeze(-1).expand(*x.shape, count - 1).cumprod(-1)
     made = torch.cat([torch.ones_like(x, dtype=dtype).unsqueeze(-1), products], -1)
     return made if rising else made.flip(-1)

@@ -1,4 +1,4 @@
-"""Diagonals and triangles: a part of a matrix has the matrix's diagonal too, moved by where the part begins."""
+"""Diagonals and triangles: the diagonal of a matrix in each of its parts, offset by where the part begins."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local
 from ...dispatch import marked_as_copy
-from ..decomposition_utils import evenly, from_parts, interval_of, layout_of, splits, whole
-from ..notation import Rule, einrule
-from ..registry import form, rule
+from ..decomposition_utils import evenly_split, from_parts, interval_of, is_split, layout_of, unshard
+from ..notation import Rule, dim_names, einrule
+from ..registry import decomposition, decomposition_maker, rule
 
-Form = Callable[..., Any]
+Decomposition = Callable[..., Any]
 
-# -- triangles and traces ---------------------------------------------------------------------------------------------
+# -- triangles and traces ----------------------------------------------------------------------------------------------
 
 
 def _triangle(func: Callable[..., Tensor], input: Tensor, diagonal: int = 0) -> Rule:
-    """A part's diagonal is the tensor's, moved by where the part begins."""
+    """Return the rule; the offset of the diagonal in a part depends on where the part begins."""
     return einrule("... m n -> ... m n", input, linear=((0,),), transparent=True, bind=partial(_part_of_triangle, func))
 
 
@@ -39,7 +39,7 @@ for _name in ("tril", "triu", "tril_", "triu_"):
 
 @rule("trace")
 def _trace(input: Tensor) -> Rule:
-    """The sum of what each part has of the diagonal."""
+    """Sum the elements that each part has of the diagonal."""
     return einrule("m n ->", input, linear=((0,),), bind=_part_of_trace)
 
 
@@ -48,43 +48,30 @@ def _part_of_trace(layouts: Sequence[Layout], _: Any) -> Callable[..., Tensor]:
     return lambda local: local.diagonal(row - column).sum()
 
 
-# -- diagonals --------------------------------------------------------------------------------------------------------
+# -- diagonals ---------------------------------------------------------------------------------------------------------
 
 
-@rule(also=(torch.diagonal, torch.Tensor.diagonal), view=True)
-def _diagonal_whole(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Rule:
+def _diagonal_rule(input: Tensor, dim1: int, dim2: int) -> Rule:
     chosen = {dim1 % input.ndim, dim2 % input.ndim}
-    left = " ".join(f"[d{i}]" if i in chosen else f"d{i}" for i in range(input.ndim))
     right = " ".join([f"d{i}" for i in range(input.ndim) if i not in chosen] + ["1"])
-    return einrule(f"{left} -> {right}", input, linear=((0,),), transparent=True)
+    return einrule(f"{dim_names(input.ndim, chosen)} -> {right}", input, linear=((0,),), transparent=True)
 
 
-@rule(also=(torch.linalg.diagonal,), view=True)
-def _linalg_diagonal_whole(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule:
-    return _diagonal_whole(A, offset, dim1, dim2)
-
-
-@rule("diag_embed")
-def _diag_embed_whole(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Rule | None:
-    if (dim1, dim2) != (-2, -1):
-        return None
-    rest = " ".join(f"d{i}" for i in range(input.ndim - 1))
-    return einrule(f"{rest} [n] -> {rest} 1 1", input, linear=((0,),), transparent=True)
-
-
-@form(also=(torch.diagonal, torch.Tensor.diagonal))
-def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Form | None:
-    """Of a matrix split in one dim every rank has a piece of the diagonal; split in both, the columns are gathered first."""
+@decomposition_maker(
+    also=(torch.diagonal, torch.Tensor.diagonal), rule=lambda a: _diagonal_rule(a.input, a.dim1, a.dim2), view=True
+)
+def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Decomposition | None:
+    """Take each rank's piece of the diagonal of a matrix split in one dim; if both are split, gather the columns first."""
     size = input.diagonal(offset, dim1, dim2).shape[-1]
     row, column = dim1 % input.ndim, dim2 % input.ndim
-    if not splits(input, [row, column]):
+    if not is_split(input, [row, column]):
         return None
-    if splits(input, [row]) and splits(input, [column]):
-        return lambda input, *_, **__: whole(input, column).diagonal(offset, row, column)
-    dim, first = (row, max(0, -offset)) if splits(input, [row]) else (column, max(0, offset))
+    if is_split(input, [row]) and is_split(input, [column]):
+        return lambda input, *_, **__: unshard(input, column).diagonal(offset, row, column)
+    dim, first = (row, max(0, -offset)) if is_split(input, [row]) else (column, max(0, offset))
     layout = layout_of(input)
     cut = _diagonal_of(interval_of(layout, dim, first, first + size), dim, row + column - dim)
-    moved = evenly(cut, input.ndim - 2, size)
+    moved = evenly_split(cut, input.ndim - 2, size)
     start = layout.box[dim][0] * (1 if dim == row else -1)
 
     def local(part: Tensor) -> Tensor:
@@ -95,45 +82,47 @@ def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> F
 
 
 def _diagonal_of(layout: Layout, dim: int, dropped: int) -> Layout:
-    """The layout with one dim last and another one gone."""
+    """Return the layout with one dim moved to the end and another one dropped."""
     order = [d for d in range(len(layout.shape)) if d not in (dim, dropped)] + [dim]
     cuts, shape = [layout.spec.cuts[d] for d in order], [layout.shape[d] for d in order]
     return Layout.of(layout.mesh, P.of_cuts(cuts, layout.pending), shape, layout.dtype)
 
 
-@form(also=(torch.linalg.diagonal,))
-def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Form | None:
+@decomposition_maker(also=(torch.linalg.diagonal,), rule=lambda a: _diagonal_rule(a.A, a.dim1, a.dim2), view=True)
+def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Decomposition | None:
     found = _diagonal(A, offset, dim1, dim2)
     return found and (lambda A, **_: found(A))
 
 
-# -- matrices with a given diagonal -----------------------------------------------------------------------------------
+# -- matrices with a given diagonal ------------------------------------------------------------------------------------
 
 
-@form("diag_embed")
-def _diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Form | None:
-    """Of a split dim: every rank's elements repeated over their rows, of which all but the diagonal is cleared."""
-    torch.diag_embed(input, offset, dim1, dim2)
-    if not splits(input, [-1]) and (dim1, dim2) == (-2, -1):
+def _diag_embed_rule(a: Any) -> Rule | None:
+    if (a.dim1, a.dim2) != (-2, -1):
         return None
-    sides = (max(offset, 0), max(-offset, 0), max(-offset, 0), max(offset, 0))
-
-    def run(input: Any, *_: Any, **__: Any) -> Any:
-        square = input.unsqueeze(-1).expand(*input.shape, input.shape[-1]).tril().triu()
-        made = F.pad(square, sides) if offset else square
-        return made if (dim1, dim2) == (-2, -1) else made.movedim((-2, -1), (dim1, dim2))
-
-    return run
+    rest = dim_names(a.input.ndim - 1)
+    return einrule(f"{rest} [n] -> {rest} 1 1", a.input, linear=((0,),), transparent=True)
 
 
-@form("diag")
-def _diag(input: Tensor, diagonal: int = 0) -> Form:
-    torch.diag(input, diagonal)
-    if input.ndim == 1:
-        return lambda input, *_, **__: torch.diag_embed(input, diagonal)
-    return lambda input, *_, **__: input.diagonal(diagonal).clone()
+@decomposition(
+    "diag_embed",
+    check=torch.diag_embed,
+    when=lambda a: is_split(a.input, [-1]) or (a.dim1, a.dim2) != (-2, -1),
+    rule=_diag_embed_rule,
+)
+def _diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Any:
+    """Repeat every rank's elements over their rows and clear all but the diagonal."""
+    square = input.unsqueeze(-1).expand(*input.shape, input.shape[-1]).tril().triu()
+    above, below = max(offset, 0), max(-offset, 0)
+    made = F.pad(square, (above, below, below, above)) if offset else square
+    return made if (dim1, dim2) == (-2, -1) else made.movedim((-2, -1), (dim1, dim2))
 
 
-@form("diagflat")
-def _diagflat(input: Tensor, offset: int = 0) -> Form:
-    return lambda input, *_, **__: torch.diag_embed(input.flatten(), offset)
+@decomposition("diag", check=torch.diag)
+def _diag(input: Any, diagonal: int = 0) -> Any:
+    return torch.diag_embed(input, diagonal) if input.ndim == 1 else input.diagonal(diagonal).clone()
+
+
+@decomposition("diagflat")
+def _diagflat(input: Any, offset: int = 0) -> Any:
+    return torch.diag_embed(input.flatten(), offset)

@@ -3,14 +3,13 @@
     x [b, 40] in parts of 12 12 12 4      x.view(b, 10, 4)      [b, 10, 4] in parts of 3 3 3 1      heads, over more ranks than divide them
     y [b, 10, 4] in parts of 3 3 3 1      y.flatten(1)          [b, 40] in parts of 12 12 12 4
 
-A part of the first of the dims that are put together, or taken apart, is an interval of the elements of all of them. What the rule does
-without moving anything, and what this cannot do, are left to it.
+A part of the first of the dims that are merged, or of a dim that is unflattened, is an interval of the elements of all of them.
+Reshapes that the rule runs without moving anything, and those that this cannot run, are left to the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -20,12 +19,12 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ..decomposition_utils import from_parts, layout_of, part_sizes, splitting_axes
-from ..registry import form
+from ..registry import decomposition_maker
 from .view import factor_shapes, groups
 
 
 def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
-    """How a tensor lies under another shape if every rank keeps its elements; None where some part would be no box."""
+    """Return the layout under another shape if every rank keeps its elements; None where some part would not be a box."""
     alone = [d for d, n in enumerate(layout.shape) if n == 1 and splitting_axes(layout, d)]
     if alone or not prod(shape):
         return None
@@ -41,7 +40,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout | None:
 
 
 def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Sequence[Cut] | None:
-    """The cuts of the first dim of a group, after it took the shape `after`; None where a cut would fall inside a row."""
+    """Return the cuts of the first dim of a group reshaped to `after`; None where a cut would fall inside a row."""
     own = layout.spec.cuts[before[0]]
     if not own or len(before) == len(after) == 1:
         return own
@@ -53,24 +52,31 @@ def _first_dim(layout: Layout, before: Sequence[int], after: Sequence[int]) -> S
 
 
 def _rule_moves(layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether the rule would: a dim that is put together with others, or taken apart, is cut into parts of different lengths, or the
-    two shapes have no common factors there (as 4x6 and 6x4)."""
+    """Return whether the rule would move elements.
+
+    It does where a dim that is merged or unflattened is cut into parts of different lengths, or where the two shapes have no common
+    factors (as 4x6 and 6x4).
+    """
     dims, _, _, whole = factor_shapes(layout.shape, shape)
     joined = [before[0] for before, after in groups(layout.shape, shape) if len(before) > 1 or len(after) > 1]
     split = [d for d in joined if splitting_axes(layout, d)]
     return any(whole.intersection(dims[d]) or len(set(part_sizes(layout, d))) > 1 for d in split)
 
 
-def _form(name: str, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
-    result, layout = getattr(torch.Tensor, name)(input, *args, **kwargs), layout_of(input)
-    if result.dtype != layout.dtype or not prod(result.shape) or not _rule_moves(layout, result.shape):
-        return None
-    target = reshaped(layout, result.shape)
-    if target is None:
-        return None
-    local = torch.Tensor.view if name == "view" else torch.Tensor.reshape
-    return lambda input, *_, **__: from_parts(target, lambda part: local(part, tuple(target.local_shape)), input)
+def _register(name: str) -> None:
+    own = getattr(torch.Tensor, name)
+    reshape = torch.Tensor.view if name == "view" else torch.Tensor.reshape
+
+    @decomposition_maker(name)
+    def make(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
+        result, layout = own(input, *args, **kwargs), layout_of(input)
+        if result.dtype != layout.dtype or not prod(result.shape) or not _rule_moves(layout, result.shape):
+            return None
+        target = reshaped(layout, result.shape)
+        if target is None:
+            return None
+        return lambda input, *_, **__: from_parts(target, lambda part: reshape(part, tuple(target.local_shape)), input)
 
 
 for _name in ("view", "reshape", "flatten", "unflatten"):
-    form(_name)(partial(_form, _name))
+    _register(_name)

@@ -1,16 +1,16 @@
-"""Slices of split dims: `x[1:3]`, `select`, `narrow`, `split` and its kin.
+"""Slices of split dims: `x[1:3]`, `select`, `narrow`, `split` and related functions.
 
     x over 3 ranks     [0 1 2 | 3 4 5 | 6 7 8]
     x[2:8] cut         [    2 | 3 4 5 | 6 7  ]        this rank's part of the slice, without communication
-    moved              [2 3   | 4 5   | 6 7  ]        laid out evenly, by one exchange of what changes ranks
+    moved              [2 3   | 4 5   | 6 7  ]        cut evenly, by one exchange of what changes ranks
 
-A dim too short to give every rank of its axes an element is replicated over the minor ones; so is what `select` and integers
-leave of a dim, which comes to all ranks from the one that holds it. (Left pending, as zeros everywhere else, it would need no
+A dim too short to give every rank of its axes an element is replicated over the minor ones. So is what `select` and integers
+leave of a dim, which the rank that has it sends to all. (Left pending, as zeros everywhere else, it would need no
 communication now and an all_reduce, twice the bytes, in every operator that is not linear; and -0.0 + 0 is 0.) The pieces of
-`split` and its kin move in one exchange together.
+`split` and related functions move in one exchange together.
 
-Dims that are not split, or taken whole, are left to the rules, whose results are views. A slice that had to move is a copy:
-writing to it is refused, but for `x[i] += y`, see `sliced_from.py`.
+Dims that are not split, or taken whole, are left to the rules, whose results are views. A slice that moved is a copy:
+writing to it is refused, except for `x[i] += y`, see `sliced_from.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from itertools import compress
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
@@ -27,45 +28,53 @@ from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ...dispatch import marked_as_copy
 from ...sliced_from import SlicedFrom
-from ..decomposition_utils import all_from_parts, evenly, from_parts, layout_of, part_sizes, resized, splits
-from ..indexing.masked import mask_form
+from ..decomposition_utils import (
+    all_from_parts,
+    evenly_split,
+    from_parts,
+    is_split,
+    layout_of,
+    part_sizes,
+    with_part_sizes,
+)
+from ..indexing.masked import index_by_mask
 from ..notation import Rule
-from ..registry import form, functions, rule
+from ..registry import decomposition_maker, functions, rule
 from .view import with_whole_dims
 
 
 def within(chosen: range, start: int, stop: int) -> range:
-    """The chosen indices that lie in [start, stop)."""
+    """Return the chosen indices that are in [start, stop)."""
     first, last = (-((chosen.start - bound) // chosen.step) for bound in (start, stop))
     return chosen[max(first, 0) : max(last, 0)]
 
 
 def _cut(layout: Layout, dim: int, chosen: range) -> Layout:
-    """Each rank with those of the chosen indices of a dim that it holds."""
+    """Return the layout in which each rank has those of the chosen indices that are in its part."""
     bounds, sizes = 0, []
     for size in part_sizes(layout, dim):
         sizes.append(len(within(chosen, bounds, bounds + size)))
         bounds += size
-    return resized(layout, dim, sizes) if layout.spec.dims[dim] else evenly(layout, dim, len(chosen))
+    return with_part_sizes(layout, dim, sizes) if layout.spec.dims[dim] else evenly_split(layout, dim, len(chosen))
 
 
 class Piece:
-    """A slice of a tensor that lies in a given way.
+    """A slice of a tensor of a given layout.
 
     Attributes:
-        cut: the layout in which every rank holds what it held before.
+        cut: the layout in which every rank keeps what it has of the slice.
         moved: the layout of the result.
-        index: what this rank's part has of the slice.
+        index: the index of the slice in this rank's part.
     """
 
     def __init__(self, layout: Layout, ranges: dict[int, range]) -> None:
         self.cut = self.moved = layout
         for dim, chosen in ranges.items():
-            self.cut, self.moved = _cut(self.cut, dim, chosen), evenly(self.moved, dim, len(chosen))
+            self.cut, self.moved = _cut(self.cut, dim, chosen), evenly_split(self.moved, dim, len(chosen))
         self.index = tuple(_local_slice(ranges.get(dim), *interval) for dim, interval in enumerate(layout.box))
 
     def part(self, local: Tensor) -> Tensor:
-        """The slice of this rank's part, a view."""
+        """Return the slice of this rank's part, a view."""
         return local[self.index]
 
 
@@ -77,7 +86,7 @@ def _local_slice(chosen: range | None, start: int, stop: int) -> slice:
 
 
 def _moved(piece: Piece, local: Tensor) -> Tensor:
-    """The slice where it should be; where it had to move it is marked as a copy."""
+    """Return this rank's part of the result, marked as a copy if anything moved."""
     part = piece.part(local)
     return part if piece.cut is piece.moved else marked_as_copy(redistribute_local(part, piece.cut, piece.moved), local)
 
@@ -87,15 +96,15 @@ def _all_moved(pieces: Sequence[Piece], local: Tensor) -> list[Tensor]:
     return [part if piece.cut is piece.moved else marked_as_copy(part, local) for piece, part in zip(pieces, parts, strict=True)]
 
 
-# -- one slice --------------------------------------------------------------------------------------------------------
+# -- one slice ---------------------------------------------------------------------------------------------------------
 
 
 def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None:
-    """The form of `x[entries]`, which are one for each dim and None for new ones; None where no split dim is cut."""
+    """Return the decomposition of `x[entries]`, one entry for each dim and None for each new one; None where no split dim is cut."""
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
     ranges = {d: chosen for d, chosen in ranges.items() if chosen != range(input.shape[d]) or type(given[d]) is int}
-    if not splits(input, ranges):
+    if not is_split(input, ranges):
         return None
     piece = Piece(layout_of(input), ranges)
     last = tuple(None if e is None else 0 if type(e) is int else slice(None) for e in entries)
@@ -108,7 +117,7 @@ def _chosen(entry: Any, size: int) -> range:
 
 
 def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
-    """The layout after dims are dropped (0) and made (None)."""
+    """Return the layout after dims are dropped (0) and added (None)."""
     kept = [isinstance(e, slice) for e in last if e is not None]
     cuts, sizes = compress(layout.spec.cuts, kept), compress(layout.shape, kept)
     dims = [((), 1) if e is None else (next(cuts), next(sizes)) for e in last if e != 0]
@@ -116,7 +125,7 @@ def _reshaped(layout: Layout, last: Sequence[Any]) -> Layout:
 
 
 def _basic(index: Any, ndim: int) -> list[Any] | None:
-    """The index with one entry for each dim, and None for each new one; None where anything else is in it."""
+    """Return the index with one entry for each dim and None for each new one; None where it has entries of other kinds."""
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(e is None or e is Ellipsis or type(e) is int or _is_plain_slice(e) for e in entries):
         return None
@@ -129,12 +138,12 @@ def _is_plain_slice(entry: Any) -> bool:
     return isinstance(entry, slice) and all(e is None or type(e) is int for e in (entry.start, entry.stop, entry.step))
 
 
-@form("__getitem__")
+@decomposition_maker("__getitem__")
 def _getitem(input: Tensor, index: Any) -> Callable[..., Any] | None:
     entries = _basic(index, input.ndim)
     if entries is None:
-        return mask_form(input, index)
-    input[index]  # torch's own complaint comes before any of Python's
+        return index_by_mask(input, index)
+    input[index]  # raises torch's own error before any of Python's
     found = sliced(input, entries)
     return found and partial(_sliced_by_index, found)
 
@@ -149,14 +158,12 @@ def _along(input: Tensor, dim: int, entry: Any) -> Callable[[Any], Any] | None:
     return sliced(input, [entry if d == dim % input.ndim else slice(None) for d in range(input.ndim)])
 
 
-@form("select")
+@decomposition_maker("select", check=torch.select, rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True), view=True)
 def _select(input: Tensor, dim: int, index: int | Tensor) -> Callable[..., Any] | None:
-    input.select(dim, index)  # type: ignore[arg-type]
     found = _along(input, dim, index) if type(index) is int else None
     return found and (lambda input, dim, index: found(input))
 
 
-@form("narrow", "narrow_copy")
 def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., Any] | None:
     if type(start) is not int:
         return None
@@ -166,28 +173,34 @@ def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Callable[..., A
     return found and (lambda input, dim, start, length: found(input))
 
 
-@rule("narrow_copy")
-def _narrow_copy(input: Tensor, dim: int, start: Any, length: int) -> Rule:
-    return with_whole_dims(input, [dim], local=lambda local, dim, start, length: local.narrow(dim, start, length).clone())
+def _copy_of_narrow(local: Tensor, dim: int, start: Any, length: int) -> Tensor:
+    return local.narrow(dim, start, length).clone()
 
 
-# -- several slices ---------------------------------------------------------------------------------------------------
+decomposition_maker("narrow", rule=lambda a: with_whole_dims(a.input, [a.dim]), view=True)(_narrow)
+decomposition_maker("narrow_copy", rule=lambda a: with_whole_dims(a.input, [a.dim], local=_copy_of_narrow))(_narrow)
 
 
-def _splitting(func: Callable[..., Any], dim_of: Callable[..., int], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The form of a function that cuts one dim into pieces, which are read off its result on a meta tensor."""
-    results, dim = func(input, *args, **kwargs), dim_of(input, *args, **kwargs) % max(input.ndim, 1)
-    if not results or not splits(input, [dim]):
-        return None
-    starts = [(piece.storage_offset() - input.storage_offset()) // input.stride(dim) for piece in results]
-    chosen = [range(start, start + piece.shape[dim]) for start, piece in zip(starts, results, strict=True)]
-    pieces = [Piece(layout_of(input), {dim: each}) for each in chosen]
-    layouts, container = [piece.moved for piece in pieces], type(results)
-    return lambda input, *_, **__: container(all_from_parts(layouts, partial(_all_moved, pieces), input))
+# -- several slices ----------------------------------------------------------------------------------------------------
+
+
+def _register_split(func: Callable[..., Any], dim_of: Callable[..., int]) -> None:
+    """Register a function that cuts one dim into pieces, which are read off its result on a meta tensor."""
+
+    @decomposition_maker(also=(func,))
+    def make(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        results, dim = func(input, *args, **kwargs), dim_of(input, *args, **kwargs) % max(input.ndim, 1)
+        if not results or not is_split(input, [dim]):
+            return None
+        starts = [(piece.storage_offset() - input.storage_offset()) // input.stride(dim) for piece in results]
+        chosen = [range(start, start + piece.shape[dim]) for start, piece in zip(starts, results, strict=True)]
+        pieces = [Piece(layout_of(input), {dim: each}) for each in chosen]
+        layouts, container = [piece.moved for piece in pieces], type(results)
+        return lambda input, *_, **__: container(all_from_parts(layouts, partial(_all_moved, pieces), input))
 
 
 def _given_dim(input: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> int:
-    """The second argument, whatever the first is called."""
+    """Return the second argument after the input; the name of the first differs."""
     return args[1] if len(args) > 1 else dim
 
 
@@ -197,14 +210,13 @@ _DIM_OF |= {"hsplit": lambda x, *_, **__: min(x.ndim - 1, 1), "vsplit": lambda *
 
 for name, dim_of in _DIM_OF.items():
     for func in functions(name):
-        form(also=(func,))(partial(_splitting, func, dim_of))
+        _register_split(func, dim_of)
 
 
-@form("unbind")
+@decomposition_maker("unbind", check=torch.unbind, rule=lambda a: with_whole_dims(a.input, [a.dim], drop=True), view=True)
 def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
-    input.unbind(dim)
     at = dim % input.ndim
-    if not splits(input, [at]) or not input.shape[at]:
+    if not is_split(input, [at]) or not input.shape[at]:
         return None
     pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
     dropped = [0 if d == at else slice(None) for d in range(input.ndim)]
@@ -221,16 +233,11 @@ def _unsafe_split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: A
     return with_whole_dims(input, [dim])
 
 
-@rule("hsplit", view=True)
-def _hsplit(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [min(input.ndim - 1, 1)])
+def _register_split_rule(name: str) -> None:
+    @rule(name, view=True)
+    def make(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
+        return with_whole_dims(input, [_DIM_OF[name](input)])
 
 
-@rule("vsplit", view=True)
-def _vsplit(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [0])
-
-
-@rule("dsplit", view=True)
-def _dsplit(input: Tensor, *args: Any, **kwargs: Any) -> Rule:
-    return with_whole_dims(input, [2])
+for name in ("hsplit", "vsplit", "dsplit"):
+    _register_split_rule(name)

@@ -1,27 +1,25 @@
-"""Operators that arrange elements anew: reshape, transpose, expand, split, cat."""
+"""Operators that rearrange elements: reshape, transpose, expand, split, stack."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..notation import Dim, Rule, einrule
-from ..registry import form, rule
+from ..notation import Dim, Rule, along_dims, dim_names, einrule
+from ..registry import decomposition, decomposition_maker, rule
 
-# -- reshape ----------------------------------------------------------------------------------------------------------
+# -- reshape -----------------------------------------------------------------------------------------------------------
 
 
 def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Write two shapes of equal size as products of common factors: (8, 3) and (2, 4, 3) as `(a b) c` and `a b c`.
+    """Factor two shapes of equal size into common factors: (8, 3) and (2, 4, 3) into `(a b) c` and `a b c`.
 
     Returns:
         the dims before, the dims after, the size of each factor, and the factors that must be whole because the shapes
@@ -43,10 +41,10 @@ def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
             _assign(left, before, dims, names, total)
             _assign(right, after, others, names, total)
         else:
-            for place, shape, group in ((left, before, dims), (right, after, others)):
+            for found, shape, group in ((left, before, dims), (right, after, others)):
                 for d in group:
                     name = f"f{len(sizes)}"
-                    place[d], sizes[name] = (name,), shape[d]
+                    found[d], sizes[name] = (name,), shape[d]
                     whole.add(name)
     for d, other in _single_pairs(before, after):
         name = f"f{len(sizes)}"
@@ -56,7 +54,7 @@ def factor_shapes(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
 
 
 def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Dims of size 1 that stay: those that stand between the same elements on both sides, from the first on."""
+    """Yield the pairs of dims of size 1 with the same number of elements before them in both shapes."""
     remaining: dict[int, list[int]] = {}
     for d, n in enumerate(after):
         if n == 1:
@@ -67,7 +65,7 @@ def _single_pairs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple
 
 
 def _factor_empty(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim], list[Dim], dict[str, int], set[str]]:
-    """Of shapes without elements only the leading dims that agree can be followed."""
+    """Factor shapes without elements, of which only equal leading dims correspond."""
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
         same += 1
@@ -77,7 +75,7 @@ def _factor_empty(before: Sequence[int], after: Sequence[int]) -> tuple[list[Dim
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dims on both sides that hold the same number of elements; dims of size 1 are left out."""
+    """Return the smallest runs of dims of both shapes with the same number of elements, without dims of size 1."""
     found: list[tuple[list[int], list[int]]] = []
     dims = [d for d, n in enumerate(before) if n != 1]
     others = [d for d, n in enumerate(after) if n != 1]
@@ -90,24 +88,24 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int],
 
 
 def _cuts(shape: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """Sizes of the minor parts that the dims divide their product into: 1, then products from the last dim on."""
+    """Return 1 and the products of the dims' sizes from the last dim on."""
     cuts = [1]
     for d in reversed(dims):
         cuts.append(cuts[-1] * shape[d])
     return cuts
 
 
-def _assign(place: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int) -> None:
+def _assign(found: list[Dim], shape: Sequence[int], dims: Sequence[int], names: dict[int, str], total: int) -> None:
     """Give each dim the factors between its own cuts, major to minor."""
     low = 1
     for d in reversed(dims):
         high = low * shape[d]
-        place[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
+        found[d] = tuple(names[cut] for cut in sorted(names, reverse=True) if low <= cut < high)
         low = high
 
 
 def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.reshape) -> Rule:
-    """The rule of any operator that keeps the elements in row-major order under another shape."""
+    """Return the rule of an operator that keeps the elements in row-major order under another shape."""
     before, after, sizes, whole = factor_shapes(input.shape, shape)
     return Rule(
         operands=(input,),
@@ -122,7 +120,7 @@ def reshape_rule(input: Tensor, shape: Sequence[int], local: Any = torch.Tensor.
 
 
 def _to_local_shape(func: Callable[..., Tensor], _: Sequence[Layout], results: Sequence[Layout]) -> Callable[..., Tensor]:
-    """The function with this rank's shape of the result in place of the global one."""
+    """Return the function with this rank's shape of the result in place of the global one."""
     shape = tuple(results[0].local_shape) or ((),)  # torch takes twice as long over a Size as over integers
     return lambda local, *_, **__: func(local, *shape)
 
@@ -141,9 +139,9 @@ def _reshape(input: Tensor, *shape: Any, **kwargs: Any) -> Rule:
     return reshape_rule(input, torch.Tensor.reshape(input, *shape, **kwargs).shape)
 
 
-@form("view_as", "reshape_as")
-def _reshape_as(input: Tensor, other: Tensor) -> Callable[..., Any]:
-    return lambda input, other: input.reshape(other.shape)
+@decomposition("view_as", "reshape_as")
+def _reshape_as(input: Any, other: Any) -> Any:
+    return input.reshape(other.shape)
 
 
 @rule("flatten", "ravel", view=True)
@@ -181,14 +179,13 @@ def _view_as_complex(input: Tensor) -> Rule:
     return einrule("... [pair] -> ...", input, linear=((0,),))
 
 
-# -- transpose --------------------------------------------------------------------------------------------------------
+# -- transpose ---------------------------------------------------------------------------------------------------------
 
 
 def permuted(input: Tensor, order: Sequence[int]) -> Rule:
-    """The rule of an operator whose result's dim i is the input's dim order[i]."""
-    left = " ".join(f"d{i}" for i in range(input.ndim))
+    """Return the rule of an operator whose result has the input's dim order[i] as dim i."""
     right = " ".join(f"d{i % input.ndim}" for i in order)
-    return einrule(f"{left} -> {right}", input, linear=((0,),), transparent=True)
+    return einrule(f"{dim_names(input.ndim)} -> {right}", input, linear=((0,),), transparent=True)
 
 
 def _swapped(input: Tensor, dim0: int, dim1: int) -> Rule:
@@ -234,11 +231,11 @@ def _movedim(input: Tensor, source: int | Sequence[int], destination: int | Sequ
     return permuted(input, [moved[i] if i in moved else next(rest) for i in range(input.ndim)])
 
 
-# -- expand -----------------------------------------------------------------------------------------------------------
+# -- expand ------------------------------------------------------------------------------------------------------------
 
 
 def listed(dims: Sequence[Any]) -> Sequence[int]:
-    """`(2, 0, 1)` however it was written: as `f(2, 0, 1)` or as `f((2, 0, 1))`."""
+    """Return the dims of a call that takes them as `f(2, 0, 1)` or as `f((2, 0, 1))`."""
     return dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
 
 
@@ -258,76 +255,31 @@ def _broadcast_to(input: Tensor, size: Sequence[int]) -> Rule:
     return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True, bind=bind)
 
 
-@form("expand_as")
-def _expand_as(input: Tensor, other: Tensor) -> Callable[..., Any]:
-    return lambda input, other: input.expand(other.shape)
+@decomposition("expand_as")
+def _expand_as(input: Any, other: Any) -> Any:
+    return input.expand(other.shape)
 
 
-@form(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
+@decomposition_maker(also=(torch.broadcast_tensors, torch._VF.broadcast_tensors))  # type: ignore[attr-defined]
 def _broadcast_tensors(*tensors: Any) -> Callable[..., Any]:
-    """One after the other, or in a list."""
+    """Broadcast tensors that are given as several arguments or as a list."""
     shapes = [x.shape for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0])]
     made, shape = type(torch.broadcast_tensors(*tensors)), torch.broadcast_shapes(*shapes)
     return lambda *tensors: made(x.expand(shape) for x in (tensors if isinstance(tensors[0], Tensor) else tensors[0]))
 
 
-@rule("repeat", "tile")
-def _repeat(input: Tensor, *sizes: Any) -> Rule:
-    """Dims repeated once keep their split; the others must be whole."""
-    counts = list(listed(sizes))
-    counts = [1] * (input.ndim - len(counts)) + counts
-    new = len(counts) - input.ndim
-    left = " ".join(f"d{i}" if counts[new + i] == 1 else f"[d{i}]" for i in range(input.ndim))
-    right = ["1"] * new + [f"d{i}" if counts[new + i] == 1 else "1" for i in range(input.ndim)]
-    return einrule(f"{left} -> {' '.join(right)}", input, linear=((0,),), transparent=True)
+# -- split and stack ---------------------------------------------------------------------------------------------------
 
 
-# -- taking apart, putting together -----------------------------------------------------------------------------------
-
-
-def with_whole_dims(
-    input: Tensor, dims: Sequence[int], *, drop: bool = False, results: int = 1, **options: Any
-) -> Rule:
-    """The rule of an operator that needs `dims` whole, changes their size (or drops them), and keeps the other dims."""
-    chosen = {d % input.ndim for d in dims} if input.ndim else set()
-    left = " ".join(f"[d{i}]" if i in chosen else f"d{i}" for i in range(input.ndim))
-    right = " ".join(("" if drop else "1") if i in chosen else f"d{i}" for i in range(input.ndim))
-    return einrule(f"{left} -> {', '.join([right] * results)}", input, linear=((0,),), transparent=True, **options)
+def with_whole_dims(input: Tensor, dims: Sequence[int], *, drop: bool = False, **options: Any) -> Rule:
+    """Return the rule of an operator that moves elements, needs `dims` whole, and changes their size or drops them."""
+    chosen = {d % input.ndim for d in dims} if input.ndim else ()
+    return along_dims(input, chosen, "" if drop else "1", linear=((0,),), transparent=True, **options)
 
 
 @rule("split", "chunk", "tensor_split", "split_with_sizes", view=True)
 def _split(input: Tensor, sections: Any = None, dim: int = 0, **kwargs: Any) -> Rule:
     return with_whole_dims(input, [dim])
-
-
-@rule("unbind", view=True)
-def _unbind(input: Tensor, dim: int = 0) -> Rule:
-    return with_whole_dims(input, [dim], drop=True)
-
-
-@rule("narrow", view=True)
-def _narrow(input: Tensor, dim: int, start: Any, length: int) -> Rule:
-    return with_whole_dims(input, [dim])
-
-
-@rule("select", view=True)
-def _select(input: Tensor, dim: int, index: int | Tensor) -> Rule | None:
-    return with_whole_dims(input, [dim], drop=True)
-
-
-@rule("cat", "concat", "concatenate")
-def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Rule:
-    ndim = max(t.ndim for t in tensors)
-    dim = kwargs.get("axis", dim) % ndim if ndim else 0
-    sides = [_cat_side(t, ndim, dim, i) for i, t in enumerate(tensors)]
-    right = " ".join("1" if d == dim else f"d{d}" for d in range(ndim))
-    return einrule(f"{', '.join(sides)} -> {right}", *tensors, linear=(tuple(range(len(tensors))),), transparent=True)
-
-
-def _cat_side(tensor: Tensor, ndim: int, dim: int, number: int) -> str:
-    if tensor.ndim != ndim:  # torch lets empty 1-d tensors into any cat
-        return f"[e{number}]"
-    return " ".join(f"[c{number}]" if d == dim else f"d{d}" for d in range(ndim))
 
 
 @rule("stack")
@@ -338,45 +290,3 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Rule:
     left = ", ".join([" ".join(names)] * len(tensors))
     right = " ".join([*names[:dim], "1", *names[dim:]])
     return einrule(f"{left} -> {right}", *tensors, linear=(tuple(range(len(tensors))),), transparent=True)
-
-
-@rule("repeat_interleave")
-def _repeat_interleave(
-    input: Tensor, repeats: int, dim: int | None = None, *, output_size: int | None = None
-) -> Rule | None:
-    if not isinstance(repeats, int):
-        return None
-    if dim is None:
-        return einrule(
-            f"{' '.join(f'[d{i}]' for i in range(input.ndim))} -> 1", input, linear=((0,),), transparent=True
-        )
-    return with_whole_dims(input, [dim])
-
-
-@rule(also=(torch.Tensor.flip,))
-def _flip_method(input: Tensor, *args: Any, dims: Sequence[int] = ()) -> Rule:
-    return with_whole_dims(input, listed(args) if args else dims)
-
-
-@rule(also=(torch.flip,))
-def _flip(input: Tensor, dims: Sequence[int]) -> Rule:
-    return with_whole_dims(input, dims)
-
-
-@rule("roll")
-def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Rule:
-    chosen = [dims] if isinstance(dims, int) else list(dims)
-    return with_whole_dims(input, chosen or range(input.ndim))
-
-
-@rule("pad")
-def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Rule:
-    """Padded dims must be whole; padding with zeros is linear."""
-    padded = [input.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
-    made = with_whole_dims(input, padded, local=_pad_local)
-    return made if mode == "constant" and not value else replace(made, linear=(), transparent=False)
-
-
-def _pad_local(local: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Of an empty part nothing can be reflected or repeated."""
-    return F.pad(local, pad, mode if local.numel() else "constant", value if mode == "constant" else None)

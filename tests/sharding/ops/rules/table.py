@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS, RULES
+from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS, RULES
 
 OWNERS = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "linalg": torch.linalg, "fft": torch.fft}
 
@@ -49,7 +49,7 @@ def registered() -> list[tuple[str, Callable[..., Any]]]:
 
 def _registered() -> Iterator[tuple[str, Callable[..., Any]]]:
     seen = set()
-    for func in [*RULES, *FORMS, *HANDLERS]:
+    for func in [*RULES, *DECOMPOSITIONS, *HANDLERS]:
         for label in labels(func):
             if label not in seen:
                 seen.add(label)

@@ -11,7 +11,7 @@ import torch
 
 from shardmesh.sharding.ops import strategy
 from shardmesh.sharding.ops.rules.check import prove
-from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS, RULES
+from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS, RULES
 from tests.sharding.ops.rules import (
     samples_conv,
     samples_fft,
@@ -30,7 +30,10 @@ FILLED = (
     samples_view,
 )  # fmt: skip
 # Not operators whose results are a matter of values and placements alone; they have tests of their own.
-ELSEWHERE = ("rules.factory", "rules.draw", "rules.dropout", "rules.metadata", "rules.optim", "rules.init", "gradients", "tensor")
+ELSEWHERE = (
+    "rules.elementwise.like", "rules.random.draw", "rules.random.dropout", "rules.random.init", "rules.metadata", "rules.optim.foreach",
+    "autograd.backward", "sharded_tensor",
+)  # fmt: skip
 # Refusals, which are tested where the others are, and what has another name here.
 WITHOUT_SAMPLES = (
     "Tensor.cuda", "torch._pack_padded_sequence",  "linalg.eig",
@@ -52,8 +55,8 @@ def _family(func: Callable[..., Any]) -> str:
 
 
 def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
-    """What is registered for a function: its rule, its form, its handler."""
-    return tuple(maker for table in (RULES, FORMS, HANDLERS) if (maker := table.get(func)) is not None)
+    """Return what is registered for a function: its rule, its decomposition, its handler."""
+    return tuple(maker for table in (RULES, DECOMPOSITIONS, HANDLERS) if (maker := table.get(func)) is not None)
 
 
 def _table() -> list[Any]:
