@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..tensor.random import fork_rng, manual_seed
-from .named_axes import current_mapping
-from .types.type_checker import unfollowed
+from .named_axes import current_axis_env
+from .types.type_checker import untracked
 from .types.types import Type
 
 _MASK = (1 << 64) - 1
@@ -49,11 +49,11 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
     Communication: none.
     """
-    varying, mapping = key.varying, current_mapping()
-    if mapping is not None and mapping.checker is not None:
-        found = mapping.checker.joined(iter((data,) if isinstance(data, Tensor) else ()), mapping.checker.looked)
+    varying, env = key.varying, current_axis_env()
+    if env is not None and env.checker is not None:
+        found = env.checker.join_all(iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag)
         varying = varying | found.type.varying
-    with unfollowed():
+    with untracked():
         return Key(_mixed(key.seed ^ _mixed((int(data) + 1) & _MASK)), varying)
 
 
@@ -80,7 +80,7 @@ def seeded(key: Key) -> Iterator[None]:
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices), fork_rng(), _drawing(Type.of(key.varying)):
-        with unfollowed():
+        with untracked():
             torch.manual_seed(key.seed)
             manual_seed(key.seed)
         yield
@@ -89,13 +89,13 @@ def seeded(key: Key) -> Iterator[None]:
 @contextmanager
 def _drawing(type_: Type) -> Iterator[None]:
     """Inside, what random operators give is of this type."""
-    mapping = current_mapping()
-    if mapping is None or mapping.checker is None:
+    env = current_axis_env()
+    if env is None or env.checker is None:
         yield
         return
-    checker = mapping.checker
-    before, checker.random = checker.random, type_
+    checker = env.checker
+    before, checker.random_type = checker.random_type, type_
     try:
         yield
     finally:
-        checker.random = before
+        checker.random_type = before

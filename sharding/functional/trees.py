@@ -13,7 +13,7 @@ class _Leaf:
         return "*"
 
 
-class Shape(NamedTuple):
+class TreeDef(NamedTuple):
     """What a tree is without its leaves.
 
     Attributes:
@@ -24,7 +24,7 @@ class Shape(NamedTuple):
     spec: Any
     places: tuple[int, ...]
 
-    def filled(self, leaves: Sequence[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The tree with these leaves, and None where it has None."""
         if len(leaves) == self.spec.num_leaves:
             return pytree.tree_unflatten(leaves, self.spec)
@@ -35,11 +35,11 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         """The tree with a star for each leaf."""
-        return repr(self.filled([_Leaf()] * len(self.places)))
+        return repr(self.unflatten([_Leaf()] * len(self.places)))
 
 
-def without_none(tree: Any) -> tuple[list[Any], Shape]:
+def flatten_without_none(tree: Any) -> tuple[list[Any], TreeDef]:
     """The leaves of a tree that are not None, and its shape."""
     leaves, spec = pytree.tree_flatten(tree)
     places = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
-    return [leaves[i] for i in places], Shape(spec, places)
+    return [leaves[i] for i in places], TreeDef(spec, places)

@@ -13,7 +13,7 @@ from ..layout.spec import P
 from ..tensor.autograd import engine_hooks
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from ..tensor.sharded_tensor import typeof as layout_of
-from .named_axes import Mapping, captures_here, current_mapping
+from .named_axes import AxisEnv, current_axis_env, current_captures
 from .types.types import Type
 
 
@@ -83,23 +83,23 @@ def typeof(x: Any) -> Any:
         >>> shard_map(lambda x: (print(typeof(x)), x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
         f32[2, 3]{V:x}
     """
-    mapping = current_mapping()
-    if mapping is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
+    env = current_axis_env()
+    if env is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
         return layout_of(x)  # type: ignore[arg-type]
-    captures = captures_here()
-    x = x if captures is None else captures.of(x)
-    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(mapping, x))
+    captures = current_captures()
+    x = x if captures is None else captures.local(x)
+    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(env, x))
 
 
-def _type_of(mapping: Mapping, x: Tensor) -> Type | None:
+def _type_of(env: AxisEnv, x: Tensor) -> Type | None:
     """The type of a value: followed, or remembered from when it was; None where it is not known."""
     if engine_hooks.current_backward() >= 0:  # a piece that runs again
         return None
-    if mapping.checker is not None:
-        type_ = mapping.checker.of(x).type
-        if mapping.recording:
-            mapping.seeds.append(type_)
+    if env.checker is not None:
+        type_ = env.checker.tag_of(x).type
+        if env.recording:
+            env.type_log.append(type_)
         return type_
-    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
-    mapping.cursor += 1
+    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    env.cursor += 1
     return found if isinstance(found, Type) else None

@@ -45,11 +45,11 @@ class Batch(NamedTuple):
             )
 
 
-class _Thread(threading.local):
+class _CurrentBatch(threading.local):
     batch: Batch | None = None
 
 
-_thread = _Thread()
+_thread = _CurrentBatch()
 
 
 def current_batch() -> Batch | None:
@@ -58,7 +58,7 @@ def current_batch() -> Batch | None:
 
 
 @contextmanager
-def split_over(batch: Batch | None) -> Iterator[None]:
+def use_batch(batch: Batch | None) -> Iterator[None]:
     """Inside, examples are split so."""
     before, _thread.batch = _thread.batch, batch
     try:

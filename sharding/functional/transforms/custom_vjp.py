@@ -32,9 +32,9 @@ from ...tensor.autograd import engine_hooks
 from ...tensor.convert import from_local
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
-from ..collectives.apply import checker_here
-from ..collectives.linear_maps import KeepFirst, apply
-from ..named_axes import Mapping, current_mapping
+from ..collectives.apply import current_checker
+from ..collectives.linear_maps import KeepFirstMap, apply
+from ..named_axes import AxisEnv, current_axis_env
 from ..signature import paths_of
 
 
@@ -103,16 +103,16 @@ class custom_vjp:
             return self.fun(*given)
         if engine_hooks.transforms_active():
             raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
-        return _Call(self, given, leaves, tree).run()
+        return _CustomVJPCall(self, given, leaves, tree).run()
 
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         """All arguments, as `fwd` takes them."""
         left = kwargs
         if self.signature is not None:
-            bound = self.signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            args, left = bound.args, bound.kwargs
+            bound_axes = self.signature.bind(*args, **kwargs)
+            bound_axes.apply_defaults()
+            args, left = bound_axes.args, bound_axes.kwargs
         if left:
             name = next(iter(left))
             raise TypeError(f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position")
@@ -127,17 +127,17 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 @dataclass
-class Site:
+class ReplicatedGrads:
     """What a call of a mapped function whose types were followed has found out about the gradients of a custom function in it.
 
     Attributes:
         whole: by tensor, the axes along which its gradient is whole on every rank, and has to be shared out.
     """
 
-    whole: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-class _Call:
+class _CustomVJPCall:
     """One call of a custom function.
 
     Attributes:
@@ -153,11 +153,11 @@ class _Call:
         self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
         self.numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.layouts = [_layout(leaves[i]) for i in self.numbers]
-        self.mapping = current_mapping()
-        self.site = None if self.mapping is None else _site(self.mapping)
+        self.env = current_axis_env()
+        self.replicated_grads = None if self.env is None else _replicated_grads(self.env)
         self.replay = replay_random()[1]
         self.tags: dict[int, Any] = {}
-        self.likes: list[_Like] = []
+        self.metas: list[_TensorMeta] = []
         self.outs: list[Any] = []
         self.out_tree: Any = None
         self.out_numbers: list[int] = []
@@ -166,8 +166,8 @@ class _Call:
 
     def run(self) -> Any:
         tensors = [self.leaves[i] for i in self.numbers]
-        checker = checker_here()
-        self.tags = {} if checker is None else {i: checker.of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
+        checker = current_checker()
+        self.tags = {} if checker is None else {i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
         for i, j in enumerate(self.numbers):  # not kept: the node would keep its own arguments
             self.leaves[j] = i
         outs = _CustomVJP.apply(self, *map(dispatch.part_of, tensors))
@@ -176,25 +176,25 @@ class _Call:
         for i, layout, tag, x in zip(self.out_numbers, self.out_layouts, self.out_tags, outs, strict=True):
             found[i] = x if layout is None else ShardedTensor._make(x, layout)
             if tag is not None and checker is not None:
-                checker.note(found[i], tag)
+                checker.set_tag(found[i], tag)
         return pytree.tree_unflatten(found, self.out_tree)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
         """The function's arguments, from its tensors."""
-        leaves, checker = list(self.leaves), checker_here()
+        leaves, checker = list(self.leaves), current_checker()
         for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True)):
             leaves[j] = tensors[i] if layout is None else ShardedTensor._make(tensors[i], layout)
             if checker is not None and i in self.tags:
-                checker.note(leaves[j], self.tags[i])
+                checker.set_tag(leaves[j], self.tags[i])
         branches = iter(pytree.tree_unflatten(leaves, self.tree))
         return [x if i in self.custom.nondiff else next(branches) for i, x in enumerate(self.args)]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         pair = self.custom.fwd(*self.arguments(tensors))  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"custom_vjp({self.custom.name}): fwd returned {_kind(pair)}; return a pair of the result and what bwd needs")
+            raise TypeError(f"custom_vjp({self.custom.name}): fwd returned {_describe(pair)}; return a pair of the result and what bwd needs")
         return pair[0], pair[1]
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class _Call:
         branches = self._branches()
         if not isinstance(found, (tuple, list)) or len(found) != len(branches):
             raise TypeError(
-                f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
+                f"{self.described()} returned {_describe(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
                 f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for each, None for zero"
             )
         grads: list[Any] = [None] * len(self.leaves)
@@ -249,7 +249,7 @@ class _Call:
         leaves, given = pytree.tree_flatten(gradient)
         if given != tree:
             what = f"{self.described()} gives argument {name!r}"
-            raise TypeError(f"{what} a gradient that is no tree like it, {_kind(gradient)}; return one, or None for zero")
+            raise TypeError(f"{what} a gradient that is no tree like it, {_describe(gradient)}; return one, or None for zero")
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
@@ -258,9 +258,9 @@ class _Call:
 
         Raises: TypeError or ValueError where it is none.
         """
-        shape = self.likes[i].shape if layout is None else layout.shape
+        shape = self.metas[i].shape if layout is None else layout.shape
         if isinstance(g, (int, float)) and not shape:
-            g = torch.tensor(g, dtype=self.likes[i].dtype, device=self.likes[i].device)
+            g = torch.tensor(g, dtype=self.metas[i].dtype, device=self.metas[i].device)
         if not isinstance(g, Tensor) or g.shape != shape or (layout is None and isinstance(g, ShardedTensor)):
             raise self._no_gradient(i, g, shape)
         if layout is None:
@@ -273,23 +273,23 @@ class _Call:
         """The error of what cannot be the gradient of a tensor of this shape."""
         what = f"{self.described()} gives argument {self.argument_name(i)}"
         if not isinstance(g, Tensor):
-            return TypeError(f"{what} {_kind(g)} as its gradient; return a tensor, or None for zero")
+            return TypeError(f"{what} {_describe(g)} as its gradient; return a tensor, or None for zero")
         if g.shape != shape:
             return ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
         return TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")  # type: ignore[attr-defined]
 
     def _shared(self, i: int, g: Tensor) -> Tensor:
         """A gradient that is whole on every rank as a share of it."""
-        axes = () if self.site is None else self.site.whole.get(i, ())
+        axes = () if self.replicated_grads is None else self.replicated_grads.axes.get(i, ())
         return self.as_share(g, axes) if axes else g
 
     def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
         """What the first rank adds to a sum, and the others do not, of a gradient that is the same on every rank of these axes."""
-        mapping: Any = self.mapping
-        return apply(g, KeepFirst(mapping.axes(axes)))
+        env: Any = self.env
+        return apply(g, KeepFirstMap(env.axes(axes)))
 
 
-class _Like(NamedTuple):
+class _TensorMeta(NamedTuple):
     """What a tensor is like."""
 
     shape: torch.Size
@@ -303,12 +303,12 @@ class _Like(NamedTuple):
 class _CustomVJP(torch.autograd.Function):
     """The node of a call."""
 
-    is_followed = True
+    is_type_checked = True
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _CustomVJPCall, *tensors: Tensor) -> Any:
         ctx.call, ctx.count = call, len(tensors)
-        call.likes = [_Like(x.shape, x.dtype, x.device) for x in tensors]
+        call.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in tensors]
         result, residuals = call.forward(tensors)
         outs, call.out_tree = pytree.tree_flatten(result)
         kept, ctx.kept_tree = pytree.tree_flatten(residuals)
@@ -322,9 +322,9 @@ class _CustomVJP(torch.autograd.Function):
         ctx.recomputes = own  # second derivatives: what is saved is no argument, and was made without gradients
         call.out_numbers = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
         call.out_layouts = [_layout(outs[i]) for i in call.out_numbers]
-        checker = checker_here()
+        checker = current_checker()
         call.out_tags = [
-            checker.of(outs[i]) if checker is not None and layout is not None else None
+            checker.tag_of(outs[i]) if checker is not None and layout is not None else None
             for i, layout in zip(call.out_numbers, call.out_layouts, strict=True)
         ]
         results = [dispatch.part_of(outs[i]) for i in call.out_numbers]
@@ -332,15 +332,15 @@ class _CustomVJP(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])
         ctx.set_materialize_grads(False)
-        ctx.likes = [_Like(x.shape, x.dtype, x.device) for x in results]
+        ctx.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in results]
         return tuple([x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.likes, strict=True)]
+        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.metas, strict=True)]
         if ctx.recomputes and torch.is_grad_enabled():
-            with call.replay, nullcontext() if call.mapping is None else call.mapping.entered():
+            with call.replay, nullcontext() if call.env is None else call.env.entered():
                 _, residuals = call.forward(saved[: ctx.count])
         else:
             leaves = list(ctx.kept)
@@ -350,25 +350,25 @@ class _CustomVJP(torch.autograd.Function):
         return None, *call.backward(residuals, given)
 
 
-def _site(mapping: Mapping) -> Site | None:
+def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
     """What is known of this call from the first call of the mapped function; None where types are not followed."""
     if engine_hooks.current_backward() >= 0:
         return None
-    if mapping.checker is not None:
-        site = Site()
-        if mapping.recording:
-            mapping.seeds.append(site)
-        return site
-    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
-    mapping.cursor += isinstance(found, Site)
-    return found if isinstance(found, Site) else None
+    if env.checker is not None:
+        replicated_grads = ReplicatedGrads()
+        if env.recording:
+            env.type_log.append(replicated_grads)
+        return replicated_grads
+    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    env.cursor += isinstance(found, ReplicatedGrads)
+    return found if isinstance(found, ReplicatedGrads) else None
 
 
 def _layout(x: Any) -> Layout | None:
     return x._layout if isinstance(x, ShardedTensor) else None
 
 
-def _kind(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"a tensor of shape {list(x.shape)}"
     return f"a {type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list, dict)) else repr(x)

@@ -15,8 +15,8 @@ from ...tensor.autograd.engine_hooks import forward_mode, innermost, transforms_
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
 from ...tensor.transforms import on_own_level
-from ..named_axes import current_mapping
-from ..trees import without_none
+from ..named_axes import current_axis_env
+from ..trees import flatten_without_none
 from . import gradients
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
@@ -64,7 +64,7 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
-        out = f(*tree.filled(fresh))
+        out = f(*tree.unflatten(fresh))
         out, *more = out if has_aux else (out,)
         kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
         if not kept[0].at:
@@ -87,10 +87,10 @@ def _in_own_memory(part: Tensor) -> Tensor:
 
 def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
     """The leaves of the primals, a tangent that lies alike for each, and their tree."""
-    leaves, tree = without_none(list(primals))
+    leaves, tree = flatten_without_none(list(primals))
     check_floating(name, leaves)
     leaves = [backward.summable(x) for x in leaves]
-    given, given_tree = without_none(list(tangents))
+    given, given_tree = flatten_without_none(list(tangents))
     if given_tree != tree:
         raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; give a tree like that of the primals")
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
@@ -126,17 +126,17 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
     Communication: that of f and of its backward; `f_jvp`: that of the backward of that.
     """
-    leaves, tree = without_none(list(primals))
+    leaves, tree = flatten_without_none(list(primals))
     check_floating("linearize", leaves)
     if transforms_active():  # where no graph can be kept
         value = f(*primals)
         result, *aux = value if has_aux else (value,)
         return (result, lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[1], *aux)
-    with gradients.watched(leaves, primals) as fresh:
-        value = f(*tree.filled(fresh))
+    with gradients.differentiated(leaves, primals) as fresh:
+        value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        done, nested = pytree.tree_map(gradients.finished, result), gradients.is_nested()
+        done, nested = pytree.tree_map(gradients.detach_unless_nested, result), gradients.is_nested()
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)
@@ -152,15 +152,15 @@ class _Linear:
     _ways: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
 
     def __init__(self, result: Any, inputs: Sequence[Tensor]) -> None:
-        outs, self._tree = without_none(result)
+        outs, self._tree = flatten_without_none(result)
         self._zeros = [torch.zeros_like(out) if isinstance(out, Tensor) else out for out in outs]
         self._linked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
         linked = [outs[i] for i in self._linked]
         self._cotangents = [torch.zeros_like(out).requires_grad_() for out in linked]
-        mapping = current_mapping()
-        if mapping is not None and mapping.checker is not None:
+        env = current_axis_env()
+        if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
-                mapping.checker.note(cotangent, mapping.checker.gradient(mapping.checker.of(out).type.dual_over(mapping.checker.names)))
+                env.checker.set_tag(cotangent, env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)))
         found = backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._ways) if linked else ()
         self._gradients = [(i, g) for i, g in enumerate(found) if g.requires_grad]
 
@@ -173,4 +173,4 @@ class _Linear:
             )
             for i, derivative in zip(self._linked, found, strict=True):
                 out[i] = derivative if nested else derivative.detach()
-        return self._tree.filled(out)
+        return self._tree.unflatten(out)

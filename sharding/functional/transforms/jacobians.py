@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ....kernels.box import slices
 from ...tensor.sharded_tensor import ShardedTensor
-from ..trees import without_none
+from ..trees import flatten_without_none
 from .forward import jvp
 from .gradients import vjp
 from .parts import Results, layout_with, same_type
@@ -72,11 +72,11 @@ def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         arguments = _Arguments("jacrev", argnums, args, lambda *given: fun(*given, **kwargs))
         result, back, *aux = vjp(arguments.call, *arguments.leaves, has_aux=has_aux)
-        outs, tree = without_none(result)
+        outs, tree = flatten_without_none(result)
         _check_real("jacrev", "result", outs)
-        rows = vmap(lambda *cotangents: back(tree.filled(cotangents)))(*_basis(outs))
+        rows = vmap(lambda *cotangents: back(tree.unflatten(cotangents)))(*_basis(outs))
         by_leaf = [_cut(row, 0, outs) for row in rows]
-        found = tree.filled([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
+        found = tree.unflatten([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
         return (found, *aux) if has_aux else found
 
     return jacobian
@@ -103,12 +103,12 @@ class _Arguments:
     def __init__(self, name: str, argnums: Argnums, args: Sequence[Any], fun: Callable[..., Any]) -> None:
         self.is_one = isinstance(argnums, int)
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        self.leaves, self.tree = without_none([args[i] for i in nums])
+        self.leaves, self.tree = flatten_without_none([args[i] for i in nums])
         _check_real(name, "argument", self.leaves)
 
         def call(*leaves: Any) -> Any:
             given = list(args)
-            for i, branch in zip(nums, self.tree.filled(leaves), strict=True):
+            for i, branch in zip(nums, self.tree.unflatten(leaves), strict=True):
                 given[i] = branch
             return fun(*given)
 
@@ -116,7 +116,7 @@ class _Arguments:
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
         """These as the differentiated argument or arguments are."""
-        branches = self.tree.filled(leaves)
+        branches = self.tree.unflatten(leaves)
         return branches[0] if self.is_one else tuple(branches)
 
 

@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import current_mapping
-from ..types.type_checker import unfollowed
+from ..named_axes import current_axis_env
+from ..types.type_checker import untracked
 
 
 def with_part(x: Any, part: Tensor) -> Any:
@@ -25,12 +25,12 @@ def with_part(x: Any, part: Tensor) -> Any:
 
 def same_type(out: Any, *sources: Any) -> Any:
     """The same tensor, noted to be of the type of what is made of these."""
-    mapping = current_mapping()
-    if mapping is not None and mapping.checker is not None:
-        checker = mapping.checker
-        with unfollowed():
-            tag = checker.joined(iter(sources), checker.replicated)
-        checker.note(out, tag)
+    env = current_axis_env()
+    if env is not None and env.checker is not None:
+        checker = env.checker
+        with untracked():
+            tag = checker.join_all(iter(sources), checker.replicated)
+        checker.set_tag(out, tag)
     return out
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...tensor.autograd import backward
 from ...tensor.transforms import on_own_level
-from ..named_axes import current_mapping
-from ..types.type_checker import unfollowed
+from ..named_axes import current_axis_env
+from ..types.type_checker import untracked
 from .parts import Results, with_part
 
 Run = Callable[[list[Any]], tuple[Sequence[Tensor], Any]]
@@ -49,14 +49,14 @@ class Pullback:
         self.outs: list[Tensor] = kept[0].with_parts(outs)
         self.value = kept[1].with_parts(values)
 
-    def __call__(self, seeds: Sequence[Any]) -> list[Any]:
+    def __call__(self, type_log: Sequence[Any]) -> list[Any]:
         """The gradients of the leaves, each as its leaf lies.
 
         Args:
             seeds: for each of `outs`; None for where backward of a scalar starts from.
         """
-        with unfollowed() if current_mapping() is not None else nullcontext():
-            parts = tuple(_start(out, seed) for out, seed in zip(self.outs, seeds, strict=True))
+        with untracked() if current_axis_env() is not None else nullcontext():
+            parts = tuple(_start(out, seed) for out, seed in zip(self.outs, type_log, strict=True))
             return list(backward._laid_out(self._leaves, self._back(parts)))
 
 

@@ -29,12 +29,12 @@ from ...tensor.autograd.engine_hooks import is_transformed
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
 from ...tensor.transforms import own_level
-from ..inputs import inner_layout, only_axes
-from ..outputs import made_with
+from ..inputs import inner_layout, restrict_to_axes
+from ..outputs import with_lineage
 from ..signature import paths_of
-from ..types.type_checker import unfollowed
-from ..types.types import ShardingTypeError, place
-from .batch import Batch, current_batch, split_over
+from ..types.type_checker import untracked
+from ..types.types import ShardingTypeError, user_location
+from .batch import Batch, current_batch, use_batch
 from .parts import layout_with, layout_without, same_type
 
 Axes = Any  # an int, None, or a tree of them for the upper part of the arguments'
@@ -112,7 +112,7 @@ class _Batched:
         leaves = run.laid_out(leaves, axes)
         out = run(leaves, axes, tree)
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
-        return made_with(mixed(self._seed, sharded), out) if sharded else out
+        return with_lineage(mixed(self._seed, sharded), out) if sharded else out
 
     # -- what is mapped ------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class _Run:
             if layout.mesh is not self.mesh:
                 other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
                 raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
-            spec = only_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
+            spec = restrict_to_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
         cuts = [self.cuts if d == axis else cut for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)]
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
@@ -287,7 +287,7 @@ class _Run:
             return
         key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in zip(inside, examples, strict=True))
         looking = torch.is_grad_enabled() and self.owner.first_time(key)
-        with split_over(self.batch), self.batch.inner or nullcontext(), _Outsiders(inside) if looking else nullcontext():
+        with use_batch(self.batch), self.batch.inner or nullcontext(), _ClosedOverParams(inside) if looking else nullcontext():
             yield
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -369,14 +369,14 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
 DESCRIBERS[_redistributed.__code__] = _describe
 
 
-class _Outsiders(TorchFunctionMode):
+class _ClosedOverParams(TorchFunctionMode):
     """Looks for plain tensors that require grad and are no arguments: where examples are split, each rank would have a gradient of its
     own examples."""
 
     def __init__(self, inside: Sequence[Any]) -> None:
         super().__init__()
         self._known = {id(getattr(x, "_local", x)) for x in inside}
-        with unfollowed():
+        with untracked():
             self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -384,7 +384,7 @@ class _Outsiders(TorchFunctionMode):
             for x in tensors_in((*args, *(kwargs or {}).values())):
                 if self._is_from_outside(x):
                     raise ShardingTypeError(
-                        f"{place()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose "
+                        f"{user_location()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose "
                         "examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
                         "argument, with None in in_axes, or use it detached: x.detach()"
                     )

@@ -7,7 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.functional.named_axes import current_mapping
+from shardmesh.sharding.functional.named_axes import current_axis_env
 from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
@@ -215,7 +215,7 @@ def test_an_exception_leaves_nothing(mesh):
         for _ in range(2):
             with pytest.raises(KeyError, match="mine"):
                 f(x, w)
-            assert current_mapping() is None
+            assert current_axis_env() is None
             assert not torch.overrides._get_current_function_mode_stack()
             with pytest.raises(sm.UnboundAxisError):
                 sm.psum(X, "a")

@@ -175,9 +175,9 @@ def test_known_calls_are_followed_no_longer(mesh: sm.DeviceMesh) -> None:
     seen: list[bool] = []
 
     def f(x: Any) -> Any:
-        from shardmesh.sharding.functional.named_axes import current_mapping
+        from shardmesh.sharding.functional.named_axes import current_axis_env
 
-        seen.append(current_mapping().checker is not None)  # type: ignore[union-attr]
+        seen.append(current_axis_env().checker is not None)  # type: ignore[union-attr]
         return SumAsPsum.apply(x.square().sum())
 
     mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P())
