@@ -1,4 +1,4 @@
-"""Random keys, as in JAX: which random numbers a function draws is said by a value, so that it is known which ranks draw the same.
+"""Random keys, as in JAX: a value determines the random numbers, so that it is known which ranks draw the same.
 
     key = sm.random_key(0)                                       the same on every rank
     with sm.seeded(key): mask = dropout(x)                        the same mask on every rank
@@ -36,12 +36,12 @@ class Key:
 
 
 def random_key(seed: int) -> Key:
-    """random_key(seed) -> R: a key, the same on every rank that gives the same seed. Communication: none."""
-    return Key(_mixed(seed & _MASK))
+    """random_key(seed) -> R: return a key, the same on every rank for the same seed. Communication: none."""
+    return Key(_splitmix(seed & _MASK))
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """fold_in(key, data) -> a new key from a key and a number; it varies as they do.
+    """fold_in(key, data) -> a new key made from a key and a number; it varies over the axes over which they vary.
 
     Args:
         key: a key.
@@ -54,11 +54,11 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
         found = env.checker.join_all(iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag)
         varying = varying | found.type.varying
     with untracked():
-        return Key(_mixed(key.seed ^ _mixed((int(data) + 1) & _MASK)), varying)
+        return Key(_splitmix(key.seed ^ _splitmix((int(data) + 1) & _MASK)), varying)
 
 
-def _mixed(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), cut to 63 bits, which any generator takes as a seed."""
+def _splitmix(x: int) -> int:
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `x`, cut to 63 bits, which any generator accepts as a seed."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -67,9 +67,9 @@ def _mixed(x: int) -> int:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """with seeded(key): random operators draw from the key; afterwards as if nothing had been drawn.
+    """with seeded(key): draw random numbers from the key; afterwards generators continue as if nothing had been drawn.
 
-    Inside a mapped function what they give is known to be the same on the ranks that have the same key. Random numbers of
+    Inside a mapped function the numbers are known to be the same on the ranks that have the same key. Random numbers of
     `ShardedTensor`s are drawn from it too.
 
     Communication: none.
@@ -79,7 +79,7 @@ def seeded(key: Key) -> Iterator[None]:
         ...     x = torch.nn.functional.dropout(x, 0.1)
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), fork_rng(), _drawing(Type.of(key.varying)):
+    with torch.random.fork_rng(devices=devices), fork_rng(), _random_type(Type.of(key.varying)):
         with untracked():
             torch.manual_seed(key.seed)
             manual_seed(key.seed)
@@ -87,8 +87,8 @@ def seeded(key: Key) -> Iterator[None]:
 
 
 @contextmanager
-def _drawing(type_: Type) -> Iterator[None]:
-    """Inside, what random operators give is of this type."""
+def _random_type(type_: Type) -> Iterator[None]:
+    """Inside, the results of random operators have this type."""
     env = current_axis_env()
     if env is None or env.checker is None:
         yield

@@ -21,7 +21,7 @@ from ..tensor.global_shape import put_together
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
-from .signature import STATIC, flattened, rebuilt
+from .signature import STATIC, flatten_tree, unflatten_tree
 from .types.types import ShardingTypeError, Tag
 
 
@@ -49,11 +49,11 @@ def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequ
     """
     if type(out) is Tensor and len(outputs) == 1:
         return _wrap_output(name, out, outputs[0], _identities(parts))
-    leaves, tree = flattened(out)
+    leaves, tree = flatten_tree(out)
     if len(leaves) != len(outputs):
         raise TypeError(f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with this signature")
     taken = _identities(parts)
-    return rebuilt(tree, [_wrap_output(name, x, out_spec, taken) for x, out_spec in zip(leaves, outputs, strict=True)])
+    return unflatten_tree(tree, [_wrap_output(name, x, out_spec, taken) for x, out_spec in zip(leaves, outputs, strict=True)])
 
 
 def with_lineage(lineage: int, out: Any) -> Any:

@@ -38,7 +38,7 @@ from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local
 from .named_axes import AxisEnv, current_axis_env, swap
 from .outputs import OutputSpec, check_type, infer_outputs, resolve_output_spec, share_error, with_lineage, wrap_outputs
 from .replicas import check_replicas
-from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
+from .signature import key_of, leaves_of, paths_of, position, specs_for, unflatten_tree
 from .transforms.batch import current_batch
 from .types.custom_functions import CustomFunctionCall
 from .types.type_checker import CaptureTracker, TypeChecker, untracked
@@ -201,7 +201,7 @@ class Mapped:
             if tree is None and cached.auto_mesh is None:
                 return f(*parts, **kwargs)
             with cached.auto_mesh or nullcontext():
-                return f(*(parts if tree is None else rebuilt(tree, parts)), **kwargs)
+                return f(*(parts if tree is None else unflatten_tree(tree, parts)), **kwargs)
         finally:
             swap(before)
 

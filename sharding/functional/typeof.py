@@ -19,12 +19,12 @@ from .types.types import Type
 
 @dataclass(frozen=True)
 class LocalType:
-    """What is known of a value inside a mapped function.
+    """The type of a value inside a mapped function.
 
     Attributes:
-        shape: of this rank's part; of a tensor that stays global over some axes, its shape there.
+        shape: of this rank's part; of a tensor that stays global over some axes, its global shape there.
         dtype: the element type.
-        layout: how it lies over the axes that stay global; None where there are none.
+        layout: the layout over the axes that stay global; None if there are none.
     """
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError where nobody follows types."""
+        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError if types are not tracked."""
         return self._known().varying
 
     vma = varying
@@ -52,8 +52,8 @@ class LocalType:
     def _known(self) -> Type:
         if self._type is None:
             raise RuntimeError(
-                "typeof inside a mapped function: over which axes the value varies is not known. With check=False nobody follows types; "
-                "else this was not asked when the signature was first seen: use shard_map(check='always')"
+                "typeof inside a mapped function: the axes over which the value varies are not known. check=False does not track types; "
+                "otherwise this call was not made in the first call with this signature: use shard_map(check='always')"
             )
         return self._type
 
@@ -92,7 +92,7 @@ def typeof(x: Any) -> Any:
 
 
 def _type_of(env: AxisEnv, x: Tensor) -> Type | None:
-    """The type of a value: followed, or remembered from when it was; None where it is not known."""
+    """Return the type of a value, from the checker or from the log; None if it is not known."""
     if engine_hooks.current_backward() >= 0:  # a piece that runs again
         return None
     if env.checker is not None:

@@ -20,7 +20,7 @@ from ...layout.spec import P
 from ...tensor.autograd import engine_hooks
 from ...tensor.sharded_tensor import ShardedTensor
 from ..named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
-from ..signature import flattened, rebuilt
+from ..signature import flatten_tree, unflatten_tree
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location
 from .linear_maps import Finish, apply
@@ -207,7 +207,7 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     """Apply an elementwise collective to every tensor of a tree, to all tensors of one dtype at once."""
     if isinstance(x, Tensor):
         return _apply_one(x, call)
-    parts, tree = flattened(x)
+    parts, tree = flatten_tree(x)
     buckets: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
@@ -216,7 +216,7 @@ def map_bucketed(x: Any, call: CollectiveCall) -> Any:
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
             found[i] = out
-    return rebuilt(tree, found)
+    return unflatten_tree(tree, found)
 
 
 def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:

@@ -1,11 +1,11 @@
-"""`grad`, `value_and_grad`, `vjp` over trees of tensors: outside of mapped functions on `ShardedTensor`s, inside on parts.
+"""`grad`, `value_and_grad`, `vjp` over trees of tensors: on `ShardedTensor`s outside of mapped functions, on local parts inside.
 
-Gradients come in the layout (inside: of the type) of what they are gradients of. What is pending at the end is reduced once,
-everything in one bucket per set of axes and dtype.
+Each gradient has the layout (inside: the type) of its argument. Pending gradients are reduced once, at the end, in one bucket per set
+of axes and dtype.
 
-Inside a mapped function the seed of backward depends on the type of the loss. A replicated one seeds 1/n on each of n ranks, so
-that the pending gradient of what is replicated adds up to 1. Types are known while the checker follows; a signature that is
-trusted remembers them.
+Inside a mapped function the seed of backward depends on the type of the loss. A replicated loss seeds 1/n on each of n ranks, so that
+the pending gradient of a replicated value adds up to the gradient. Tracked calls know the types; later calls with the same signature read
+them from the log.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from .pullback import Pullback
 
 
 class _GradState(threading.local):
-    nested = False  # whether what `grad` computes is to be differentiated again
-    depth = 0  # how many functions that are being differentiated this thread is in
+    nested = False  # whether the results of `grad` are to be differentiated again
+    depth = 0  # number of functions around that are being differentiated
 
 
 _thread = _GradState()
 
 
 def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """value_and_grad(f) -> a function that gives (f(...), the gradient of f with respect to an argument).
+    """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an argument).
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        argnums: the argument or arguments: any trees of tensors, in which None stays None.
-        has_aux: the value is then the pair.
+        argnums: the argument or arguments: any trees of tensors; None in a tree stays None.
+        has_aux: whether f returns a pair, which is then the value.
 
     Returns:
-        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf
-        laid out as the argument's (replicated where that is pending). Where an argument requires grad, the result can be
-        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is outside of any graph.
+        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf with
+        the layout of the argument's (replicated where that is pending). If an argument requires grad, the result can be
+        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is detached.
 
     Raises:
-        TypeError: an argument that is not made of floating tensors; a loss that is no scalar; inside a mapped function
-            (`ShardingTypeError`) a loss that varies or is pending, with what to write.
+        TypeError: an argument that is not made of floating tensors; a loss that is not a scalar; inside a mapped function
+            (`ShardingTypeError`) a loss that varies or is pending.
         RuntimeError: inside a mapped function with check=False, where types are not known.
 
     Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for what is replicated.
@@ -93,7 +93,7 @@ def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: boo
 
 
 def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same inside a transform."""
+    """Evaluate inside a transform."""
     leaves, tree = flatten_without_none([args[i] for i in nums])
     env, records = current_axis_env(), []
 
@@ -103,7 +103,7 @@ def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, 
             given[i] = branch
         value = f(*given, **kwargs)
         loss = _checked_loss(value[0] if has_aux else value)
-        records.append(None if env is None else _record(env, [loss], fresh, is_loss=True))
+        records.append(None if env is None else _grad_types(env, [loss], fresh, is_loss=True))
         return [loss], value
 
     pulled = Pullback(run, leaves)
@@ -124,7 +124,7 @@ DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 
 
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """grad(f) -> a function that gives the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
+    """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
 
     Communication: as `value_and_grad`.
     """
@@ -139,14 +139,14 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
+    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns the gradient for each primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays.
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays None.
         primals: its arguments.
 
     Returns:
-        The result, a function that takes a tree like the result (each cotangent laid out, or of the type, as its result) and can be
+        The result, a function that takes a tree like the result (each cotangent with the layout, or of the type, of its result) and can be
         called any number of times, and with `has_aux` the second of the pair.
 
     Raises: TypeError for primals that are not made of floating tensors.
@@ -164,13 +164,13 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
         results, out_tree = flatten_without_none(result)
         numbers = [i for i, out in enumerate(results) if isinstance(out, Tensor)]
         outs = [results[i] for i in numbers]
-        record = None if env is None else _record(env, outs, fresh)
+        record = None if env is None else _grad_types(env, outs, fresh)
         nested, done = _thread.nested, pytree.tree_map(detach_unless_nested, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
         before, _thread.nested = _thread.nested, nested
-        _thread.depth += 1  # what is computed again is as it was
+        _thread.depth += 1  # recomputation runs as the forward did
         try:
             found = _gradients(outs, fresh, [given[i] for i in numbers], record)
         finally:
@@ -184,19 +184,19 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[An
 def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
     given, given_tree = flatten_without_none(cotangents)
     if given_tree != tree:
-        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; give a tree like that of the results")
+        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; pass a tree like that of the results")
     return given
 
 
 def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
-    """The same inside a transform."""
+    """Differentiate inside a transform."""
     env, records, at = current_axis_env(), [], []
 
     def run(fresh: list[Tensor]) -> Any:
         value = f(*tree.unflatten(fresh))
         outs, _ = flatten_without_none(value[0] if has_aux else value)
         at[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
-        records.append(None if env is None else _record(env, [outs[i] for i in at], fresh))
+        records.append(None if env is None else _grad_types(env, [outs[i] for i in at], fresh))
         return [outs[i] for i in at], value
 
     pulled = Pullback(run, leaves)
@@ -211,14 +211,14 @@ def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bo
 
 
 def stop_gradient(x: Any) -> Any:
-    """stop_gradient(x) -> the same values, through which no gradient flows; any tree. Communication: none."""
+    """stop_gradient(x) -> the same values, detached; any tree. Communication: none."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
 
 
 def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
-    """checkpoint(f) -> f whose intermediate values are not kept for backward, but computed again: `torch.utils.checkpoint`.
+    """checkpoint(f) -> f that recomputes its intermediate values in backward instead of keeping them: `torch.utils.checkpoint`.
 
-    Collectives inside are called again too, with the same axes; random numbers are the same.
+    Collectives inside run again too, over the same axes; random numbers are the same.
 
     Communication: that of f, once more in backward.
 
@@ -237,13 +237,13 @@ remat = checkpoint  # JAX has both names
 
 
 def _contexts() -> tuple[Any, Any]:
-    """The contexts in which a piece runs first, and again."""
+    """Return the contexts of a piece for its first run and for recomputation."""
     env, captures, (_, replay) = current_axis_env(), current_captures(), replay_random()
     return nullcontext(), _ReplayContexts(replay, nullcontext() if env is None else env, captures)
 
 
 class _ReplayContexts:
-    """The contexts of a piece that runs again as one that can be entered again and again."""
+    """The contexts of a recomputed piece, as one that can be entered repeatedly."""
 
     def __init__(self, replay: Any, env: Any, captures: Captures | None) -> None:
         self.replay, self.env, self.captures = replay, env, captures
@@ -273,8 +273,8 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
 
 @contextmanager
 def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """The leaves as new ones that require grad. Inside another function that is differentiated, and where something in the arguments
-    requires grad already, they stay part of its graph, and what is computed from them does."""
+    """Yield the leaves as new tensors that require grad. Inside another function that is being differentiated, and if something in the
+    arguments requires grad, they stay part of its graph."""
     before = _thread.nested
     given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     _thread.nested = torch.is_grad_enabled() and (given or _thread.depth > 0)
@@ -288,7 +288,7 @@ def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]
 
 
 def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Another tensor of the same values, of the same type: its gradient is reduced as that type says."""
+    """Return a new tensor with the same values and type; its gradient is reduced as that type says."""
     env = current_axis_env()
     if env is None or env.checker is None:
         return make(x)
@@ -301,30 +301,30 @@ def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _attached(x: Tensor) -> Tensor:
-    """The same tensor as another one of its graph."""
+    """Return the tensor as a new one of the same graph."""
     return ShardedTensor._make(x._local.view_as(x._local), x._layout) if isinstance(x, ShardedTensor) else x.view_as(x)
 
 
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
-    return x.detach().requires_grad_().view_as(x)  # no leaf: `distribute_tensor`, which would leave it out of the graph, refuses it
+    return x.detach().requires_grad_().view_as(x)  # no leaf, so that `distribute_tensor`, which would cut the graph, refuses it
 
 
 def detach_unless_nested(x: Any) -> Any:
-    """A result, outside of the graph unless another `grad` goes on with it."""
+    """Return a result, detached unless an outer `grad` differentiates it."""
     return x.detach() if isinstance(x, Tensor) and not _thread.nested else x
 
 
 def is_nested() -> bool:
-    """Whether what is computed is to be differentiated again."""
+    """Return whether results are to be differentiated again."""
     return _thread.nested
 
 
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; reduce it: .sum() or .mean()")
+        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; use .sum() or .mean()")
     return loss
 
 
@@ -332,12 +332,12 @@ def _checked_loss(loss: Any) -> Tensor:
 
 
 class GradTypes(NamedTuple):
-    """What gradients inside a mapped function need to know of types.
+    """The types that gradients inside a mapped function depend on.
 
     Attributes:
         outs: for each result, the manual axes on which it is replicated.
         inputs: for each input, those on which it is replicated.
-        types: of the inputs' gradients, while types are followed.
+        types: the types of the inputs' gradients, in a tracked call.
     """
 
     outs: tuple[tuple[str, ...], ...]
@@ -345,10 +345,12 @@ class GradTypes(NamedTuple):
     types: tuple[Type, ...]
 
 
-def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: GradTypes | None = None) -> list[Tensor]:
-    """The gradients of the inputs, each as its input lies; from a scalar, or from given cotangents that lie as their results."""
+def _gradients(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: GradTypes | None = None
+) -> list[Tensor]:
+    """Return the gradients of the inputs, in their layouts: of a scalar, or for given cotangents in the layouts of the results."""
     env = current_axis_env()
-    record = _record(env, outs, inputs, given is None) if record is None and env is not None else record
+    record = _grad_types(env, outs, inputs, given is None) if record is None and env is not None else record
     with untracked() if env is not None else nullcontext():
         type_log = given if record is None or env is None else _seeds(env, record, outs, given)
         connected = [(out, seed) for out, seed in zip(outs, type_log or [None] * len(outs), strict=True) if out.requires_grad]
@@ -362,7 +364,7 @@ def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence
 
 
 def _seeds(env: AxisEnv, record: GradTypes, outs: Sequence[Tensor], given: Sequence[Any] | None) -> list[Any]:
-    """What backward starts from on this rank."""
+    """Return the seeds of backward on this rank."""
     if given is None:
         return [_seed(out, 1 / env.size(axes)) for out, axes in zip(outs, record.outs, strict=True)]
     return [KeepFirstMap(env.axes(axes))(g) if axes else g for g, axes in zip(given, record.outs, strict=True)]
@@ -375,7 +377,7 @@ def _seed(loss: Tensor, share: float) -> Any:
 
 
 def _reduced(env: AxisEnv, record: GradTypes, found: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients with what is pending over manual axes added up, in buckets."""
+    """Return the gradients with those that are pending over manual axes summed, in buckets."""
     out = list(found)
     if env.checker is not None:
         for g, type_ in zip(out, record.types, strict=True):
@@ -388,15 +390,15 @@ def _reduced(env: AxisEnv, record: GradTypes, found: Iterable[Tensor]) -> list[T
     return out
 
 
-def _record(env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> GradTypes:
-    """The types of results and inputs: followed, or remembered from when they were.
+def _grad_types(env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> GradTypes:
+    """Return the types of results and inputs, from the checker or from the log.
 
     Raises:
         ShardingTypeError: a loss that is not replicated.
-        RuntimeError: types that nobody knows.
+        RuntimeError: types that are not known.
     """
     if env.checker is None:
-        return _remembered(env, outs, inputs)
+        return _logged_types(env, outs, inputs)
     tags = [env.checker.tag_of(out) for out in outs]
     types = [tag.type for tag in tags]
     if is_loss:
@@ -413,15 +415,15 @@ def _replicated(env: AxisEnv, type_: Type) -> tuple[str, ...]:
     return tuple(a for a in env.names if a not in type_.varying and a not in type_.pending)
 
 
-def _remembered(env: AxisEnv, outs: Sequence[Any], inputs: Sequence[Any]) -> GradTypes:
+def _logged_types(env: AxisEnv, outs: Sequence[Any], inputs: Sequence[Any]) -> GradTypes:
     if env.cursor < len(env.type_log):
         record = env.type_log[env.cursor]
         env.cursor += 1
         if isinstance(record, GradTypes) and (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
             return record
     raise RuntimeError(
-        "grad inside a mapped function: the types of its loss and inputs are not known. With check=False nobody follows them; else this "
-        "call was not made when the signature was first seen: use shard_map(check='always')"
+        "grad inside a mapped function: the types of its loss and inputs are not known. check=False does not track types; otherwise this "
+        "call was not made in the first call with this signature: use shard_map(check='always')"
     )
 
 
@@ -431,9 +433,9 @@ def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
         own = all(type_.varying <= x.varying for x in inputs)
-        which = ", in which the gradient of what varies, as the arguments do, is that of each rank's own loss" if own else ""
+        which = "; then the gradient of a varying value, as the arguments are, is that of each rank's own loss" if own else ""
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has one of its own; which is "
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has its own; which is "
             f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:

@@ -177,7 +177,7 @@ class CustomFunctionCall:
 
     def _name(self, call: Any) -> str:
         if call is not None:
-            return call.described()
+            return call.bwd_location()
         code = inspect.unwrap(self.function.backward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}: backward of {self.function.__qualname__}"
 
