@@ -116,7 +116,7 @@ def scan(
         unroll: not used.
         remat: whether to recompute the intermediate values of a step in backward, as `sm.checkpoint`.
 
-    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a pair, or returns a carry unlike the one before.
+    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a pair, or a carry unlike the last one.
 
     Communication: that of `f` at every step, and of slicing xs if dim 0 is split. With no steps `f` runs once on zeros, for shapes.
 
@@ -159,8 +159,8 @@ def _length(leaves: Sequence[Any], length: int | None) -> int:
             raise ValueError(f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, or close over it")
     lengths = {x.shape[0] for x in leaves if x is not None} | (set() if length is None else {int(length)})
     if len(lengths) != 1:
-        told = f"lengths {sorted(lengths)} of xs and length={length}; they must be one" if lengths else "give xs or length="
-        raise ValueError(f"scan: {told}")
+        listing = f"lengths {sorted(lengths)} of xs and length={length}; they must be one" if lengths else "give xs or length="
+        raise ValueError(f"scan: {listing}")
     return lengths.pop()
 
 
@@ -196,6 +196,6 @@ def _check_alike(name: str, one: Any, other: Any) -> None:
     if tree != other_tree:
         raise TypeError(f"{name}: the two values must have the same tree, and have {tree} and {other_tree}")
     for i, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        told = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" if isinstance(t, Tensor) else "a number" for t in (x, y)]
-        if isinstance(x, Tensor) and told[0] != told[1]:
-            raise TypeError(f"{name}: leaf {i} of the two values must be alike, and is {told[0]} and {told[1]}; cast or reshape it")
+        listing = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" if isinstance(t, Tensor) else "a number" for t in (x, y)]
+        if isinstance(x, Tensor) and listing[0] != listing[1]:
+            raise TypeError(f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and {listing[1]}; cast or reshape it")

@@ -115,7 +115,7 @@ class AxisEnv:
     def axes(self, name: AxisName) -> Axes:
         """Return the axes of this name or these names.
 
-        Raises: UnboundAxisError for one that is not manual here; ValueError for one named twice or none; TypeError for what is no name.
+        Raises: UnboundAxisError for one that is not manual here; ValueError for one named twice or none; TypeError for other objects.
         """
         key = name if type(name) is str else self._key(name)
         found = self._axes.get(key)

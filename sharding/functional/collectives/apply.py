@@ -286,10 +286,10 @@ def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
     group = call.axes.group
     everyone = group.all_gather_object(shapes)
     if any(there != everyone[0] for there in everyone):
-        told = ", ".join(f"rank {r}: {'; '.join(map(str, there))}" for r, there in zip(group.ranks, everyone, strict=True))
+        listing = ", ".join(f"rank {r}: {'; '.join(map(str, there))}" for r, there in zip(group.ranks, everyone, strict=True))
         raise ValueError(
-            f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and they are {told}. The arguments are split "
-            "unevenly: pad them, or pass sizes= to a collective that takes it"
+            f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and they are {listing}. The arguments are "
+            "split unevenly: pad them, or pass sizes= to a collective that takes it"
         )
 
 

@@ -83,10 +83,10 @@ class custom_vjp:
         Args:
             fwd: takes the function's arguments, and returns its result and what `bwd` needs, any tree.
             bwd: takes the arguments without gradient, what `fwd` returned for it, and the gradient of the result, and returns a tuple
-                with a gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may have any layout. Inside a mapped
-                function the gradient of the result has the dual type (varying <-> varying, replicated <-> pending), and that of an
-                argument must have the type dual to it. For a replicated argument that is this rank's share; a replicated gradient, which
-                JAX requires, is taken as the whole gradient.
+                with a gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may have any layout. Inside a
+                mapped function the gradient of the result has the dual type (varying <-> varying, replicated <-> pending), and that of
+                an argument must have the type dual to it. For a replicated argument that is this rank's share; a replicated gradient,
+                which JAX requires, is taken as the whole gradient.
         """
         self.fwd, self.bwd = fwd, bwd
 
@@ -235,7 +235,7 @@ class _CustomVJPCall:
                 return repr(name) + paths_of(branch)[members.index(index)]
         return str(i)
 
-    def described(self) -> str:
+    def bwd_location(self) -> str:
         """Return the line and name of `bwd`, for messages."""
         code = getattr(inspect.unwrap(self.custom.bwd), "__code__", None)  # type: ignore[arg-type]
         place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "

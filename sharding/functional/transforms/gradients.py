@@ -62,7 +62,7 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
             (`ShardingTypeError`) a loss that varies or is pending.
         RuntimeError: inside a mapped function with check=False, where types are not known.
 
-    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for what is replicated.
+    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for replicated arguments.
 
     Example:
         >>> loss, grads = sm.value_and_grad(loss_fn)(params, batch)

@@ -141,9 +141,9 @@ class _Batched:
             raise ValueError(f"vmap({self.name}): in_axes={self.in_axes} map no argument; pass axis_size=")
         if len(wanted) > 1:
             paths = self._paths(args, kwargs)
-            told = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
+            listing = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
             also = "" if self.axis_size is None else f"; axis_size={self.axis_size}"
-            raise ValueError(f"vmap({self.name}): mapped dims must have one size ({told}{also})")
+            raise ValueError(f"vmap({self.name}): mapped dims must have one size ({listing}{also})")
         return wanted.pop()
 
     # -- layouts -------------------------------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ class _Batched:
             same = [cuts for _, cuts in found if tuple(a for cut in cuts for a in cut.axes) == self.names]
             return same[0] if same else (Cut(self.names),), mesh
         if len(found) > 1:
-            told = ", ".join(str(layout) for layout, _ in split)
+            listing = ", ".join(str(layout) for layout, _ in split)
             raise ValueError(
-                f"vmap({self.name}): the mapped dims are split differently ({told}); redistribute them alike, or pass spmd_axis_name="
+                f"vmap({self.name}): the mapped dims are split differently ({listing}); redistribute them alike, or pass spmd_axis_name="
             )
         return next(((cuts, mesh) for mesh, cuts in found), ((), None))  # type: ignore[return-value]
 

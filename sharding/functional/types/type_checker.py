@@ -342,7 +342,7 @@ class TypeChecker(TorchFunctionMode):
 
     def record_read(self, func: Any, tag: Tag) -> None:
         """Record that the program reads a value as a number, which its control flow may depend on."""
-        if tag.type.pending and self.tracks_backward:  # to compute with it by other means, or to look for what is not finite
+        if tag.type.pending and self.tracks_backward:  # for computation outside torch, or checks for non-finite values
             tag = self.make_tag(TypeOrigin(name_of(func), user_location()), Type.of(tag.type.varying | tag.type.pending))
         if tag.type.pending:
             raise ShardingTypeError(
