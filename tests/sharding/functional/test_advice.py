@@ -54,7 +54,7 @@ def test_a_loss_of_each_ranks_own_weights() -> None:
         return sm.grad(lambda w: (x * w).sum())(w)
 
     text = refused(own)
-    assert "psum(loss, 'a') for their sum, in which the gradient of what varies, as the arguments do, is that of each rank's own" in text
+    assert "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments are, is that of each rank's own" in text
 
 
 @every_rank(2)
@@ -80,7 +80,7 @@ def test_results_that_are_no_tensors(mesh: sm.DeviceMesh) -> None:
 
 def test_tangents_unlike_their_primals() -> None:
     assert same_error((2,), lambda mesh: sm.jvp(torch.sin, (X,), (None,)), ValueError) == (
-        "jvp: tangents [None] for primals [*]; give a tree like that of the primals"
+        "jvp: tangents [None] for primals [*]; pass a tree like that of the primals"
     )
     text = same_error((2,), lambda mesh: sm.jvp(torch.sin, (X,), (X[0],)), ValueError)
     assert text == "jvp: a tangent of shape [4] for a primal of shape [6, 4]"

@@ -131,4 +131,4 @@ def test_a_branch_on_a_varying_value_is_named():
         sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())(put(mesh, X, P("a")))
 
     text = same_error((2,), program, sm.ShardingTypeError, silent=False)
-    assert re.search(r"since __bool__, after which the program may go its own way on every rank .*test_origins\.py:\d+", text), text
+    assert re.search(r"since __bool__, after which control flow may differ between ranks .*test_origins\.py:\d+", text), text

@@ -153,7 +153,7 @@ def test_wrong_axes_and_results():
     def unknown(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"a", "z"})(X)
 
-    assert "axis_names=['a', 'z'], and the axes of the mesh are ['a', 'b']" in same_error((2, 2), unknown, ValueError)
+    assert "axis_names=['a', 'z'] must name one or more axes of the mesh, ['a', 'b']" in same_error((2, 2), unknown, ValueError)
 
     def none(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=())(X)

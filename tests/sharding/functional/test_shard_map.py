@@ -153,7 +153,7 @@ def test_keyword_arguments(mesh):
     for scale in (2, 3, 2):
         same(mapped(x, scale=scale), X * scale)
         same(mapped(x, scale=scale, shift=1), X * scale + 1)
-    with pytest.raises(TypeError, match="shift= holds a ShardedTensor"):
+    with pytest.raises(TypeError, match="shift= contains a ShardedTensor"):
         mapped(x, scale=1, shift=x)
 
 

@@ -39,7 +39,7 @@ def test_a_part_of_what_every_rank_has(kind: str, mode: Any, check: bool | str) 
     text = same_error((2, 2), program, sm.ShardingTypeError, silent=False)
     assert "argument 0 is the same on every rank" in text
     assert "was written to in place" in text
-    assert "write to a clone of it, or pass a ShardedTensor that lies as P('a'" in text
+    assert "write to a clone of it, or pass a ShardedTensor with the spec P('a'" in text
 
 
 def test_what_only_one_rank_has_or_all_write_alike() -> None:

@@ -192,7 +192,7 @@ def test_what_bwd_returns_is_checked() -> None:
     short = error_of(rule(lambda kept, g: (g,)), *args)
     assert "test_custom_vjp.py:" in short
     assert "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to differentiate (w, x)" in short
-    assert "gives argument 'w' a gradient that is no tree like it" in error_of(rule(lambda kept, g: (g, g)), *args)
+    assert "gives argument 'w' a gradient that is not a tree like it" in error_of(rule(lambda kept, g: (g, g)), *args)
     assert "gives argument 'x' 'g' as its gradient" in error_of(rule(lambda kept, g: (None, "g")), *args)
     wrong = error_of(rule(lambda kept, g: ({"k": g[0]}, g)), *args, kind=ValueError)
     assert "gives argument 'w'['k'], of shape [6, 4], a gradient of shape [4]" in wrong
@@ -200,7 +200,7 @@ def test_what_bwd_returns_is_checked() -> None:
 
 def test_what_else_is_refused() -> None:
     assert "fwd returned a tensor of shape [6, 4]; return a pair" in error_of(made(torch.exp, torch.exp, lambda y, g: (g,)), X)
-    with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) is called and has no gradient yet; exp.defvjp"):
+    with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) was called before exp.defvjp\(fwd, bwd\)"):
         sm.custom_vjp(_exp)(X)
     with pytest.raises(ValueError, match="nondiff_argnames has 'q', and the arguments are"):
         sm.custom_vjp(_exp, nondiff_argnames=["q"])

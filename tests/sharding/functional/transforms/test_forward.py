@@ -115,13 +115,13 @@ def test_parts_that_are_not_even(shape):
 @pytest.mark.parametrize(
     ("call", "kind", "match"),
     [
-        (lambda x: sm.jvp(torch.sin, (x,), (x, x)), ValueError, "give a tree like that of the primals"),
+        (lambda x: sm.jvp(torch.sin, (x,), (x, x)), ValueError, "pass a tree like that of the primals"),
         (lambda x: sm.jvp(torch.sin, (x,), (x[:1],)), ValueError, r"a tangent of shape \[1, 3\] for a primal of shape \[4, 3\]"),
         (lambda x: sm.jvp(torch.sin, (x,), (1.0,)), ValueError, "a tangent of shape None"),
         (lambda x: sm.jvp(torch.sin, (X,), (x,)), TypeError, "its primal is a plain tensor"),
         (lambda x: sm.jvp(torch.sin, (x.long(),), (x,)), TypeError, "only floating tensors have gradients"),
-        (lambda x: sm.jvp(lambda x: "text", (x,), (x,)), TypeError, "in which there is no tensor"),
-        (lambda x: sm.linearize(torch.sin, x)[1](x, x), ValueError, "(?s)linearize: .* give a tree like that of the primals"),
+        (lambda x: sm.jvp(lambda x: "text", (x,), (x,)), TypeError, "which contains no tensor"),
+        (lambda x: sm.linearize(torch.sin, x)[1](x, x), ValueError, "(?s)linearize: .* pass a tree like that of the primals"),
         (lambda x: sm.jacfwd(torch.sin)(x.long()), TypeError, "jacfwd: leaf 0 of the argument is a torch.int64 tensor"),
         (lambda x: sm.jacrev(lambda x: x > 0)(x), TypeError, "jacrev: leaf 0 of the result is a torch.bool tensor"),
     ],

@@ -179,7 +179,7 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"has shape \[4, 6, 8\], and in_axes map it over dim 3"),
         (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
         (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is no axis"),
-        (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; give axis_size="),
+        (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; pass axis_size="),
         (lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3), ValueError, r"argument \[1\] is 3, and in_axes map it"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), axis_name="i")(x, w), NotImplementedError, "axis_name='i'"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and out_axes say None"),
