@@ -178,11 +178,11 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(f)(x, w), ValueError, r"mapped dims must have one size \(argument \[0\]: 4, argument \[1\]: 8\)"),
         (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"has shape \[4, 6, 8\], and in_axes map it over dim 3"),
         (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
-        (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is no axis"),
+        (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is not an axis"),
         (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; pass axis_size="),
         (lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3), ValueError, r"argument \[1\] is 3, and in_axes map it"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), axis_name="i")(x, w), NotImplementedError, "axis_name='i'"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and out_axes say None"),
+        (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and its out_axes are None"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), 2)(x, w), ValueError, r"result has shape \[3\] for one example"),
         (lambda mesh, x, w: sm.vmap(lambda x: "y")(x), TypeError, "neither a tensor nor a number"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), spmd_axis_name="z")(x, w), ValueError, "spmd_axis_name='z' is not an axis of"),
@@ -211,7 +211,7 @@ def test_a_tensor_with_a_gradient_that_is_no_argument():
         same(sm.vmap(lambda x: f(x, w.detach()))(x), WANTED)
         sm.vmap(lambda x: f(x, w * 1))(x)
 
-    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is no argument"
+    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is not an argument"
     refused((2,), call, sm.ShardingTypeError, match, silent=False)
 
 
