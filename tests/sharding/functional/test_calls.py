@@ -190,7 +190,7 @@ def test_results_of_another_number_or_kind_than_before(mesh):
     what.append(lambda x: x + 1)
     same(mapped(x), X + 1)
     what.append(lambda x: (x, x))
-    with pytest.raises(TypeError, match="returned 2 results, and 1 when"):
+    with pytest.raises(TypeError, match="returned 2 results, and 1 in the previous call"):
         mapped(x)
     what.append(lambda x: (x > 0))
     same(mapped(x), X > 0)  # another dtype needs no one else
