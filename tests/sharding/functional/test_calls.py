@@ -23,7 +23,7 @@ def mean_loss(x, w):
 
 
 @every_rank(2)
-def test_a_known_signature_communicates_what_the_function_does_and_nothing_else(mesh):
+def test_a_cached_call_adds_no_communication(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     x, w = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True)
     counts = []
@@ -39,7 +39,7 @@ def test_a_known_signature_communicates_what_the_function_does_and_nothing_else(
 
 
 @every_rank(2)
-def test_without_checks_types_are_not_followed_and_shapes_exchanged_once(mesh):
+def test_check_false_exchanges_shapes_once(mesh):
     mapped = sm.shard_map(lambda x: x.exp(), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check=False)
     for expected in (1, 0, 0):
         with collectives() as records:
@@ -49,7 +49,7 @@ def test_without_checks_types_are_not_followed_and_shapes_exchanged_once(mesh):
 
 
 @every_rank(2)
-def test_arguments_that_lie_otherwise_are_redistributed(mesh):
+def test_arguments_with_other_layouts_are_redistributed(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P(None, "a"), grad=True), put(mesh, W, P("a"), grad=True), leaf(X), leaf(W)
@@ -63,7 +63,7 @@ def test_arguments_that_lie_otherwise_are_redistributed(mesh):
 
 
 @every_rank(2)
-def test_several_arguments_are_redistributed_in_one_go(mesh):
+def test_several_arguments_are_redistributed_in_one_bucket(mesh):
     mapped = sm.shard_map(lambda x, y, w: (x + y) @ w, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a"))
     given = [put(mesh, X, P(None, "a")), put(mesh, 2 * X, P(None, "a")), put(mesh, W)]
     mapped(*given)
@@ -117,7 +117,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name):
+def test_invalid_calls_raise(name):
     program, kind, text = WRONG[name]
     assert text in same_error((2,), program, kind)
 
@@ -132,7 +132,7 @@ WRONG_RESULTS = {
 
 
 @pytest.mark.parametrize("name", WRONG_RESULTS)
-def test_wrong_out_specs(name):
+def test_invalid_out_specs_raise(name):
     program, kind, text = WRONG_RESULTS[name]
     assert text in same_error((2,), program, kind, silent=False)
 
@@ -183,7 +183,7 @@ def test_results_whose_shape_depends_on_the_data(mesh):
 
 
 @every_rank(2)
-def test_results_of_another_number_or_kind_than_before(mesh):
+def test_results_unlike_the_previous_calls_raise(mesh):
     what = []
     mapped = sm.shard_map(lambda x: what[-1](x), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, X, P("a"))
@@ -200,7 +200,7 @@ def test_results_of_another_number_or_kind_than_before(mesh):
 
 
 @every_rank(2)
-def test_an_exception_leaves_nothing(mesh):
+def test_an_exception_resets_state(mesh):
     fail = [True]
 
     @sm.shard_map(mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
@@ -224,7 +224,7 @@ def test_an_exception_leaves_nothing(mesh):
 
 
 @every_rank(2)
-def test_a_type_error_is_raised_again_at_the_next_call(mesh):
+def test_a_type_error_is_raised_at_every_call(mesh):
     mapped = sm.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("a"), out_specs=P())
     texts = []
     for _ in range(2):
@@ -332,7 +332,7 @@ def test_in_place_writes_reach_the_argument(mesh):
 
 
 @every_rank(2)
-def test_the_gradient_of_a_result_that_nobody_uses(mesh):
+def test_the_gradient_of_an_unused_result(mesh):
     mapped = sm.shard_map(lambda x, w: (x * w, sm.psum(x.sum(), "a")), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
     for _ in range(2):
         x, w = put(mesh, X, P("a"), grad=True), put(mesh, X[:1], grad=True)

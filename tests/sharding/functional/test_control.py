@@ -52,7 +52,7 @@ def test_a_branch_inside_a_mapped_function(mesh):
         same(total(put(mesh, X, P("a"))), X[:2] + X[2:])
 
 
-def test_a_collective_that_only_some_ranks_come_to():
+def test_a_collective_that_only_some_ranks_reach_raises():
     def program(mesh):
         @sm.shard_map(mesh=mesh, in_specs=P("a"), out_specs=P("a"))
         def uneven(x):
@@ -158,7 +158,7 @@ def test_scan_inside_and_under_transforms(mesh):
         (lambda: sm.vmap(lambda r: sm.cond(r.sum() > 0, lambda r: r, lambda r: r[:1], r))(X), TypeError, r"cond: leaf 0"),
     ],
 )
-def test_what_does_not_fit(call, kind, match):
+def test_mismatched_arguments_raise(call, kind, match):
     with pytest.raises(kind) as raised:
         call()
     assert re.search(match, str(raised.value)), raised.value

@@ -66,7 +66,7 @@ def test_placements_for_specs(mesh):
 
 
 @every_rank(2)
-def test_specs_left_out_are_those_of_the_arguments(mesh):
+def test_in_specs_default_to_the_arguments_layouts(mesh):
     @sm.shard_map(out_specs=P())
     def loss(x, w, scale):
         assert tuple(x.shape) == (3, 4)
@@ -79,7 +79,7 @@ def test_specs_left_out_are_those_of_the_arguments(mesh):
 
 
 @every_rank(2)
-def test_the_mesh_that_is_meant(mesh):
+def test_default_mesh(mesh):
     mapped = sm.shard_map(lambda x: sm.psum(x, "a"), in_specs=P(), out_specs=P())
     with sm.set_mesh(mesh):
         same(mapped(X), 2 * X)
@@ -263,7 +263,7 @@ def test_parts_of_given_sizes(mesh):
 
 
 @every_rank(3)
-def test_results_of_other_lengths_than_chunk_cuts_need_sizes(mesh):
+def test_results_not_split_like_chunk_need_sizes(mesh):
     def repeated(x):
         return x[:1].expand(2, 4) if x.shape[0] else x
 

@@ -78,7 +78,7 @@ def test_three_orders_on_plain_and_sharded_tensors(spec: P | None) -> None:
 
 
 @every_rank(2)
-def test_trees_and_gradients_laid_out_in_any_way(mesh: sm.DeviceMesh) -> None:
+def test_trees_and_gradients_in_any_layout(mesh: sm.DeviceMesh) -> None:
     """A plain gradient, one laid out otherwise, and none."""
     rule = made(
         lambda p, k: {"y": p["w"] * p["x"] * p["z"], "k": k},
@@ -125,7 +125,7 @@ def test_names() -> None:
 
 
 @every_rank(3)
-def test_inside_as_a_share_or_summed_by_hand(mesh: sm.DeviceMesh) -> None:
+def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
     """The gradient of what is replicated may be this rank's share, or the whole; also at calls that are not followed any longer."""
     summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
     for rule in (TIMES, summed):
@@ -166,7 +166,7 @@ def test_inside_of_grad_inside(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2, 1)
-def test_beside_axes_that_are_not_manual_and_recomputed(mesh: sm.DeviceMesh) -> None:
+def test_with_global_axes_and_recomputation(mesh: sm.DeviceMesh) -> None:
     f = sm.checkpoint(lambda x: sm.psum(EXP(x).sum(), "a"))
     for axes in ({"a"}, {"a", "b"}):
         mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names=axes)
@@ -181,7 +181,7 @@ def error_of(rule: Any, *args: Any, kind: type[Exception] = TypeError) -> str:
     return same_error((2,), lambda mesh: sm.grad(lambda *xs: rule(*xs).sum(), tuple(range(len(args))))(*args), kind)
 
 
-def test_what_bwd_returns_is_checked() -> None:
+def test_wrong_results_of_bwd_raise() -> None:
     def rule(back: Any) -> Any:
         def named(w: Any, x: Any) -> Any:
             return w["k"] * x
@@ -198,7 +198,7 @@ def test_what_bwd_returns_is_checked() -> None:
     assert "gives argument 'w'['k'], of shape [6, 4], a gradient of shape [4]" in wrong
 
 
-def test_what_else_is_refused() -> None:
+def test_other_invalid_uses_raise() -> None:
     assert "fwd returned a tensor of shape [6, 4]; return a pair" in error_of(made(torch.exp, torch.exp, lambda y, g: (g,)), X)
     with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) was called before exp.defvjp\(fwd, bwd\)"):
         sm.custom_vjp(_exp)(X)

@@ -27,7 +27,7 @@ WANTED = vmap(f, (0, None))(X, W)
 
 
 @every_rank(2, 2)
-def test_the_batch_of_the_result_lies_as_that_of_the_arguments(mesh):
+def test_the_batch_dim_of_results_is_split_as_in_the_arguments(mesh):
     for spec in (P(), P(None, "a"), P(None, "a", "b"), P("a"), P("a", "b"), P("b", None, "a"), P(("b", "a"))):
         y = sm.vmap(f, (0, None))(put(mesh, X, spec), put(mesh, W))
         same(y, WANTED)
@@ -48,7 +48,7 @@ def test_spmd_axis_name(mesh):
 
 
 @every_rank(2)
-def test_nothing_moves_where_nothing_must(mesh):
+def test_no_communication_without_redistribution(mesh):
     xs, w = put(mesh, X, P("a")), put(mesh, W)
     with collectives() as records:
         sm.vmap(f, (0, None))(xs, w)
@@ -65,7 +65,7 @@ def test_redistributing_arguments_is_implicit_communication(mesh):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_batches_that_are_not_even(batch):
+def test_uneven_batches(batch):
     xs = values(batch, 2, 8)
 
     def program(mesh):
@@ -191,7 +191,7 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(lambda x: w * 2)(x), ValueError, "they are split over.*pass sharded tensors as arguments"),
     ],
 )
-def test_what_does_not_fit(call, kind, match):
+def test_mismatched_arguments_raise(call, kind, match):
     refused((2, 2), call, kind, match)
 
 
@@ -204,7 +204,7 @@ def test_specs_that_name_the_axis_of_the_batch():
     refused((2,), call, ValueError, silent=False, match=r"specs name 'a', over which vmap has split its examples.*spmd_axis_name=\(\)")
 
 
-def test_a_tensor_with_a_gradient_that_is_no_argument():
+def test_a_captured_tensor_that_requires_grad_raises():
     w = leaf(W)
 
     def call(mesh, x, _):
@@ -224,7 +224,7 @@ def test_random_numbers_that_are_the_same_for_all_examples(mesh):
 
 
 @every_rank(2)
-def test_an_error_inside_leaves_nothing_behind(mesh):
+def test_an_exception_inside_resets_state(mesh):
     x, w = put(mesh, X, P("a")), put(mesh, W)
 
     def fails(x, w):

@@ -231,7 +231,7 @@ def with_dtypes(what: str) -> Program:
         (lambda x: sm.psum(x, ("a", "a")), "each once"),
     ],
 )
-def test_refusals(program, words):
+def test_invalid_arguments_raise(program, words):
     """The same error on every rank, before anything moves."""
 
     def on(mesh: sm.DeviceMesh) -> None:

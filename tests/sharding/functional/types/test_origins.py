@@ -109,7 +109,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
-def test_an_error_says_since_where(body):
+def test_error_names_the_origin_of_a_type(body):
     in_specs, match = CASES[body]
 
     def program(mesh):
@@ -120,7 +120,7 @@ def test_an_error_says_since_where(body):
     assert re.search(match, re.sub(r"\S*/(test_origins\.py)", r"\1", text)), text
 
 
-def test_a_branch_on_a_varying_value_is_named():
+def test_error_names_a_branch_on_a_varying_value():
     def body(x):
         y = x.sum()
         if y > 0:

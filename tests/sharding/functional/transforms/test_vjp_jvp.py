@@ -8,7 +8,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import leaf, put, same, values
-from tests.sharding.functional.test_grad import inside, plain_grads, same_trees
+from tests.sharding.functional.transforms.test_gradients import inside, plain_grads, same_trees
 from tests.sharding.ranks import every_rank
 
 X, W = values(6, 4), values(4, 5, seed=1)
