@@ -109,9 +109,9 @@ class custom_vjp:
         """Return all arguments by position, as `fwd` takes them."""
         left = kwargs
         if self.signature is not None:
-            bound_axes = self.signature.bind(*args, **kwargs)
-            bound_axes.apply_defaults()
-            args, left = bound_axes.args, bound_axes.kwargs
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, left = bound.args, bound.kwargs
         if left:
             name = next(iter(left))
             raise TypeError(f"custom_vjp({self.name}): {name!r} can only be passed by name, and fwd takes all arguments by position")

@@ -33,6 +33,7 @@ from ..named_axes import AxisEnv, current_axis_env, current_captures
 from ..trees import flatten_without_none
 from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type
+from .parts import replace_args
 from .pullback import Pullback
 
 
@@ -82,10 +83,7 @@ def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: boo
     if transforms_active():
         return _evaluated_inside(f, nums, isinstance(argnums, int), has_aux, args, kwargs)
     with differentiated(leaves, (args, kwargs)) as fresh:
-        given = list(args)
-        for i, branch in zip(nums, tree.unflatten(fresh), strict=True):
-            given[i] = branch
-        value = f(*given, **kwargs)
+        value = f(*replace_args(args, nums, tree.unflatten(fresh)), **kwargs)
         found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
         done = pytree.tree_map(detach_unless_nested, value)
     branches = tree.unflatten(found)
@@ -98,10 +96,7 @@ def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, 
     env, records = current_axis_env(), []
 
     def run(fresh: list[Tensor]) -> Any:
-        given = list(args)
-        for i, branch in zip(nums, tree.unflatten(fresh), strict=True):
-            given[i] = branch
-        value = f(*given, **kwargs)
+        value = f(*replace_args(args, nums, tree.unflatten(fresh)), **kwargs)
         loss = _checked_loss(value[0] if has_aux else value)
         records.append(None if env is None else _grad_types(env, [loss], fresh, is_loss=True))
         return [loss], value
@@ -115,8 +110,8 @@ def _pulled(pulled: Pullback, env: AxisEnv | None, record: GradTypes | None, giv
     if env is None or record is None:
         return pulled([None] * len(pulled.outs) if given is None else given)
     with untracked():
-        type_log = _seeds(env, record, pulled.outs, given)
-    return _reduced(env, record, pulled(type_log))
+        seeds = _seeds(env, record, pulled.outs, given)
+    return _reduced(env, record, pulled(seeds))
 
 
 DESCRIBERS[_evaluated_inside.__code__] = lambda frame: "value_and_grad"
@@ -352,8 +347,8 @@ def _gradients(
     env = current_axis_env()
     record = _grad_types(env, outs, inputs, given is None) if record is None and env is not None else record
     with untracked() if env is not None else nullcontext():
-        type_log = given if record is None or env is None else _seeds(env, record, outs, given)
-        connected = [(out, seed) for out, seed in zip(outs, type_log or [None] * len(outs), strict=True) if out.requires_grad]
+        seeds = given if record is None or env is None else _seeds(env, record, outs, given)
+        connected = [(out, seed) for out, seed in zip(outs, seeds or [None] * len(outs), strict=True) if out.requires_grad]
         if not connected:
             return [torch.zeros_like(x) for x in inputs]
         found = backward.grad(

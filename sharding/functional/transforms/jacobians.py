@@ -15,7 +15,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..trees import flatten_without_none
 from .forward import jvp
 from .gradients import vjp
-from .parts import Results, layout_with, same_type
+from .parts import Results, layout_with, replace_args, same_type
 from .vmap import vmap
 
 Argnums = int | Sequence[int]
@@ -106,13 +106,7 @@ class _Arguments:
         self.leaves, self.tree = flatten_without_none([args[i] for i in nums])
         _check_real(name, "argument", self.leaves)
 
-        def call(*leaves: Any) -> Any:
-            given = list(args)
-            for i, branch in zip(nums, self.tree.unflatten(leaves), strict=True):
-                given[i] = branch
-            return fun(*given)
-
-        self.call = call
+        self.call = lambda *leaves: fun(*replace_args(args, nums, self.tree.unflatten(leaves)))
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
         """Return the leaves as a tree like the differentiated argument or arguments."""

@@ -73,6 +73,14 @@ class Results(NamedTuple):
         return pytree.tree_unflatten(leaves, self.tree)
 
 
+def replace_args(args: Sequence[Any], nums: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return the arguments with those at the positions `nums` replaced."""
+    given = list(args)
+    for i, x in zip(nums, new, strict=True):
+        given[i] = x
+    return given
+
+
 def layout_with(layout: Layout, dim: int, cuts: Any, size: int) -> Layout:
     """Return the layout with a new dim at this position."""
     spec = layout.spec.of_cuts([*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim:]], layout.pending)

@@ -49,14 +49,14 @@ class Pullback:
         self.outs: list[Tensor] = kept[0].with_parts(outs)
         self.value = kept[1].with_parts(values)
 
-    def __call__(self, type_log: Sequence[Any]) -> list[Any]:
+    def __call__(self, seeds: Sequence[Any]) -> list[Any]:
         """Return the gradients of the leaves, in their layouts.
 
         Args:
             seeds: for each of `outs`; None for the default seed of a scalar.
         """
         with untracked() if current_axis_env() is not None else nullcontext():
-            parts = tuple(_start(out, seed) for out, seed in zip(self.outs, type_log, strict=True))
+            parts = tuple(_start(out, seed) for out, seed in zip(self.outs, seeds, strict=True))
             return list(backward._laid_out(self._leaves, self._back(parts)))
 
 

@@ -101,7 +101,7 @@ def test_one_collective_for_the_whole_batch(mesh):
 @every_rank(2)
 def test_types_under_vmap(mesh):
     wrong = sm.shard_map(lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_transforms.py:\d+"):
+    with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"):
         wrong(put(mesh, X, P("a")), put(mesh, W))
     shares = lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x)  # noqa: E731
     twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))

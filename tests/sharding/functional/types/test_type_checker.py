@@ -175,15 +175,15 @@ BEGAN = {
 def test_error_names_the_line_that_made_a_value_vary(name):
     text = refused(BEGAN[name])
     assert f"result varies over 'a', and out_specs P({'' if 'P()' in text else 'None'}" in text
-    assert f"test_checks.py:{line_of(name)}" in text, text
+    assert f"test_type_checker.py:{line_of(name)}" in text, text
     assert f"shard_map({BEGAN[name].__name__})" in text
 
 
 def test_error_names_the_argument():
     text = refused(of_an_argument)
-    assert re.search(r"exp at \S+test_checks.py:\d+, of argument 0", text), text
+    assert re.search(r"exp at \S+test_type_checker.py:\d+, of argument 0", text), text
     meeting = refused(of_a_meeting)
-    assert f"test_checks.py:{line_of('of a meeting, of a sum')}" in meeting
+    assert f"test_type_checker.py:{line_of('of a meeting, of a sum')}" in meeting
     assert "sum at" in meeting
 
 
@@ -296,7 +296,7 @@ def test_untracked_tensors_that_require_grad():
     captured = leaf(W)
     text = refused(lambda x, w: sm.psum(unseen((x @ w).detach().requires_grad_()).sum(), "a"))
     assert "that requires grad and is not an argument" in text
-    assert "test_checks.py:" in text
+    assert "test_type_checker.py:" in text
     for result in accepted(lambda x, w: sm.psum((x @ captured.detach()).sum(), "a")):
         torch.testing.assert_close(result, (X @ W).sum())
 
