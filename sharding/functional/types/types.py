@@ -82,7 +82,7 @@ class Tag:
     Attributes:
         type: its type.
         origins: for each axis over which it is not replicated, why.
-        owner: the checker, or rather an object that stands for it, that set the tag.
+        owner: an object that identifies the checker that set the tag.
         is_final: whether the result of any operator on this value alone has the same tag: nothing is pending, and no origin is an
             argument, which the location of the first operator would replace.
         original: of a provisional tag: the tag itself. A result made without gradients may turn out to be that of a custom function.

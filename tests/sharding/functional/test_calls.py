@@ -1,4 +1,4 @@
-"""Calls of mapped functions: what they communicate, what they refuse and say, what they leave behind."""
+"""Calls of mapped functions: communication, errors, and state after the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def mean_loss(x, w):
     return sm.psum((x @ w).square().sum(), "a")
 
 
-# -- what is moved -----------------------------------------------------------------------------------------------------
+# -- communication -----------------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -89,7 +89,7 @@ def test_redistribution_of_arguments_is_implicit(mesh):
         same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())  # what f itself calls is explicit
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def identity(mesh, in_specs=P("a"), out_specs=P("a"), **more):
@@ -196,7 +196,7 @@ def test_results_unlike_the_previous_calls_raise(mesh):
     same(mapped(x), X > 0)  # another dtype needs no one else
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- state after a call ------------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
@@ -274,7 +274,7 @@ def test_with_and_without_grad(mesh):
 
 
 def test_evaluation_first():
-    """What was seen without grad says nothing of a call with grad, in which a captured parameter has to go in."""
+    """A call without grad is no precedent for one with grad, in which a captured parameter becomes an argument."""
 
     @every_rank(2)
     def program(mesh):

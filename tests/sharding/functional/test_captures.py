@@ -199,7 +199,7 @@ def test_recomputed_pieces(mesh):
 
 @every_rank(2)
 def test_gradients_inside(mesh):
-    """`sm.grad` inside, of what is closed over, and through a loss that closes over it."""
+    """`sm.grad` inside, of captures, and through a loss with captures."""
     w, x = put(mesh, W, P()), put(mesh, X, P("a"))
     wanted = leaf(W)
     (X @ wanted).square().sum().backward()
@@ -228,7 +228,7 @@ def test_collectives_of_captures(mesh):
 
 @every_rank(2)
 def test_the_part_itself(mesh):
-    """`to_local` of what is closed over is what goes in, with its type and gradient."""
+    """`to_local` of a capture is its local part, with its type and gradient."""
     w, x = put(mesh, W, P(None, "a"), grad=True), put(mesh, X, P())
     f = sm.shard_map(lambda x: x @ w.to_local(), mesh=mesh, in_specs=P(), out_specs=P(None, "a"))
     f(x).sum().backward()
@@ -248,7 +248,7 @@ def test_a_constant_that_later_requires_grad(mesh):
     torch.testing.assert_close(c.grad, X.sum(0))
 
 
-# -- what is checked ---------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def refused(capture, f, kind=sm.ShardingTypeError, out_specs=P("a"), **more):

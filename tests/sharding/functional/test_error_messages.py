@@ -1,4 +1,4 @@
-"""What the functional API says to calls that cannot be meant."""
+"""Error messages of the functional API for invalid calls."""
 
 from __future__ import annotations
 

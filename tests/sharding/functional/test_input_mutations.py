@@ -1,4 +1,4 @@
-"""Mapped functions that write to their arguments in place: never so that copies of them come to differ."""
+"""In-place writes to arguments of mapped functions: copies of an argument never differ afterwards."""
 
 from __future__ import annotations
 

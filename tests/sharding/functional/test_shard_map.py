@@ -336,7 +336,7 @@ def test_other_dtypes(mesh):
 
 @every_rank(2)
 def test_pending_in_and_out(mesh):
-    """What is pending outside goes in as each rank's share, and a share leaves as pending."""
+    """A pending argument is passed as each rank's share, and a share is returned as pending."""
     mapped = sm.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(unreduced="a"), out_specs=P(unreduced="a"))
     partial = sm.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(unreduced="a"))
     for _ in range(2):

@@ -139,7 +139,7 @@ def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(3)
 def test_a_first_call_without_backward(mesh: sm.DeviceMesh) -> None:
-    """What its gradients are is known only when they have been asked for: calls are followed until then."""
+    """Its gradients are known only once backward has run: calls are tracked until then."""
     summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
     loss = sm.shard_map(lambda w, x: sm.psum(summed(w, x).sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
     w, x = put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)

@@ -52,7 +52,7 @@ def test_tangents_have_the_layout_of_their_values(mesh):
 
 @every_rank(2)
 def test_has_aux_and_constants(mesh):
-    x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent that lies otherwise
+    x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent in another layout
     g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"})  # noqa: E731
     out, tangent, aux = sm.jvp(g, (x,), (v,), has_aux=True)
     same(tangent["y"], 2 * V)

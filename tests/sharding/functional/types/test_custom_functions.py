@@ -78,7 +78,7 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
     return same_error((2,), program, sm.ShardingTypeError, silent=False)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calls_before", [0, 3])
@@ -116,7 +116,7 @@ def test_operators_that_are_not_linear_in_a_share() -> None:
     assert "pending over 'a'" in refused(lambda w, x: (Regularised.apply(w)).sum() + sm.psum(x.sum(), "a"))
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- correct functions -------------------------------------------------------------------------------------------------
 
 RIGHT = {
     "psum": (lambda w, x: SumAsPsum.apply((x * w).square().sum()), lambda w, x: (x * w).square().sum()),
@@ -135,7 +135,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_functions_are_unchanged(name: str) -> None:
-    """Twice: the second call is not followed."""
+    """Call it twice: the second call is not tracked."""
     mapped, plain = RIGHT[name]
     w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
     loss = plain(w, x)

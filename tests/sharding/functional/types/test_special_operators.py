@@ -1,4 +1,4 @@
-"""What a checker of types could miss: values that come from elsewhere, and changes that no operator shows."""
+"""Values that the type checker could miss: random numbers, untracked functions, and changes without an operator."""
 
 from __future__ import annotations
 

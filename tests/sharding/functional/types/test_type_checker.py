@@ -203,7 +203,7 @@ def test_an_argument_returned_unchanged():
     assert "argument 0" in refused(lambda x, w: x)
 
 
-# -- what is wrong besides ---------------------------------------------------------------------------------------------
+# -- other errors ------------------------------------------------------------------------------------------------------
 
 
 def test_pending_values():
@@ -287,7 +287,7 @@ def test_custom_functions():
 
 
 def unseen(x):
-    """A tensor that requires grad and that nobody has seen made."""
+    """Return a tensor that requires grad and whose operator was not tracked."""
     with torch._C.DisableTorchFunction():
         return x * 2
 
