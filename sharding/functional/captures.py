@@ -43,12 +43,12 @@ class Captures:
     """
 
     def __init__(
-        self, name: str, env: AxisEnv, mesh: DeviceMesh, names: Sequence[str], inner: DeviceMesh | None, checker: TypeChecker
+        self, name: str, env: AxisEnv, mesh: DeviceMesh, names: Sequence[str], auto_mesh: DeviceMesh | None, checker: TypeChecker
     ) -> None:
         self.name, self.checker = name, checker
         self.inputs: dict[int, tuple[Tensor, InputSpec, Any]] = {}
         self.constants: list[ref[Tensor]] = []
-        self._env, self._mesh, self._names, self._auto_mesh = env, mesh, names, inner
+        self._env, self._mesh, self._names, self._auto_mesh = env, mesh, names, auto_mesh
         self._start = engine_hooks.sequence_number()
 
     def input_specs(self) -> list[tuple[InputSpec, Any]]:

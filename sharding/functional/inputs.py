@@ -58,7 +58,7 @@ class InputSpec:
         return bool(dst.spec.sizes) or any(n % dst.mesh.size(axes) for n, axes in cut if axes)
 
 
-def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], inner: DeviceMesh | None) -> InputSpec:
+def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], auto_mesh: DeviceMesh | None) -> InputSpec:
     """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf keeps its layout.
 
     Raises:
@@ -78,7 +78,7 @@ def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Se
     _check_sums(path, manual)
     with _named(path):
         dst = src.replace(_with_global(manual, src.spec, names))
-    part = None if inner is None else inner_layout(dst, manual, names, inner)
+    part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
     return InputSpec(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
 
@@ -139,11 +139,11 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
 
-def inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
+def inner_layout(dst: Layout, manual: P, names: Sequence[str], auto_mesh: DeviceMesh) -> Layout:
     """Return the layout of this rank's part over the manual axes on the mesh of the others."""
     part = dst.replace(manual.with_unreduced({})).local_shape
     rest = restrict_to_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
-    return Layout.of(inner, rest, part, dst.dtype)
+    return Layout.of(auto_mesh, rest, part, dst.dtype)
 
 
 # -- local parts -------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class CustomFunctionCalls:
         """Return the tag of a result of a custom function; `tag` is what its forward gave, if that used tracked operators."""
         call = self._call_of(node)
         if tag is None:  # the result is one of its arguments, or untracked
-            tag = call.join_all
+            tag = call.joined
         return call.add(x.output_nr, tag, x.untyped_storage()._cdata)
 
     def _call_of(self, node: Any) -> CustomFunctionCall:
@@ -79,7 +79,7 @@ class CustomFunctionCalls:
             return checker.tag_of(node.variable)
         if is_custom(node):
             call = self._call_of(node)
-            return call.outs.get(number) or call.add(number, call.join_all)
+            return call.outs.get(number) or call.add(number, call.joined)
         return self.nodes.get(node, checker.unknown)
 
     def finish(self) -> list[CustomFunctionCall]:
@@ -107,9 +107,9 @@ class CustomFunctionCall:
         self.must_be_checked = getattr(self.function, "is_type_checked", False)
         needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
         self.ins: dict[int, Tag] = dict(zip(needed, [tag for tag in ins if tag is not None], strict=True))
-        self.join_all = checker.control_tag
+        self.joined = checker.control_tag
         for tag in self.ins.values():
-            self.join_all = checker.join(self.join_all, tag)
+            self.joined = checker.join(self.joined, tag)
         self.outs: dict[int, Tag] = {}
         self.memory: dict[int, Tag] = {}
         self.names, self.is_checked = checker.names, False
