@@ -1,8 +1,8 @@
 """Control flow by JAX's names and signatures: `cond`, `switch`, `while_loop`, `fori_loop`, `scan`.
 
-Programs here run operator by operator, so Python's `if` and `for` do the same; these are for code that is ported. Each is a Python branch
-or loop, with two things more: where `vmap` has batched the predicate, both sides run and every example takes its own, and a step of `scan`
-may be recomputed in backward.
+Programs here run operator by operator, so Python's `if` and `for` do the same; these functions are for code ported from JAX. Each is a
+Python branch or loop, with two additions: if `vmap` has batched the predicate, both sides run and each example takes its own, and a
+step of `scan` may be recomputed in backward.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     """cond(pred, true_fun, false_fun, *operands) -> true_fun(*operands) if pred else false_fun(*operands).
 
     Args:
-        pred: a scalar tensor or a number. Under `vmap`, where it depends on the example, both functions run, and each result takes the
-            elements of the examples for which it was chosen.
+        pred: a scalar tensor or a number. Under `vmap`, if it depends on the example, both functions run, and each example takes the result
+            that was chosen for it.
 
-    Raises: TypeError for a predicate that is no scalar; under `vmap`, for results that are not alike.
+    Raises: TypeError for a predicate that is not a scalar; under `vmap`, for results that are not alike.
 
-    Communication: that of the function that runs. Inside a mapped function a predicate that varies makes ranks go different ways; a
+    Communication: that of the function that runs. Inside a mapped function, with a varying predicate ranks may take different branches; a
         collective in a branch that only some of them take is an error that names both calls.
 
     Example:
@@ -40,17 +40,17 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """switch(index, branches, *operands) -> branches[index](*operands), the index taken into range.
+    """switch(index, branches, *operands) -> branches[index](*operands), with the index clamped to the range.
 
     Args:
-        index: a scalar integer tensor or a number. Under `vmap`, where it depends on the example, all branches run, as in `cond`.
+        index: a scalar integer tensor or a number. Under `vmap`, if it depends on the example, all branches run, as in `cond`.
 
-    Raises: ValueError without branches; TypeError for an index that is no integer scalar.
+    Raises: ValueError without branches; TypeError for an index that is not an integer scalar.
 
     Communication: that of the branch that runs.
     """
     if not branches:
-        raise ValueError("switch: give at least one branch")
+        raise ValueError("switch: pass at least one branch")
     if isinstance(index, Tensor) and (index.is_floating_point() or index.is_complex() or index.numel() != 1):
         raise TypeError(f"switch: the index must be an integer scalar, and it is a {index.dtype} tensor of shape {list(index.shape)}")
     if is_batched(_part(index)):
@@ -62,12 +62,12 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init_val: Any) -> Any:
-    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false, by value = body_fun(value).
+    """while_loop(cond_fun, body_fun, init_val) -> the first value for which cond_fun is false, updated by value = body_fun(value).
 
-    Under `vmap`, where the predicate depends on the example, the loop runs as long as any example goes on, and those that do not keep their
+    Under `vmap`, if the predicate depends on the example, the loop runs until it is false for all examples; finished ones keep their
     values.
 
-    Raises: TypeError for a predicate that is no scalar, or a body whose result is not like its argument (tree, shapes, dtypes).
+    Raises: TypeError for a predicate that is not a scalar, or a body whose result is not like its argument (tree, shapes, dtypes).
 
     Communication: that of both functions, each time.
     """
@@ -83,7 +83,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[int, Any], Any], init_val: Any, *, unroll: Any = None) -> Any:
-    """fori_loop(lower, upper, body_fun, init_val) -> value after value = body_fun(i, value) for each i from lower to upper - 1.
+    """fori_loop(lower, upper, body_fun, init_val) -> the last value of value = body_fun(i, value) for each i from lower to upper - 1.
 
     Args:
         lower, upper: numbers, or integer scalar tensors that do not depend on the example of a `vmap`.
@@ -105,20 +105,20 @@ def scan(
     f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, unroll: Any = 1,
     *, remat: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """scan(f, init, xs) -> (carry, ys) by carry, y = f(carry, x) for each x along dim 0 of xs, the ys stacked along a new dim 0.
+    """scan(f, init, xs) -> (carry, ys): compute carry, y = f(carry, x) for each x along dim 0 of xs; stack the ys along a new dim 0.
 
     Args:
         f: takes the carry and a tree like `xs` without the first dim.
         init: the first carry, any tree.
         xs: a tree of tensors of one length; None to pass None, with `length`.
-        length: number of steps; needed without `xs`.
-        reverse: from the last to the first; ys are stacked in the order of xs.
+        length: number of steps; required without `xs`.
+        reverse: whether to go from the last to the first; ys are stacked in the order of xs.
         unroll: not used.
-        remat: do not keep the intermediate values of a step for backward, but compute them again, as `sm.checkpoint`.
+        remat: whether to recompute the intermediate values of a step in backward, as `sm.checkpoint`.
 
-    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that returns no pair, or a carry not like the one before.
+    Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a pair, or a carry unlike the last one.
 
-    Communication: that of `f` at every step, and of taking x where dim 0 of xs is split. With no steps `f` runs once on zeros, for shapes.
+    Communication: that of `f` at every step, and of slicing xs if dim 0 is split. With no steps `f` runs once on zeros, for shapes.
 
     Example:
         >>> carry, ys = sm.scan(lambda c, x: (c + x, c * x), torch.zeros(3), torch.ones(5, 3))
@@ -156,11 +156,11 @@ def _stacked(*ys: Any) -> Any:
 def _length(leaves: Sequence[Any], length: int | None) -> int:
     for x in leaves:
         if x is not None and (not isinstance(x, Tensor) or not x.ndim):
-            raise ValueError(f"scan: xs holds {x!r}, which has no dim to go along; put it into the carry, or close over it")
+            raise ValueError(f"scan: xs contains {x!r}, which has no dim to scan over; put it into the carry, or close over it")
     lengths = {x.shape[0] for x in leaves if x is not None} | (set() if length is None else {int(length)})
     if len(lengths) != 1:
-        told = f"lengths {sorted(lengths)} of xs and length={length}; they must be one" if lengths else "give xs or length="
-        raise ValueError(f"scan: {told}")
+        listing = f"lengths {sorted(lengths)} of xs and length={length}; they must be one" if lengths else "give xs or length="
+        raise ValueError(f"scan: {listing}")
     return lengths.pop()
 
 
@@ -178,24 +178,24 @@ def _truth(name: str, pred: Any) -> bool:
 
 
 def _any_example(pred: Any) -> bool:
-    """Whether the predicate holds for any example."""
+    """Return whether the predicate holds for any example."""
     return bool(innermost(_part(pred)).any())
 
 
 def _where(name: str, pred: Any, chosen: Any, other: Any) -> Any:
-    """For every example the one or the other."""
+    """Return for each example the one or the other value."""
     _check_alike(name, chosen, other)
     pred = pred if pred.dtype is torch.bool else pred != 0
     return pytree.tree_map(lambda a, b: torch.where(pred, a, b) if isinstance(a, Tensor) else a, chosen, other)
 
 
 def _check_alike(name: str, one: Any, other: Any) -> None:
-    """Raises: TypeError for trees, shapes or dtypes that differ."""
+    """Raise TypeError for trees, shapes or dtypes that differ."""
     leaves, tree = pytree.tree_flatten(one)
     others, other_tree = pytree.tree_flatten(other)
     if tree != other_tree:
-        raise TypeError(f"{name}: values that must be alike are {tree} and {other_tree}")
+        raise TypeError(f"{name}: the two values must have the same tree, and have {tree} and {other_tree}")
     for i, (x, y) in enumerate(zip(leaves, others, strict=True)):
-        told = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" if isinstance(t, Tensor) else "a number" for t in (x, y)]
-        if isinstance(x, Tensor) and told[0] != told[1]:
-            raise TypeError(f"{name}: leaf {i} of values that must be alike is {told[0]} and {told[1]}; cast or reshape it")
+        listing = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" if isinstance(t, Tensor) else "a number" for t in (x, y)]
+        if isinstance(x, Tensor) and listing[0] != listing[1]:
+            raise TypeError(f"{name}: leaf {i} of the two values must be alike, and is {listing[0]} and {listing[1]}; cast or reshape it")

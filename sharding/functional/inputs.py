@@ -1,4 +1,4 @@
-"""How the arguments of a mapped function go in: which layout each must have, and the part of it that the function sees."""
+"""Arguments of a mapped function: the layout that each must have, and the part of it that the function receives."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from ..tensor.convert import from_local
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import refuse_foreign
 from .keys import Key
-from .named_axes import current_mapping
+from .named_axes import current_axis_env
 from .signature import STATIC
 from .types.types import REPLICATED, ShardingTypeError, Type
 
 
 @dataclass(frozen=True)
-class Entrance:
-    """How one argument goes in.
+class InputSpec:
+    """The layout of one argument.
 
     Attributes:
-        path: how to name it.
-        src: how it lies; None for what is passed as it is.
-        dst: how it must lie.
-        inner: how this rank's part lies on the axes that stay global; None where there are none.
+        path: its name in messages.
+        src: its layout; None for a static argument.
+        dst: the layout that it must have.
+        auto_layout: the layout of this rank's part on the axes that stay global; None if there are none.
         type: its type inside.
     """
 
     path: str
     src: Layout | None = None
     dst: Layout | None = None
-    inner: Layout | None = None
+    auto_layout: Layout | None = None
     type: Type = REPLICATED
 
     @property
-    def plain(self) -> bool:
-        """Whether the part goes in as it is."""
-        return self.src is not None and self.src is self.dst and self.inner is None
+    def passes_through(self) -> bool:
+        """Whether the local tensor is passed unchanged."""
+        return self.src is not None and self.src is self.dst and self.auto_layout is None
 
     @property
     def uneven(self) -> bool:
@@ -58,8 +58,8 @@ class Entrance:
         return bool(dst.spec.sizes) or any(n % dst.mesh.size(axes) for n, axes in cut if axes)
 
 
-def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], inner: DeviceMesh | None) -> Entrance:
-    """How a leaf goes in under a spec of the manual axes; `spec` is None where it is to be taken as it lies.
+def make_input_spec(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], auto_mesh: DeviceMesh | None) -> InputSpec:
+    """Return the input spec of a leaf for a spec of the manual axes; if that is None, the leaf keeps its layout.
 
     Raises:
         TypeError: a sharded tensor passed as static.
@@ -67,24 +67,24 @@ def entrance(path: str, leaf: Any, spec: Any, mesh: DeviceMesh, names: Sequence[
     """
     if not isinstance(leaf, Tensor) or spec is STATIC:
         if isinstance(leaf, ShardedTensor):
-            raise TypeError(f"{path} is sharded, {leaf._layout}, and its spec is None, which is for what is passed as it is; write a P")
+            raise TypeError(f"{path} is sharded, {leaf._layout}, and its spec is None, which is for static arguments; write a P")
         _check_no_parts(path, leaf, spec)
-        return Entrance(path)
+        return InputSpec(path)
     src = leaf._layout if isinstance(leaf, ShardedTensor) else Layout.of(mesh, P(), leaf.shape, leaf.dtype)
     if src.mesh is not mesh:
-        raise ValueError(f"{path} lies on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first")
-    manual = only_axes(src.spec, names) if spec is None else fitting_spec(path, spec, mesh, len(src.shape))
+        raise ValueError(f"{path} is on {src.mesh}, and the function is mapped over {mesh}; redistribute it there first")
+    manual = restrict_to_axes(src.spec, names) if spec is None else fitting_spec(path, spec, mesh, len(src.shape))
     check_manual(path, manual, names)
     _check_sums(path, manual)
     with _named(path):
         dst = src.replace(_with_global(manual, src.spec, names))
-    part = None if inner is None else inner_layout(dst, manual, names, inner)
+    part = None if auto_mesh is None else inner_layout(dst, manual, names, auto_mesh)
     varying = frozenset(axis for axes in manual.dims for axis in axes)
-    return Entrance(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
+    return InputSpec(path, src, dst, part, Type.of(varying, frozenset(axis for axis, _ in manual.unreduced)))
 
 
 def fitting_spec(path: str, spec: Any, mesh: DeviceMesh, ndim: int) -> P:
-    """The spec as a `P` with an entry for each dim. Raises: ValueError where it fits neither mesh nor tensor, with the path of that."""
+    """Return the spec as a `P` with an entry for each dim. Raises: ValueError, with the path, if it does not fit the mesh or the tensor."""
     with _named(path):
         return as_spec(spec, mesh.axis_names, ndim)
 
@@ -98,17 +98,17 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _check_no_parts(path: str, leaf: Any, spec: Any) -> None:
-    """Raises: TypeError for an object, such as an array or a dataclass, whose spec cuts it."""
+    """Raise TypeError for an object, such as an array or a dataclass, whose spec would split it."""
     cut = isinstance(spec, P) and spec.axes
     if cut and not isinstance(leaf, (Tensor, Key, str, int, float, complex, type(None))):
         raise TypeError(
-            f"{path} is a {type(leaf).__name__}, neither a tensor nor a tree of tensors that torch knows, and {spec} would cut it; "
-            "pass its tensors, or give None as its spec to pass it as it is"
+            f"{path} is a {type(leaf).__name__}, neither a tensor nor a tree of tensors that torch knows, and {spec} would split it; "
+            "pass its tensors, or give it the spec None to pass it unchanged"
         )
 
 
-def only_axes(spec: P, names: Sequence[str]) -> P:
-    """What a spec says of these axes."""
+def restrict_to_axes(spec: P, names: Sequence[str]) -> P:
+    """Return the part of a spec that names these axes."""
     if set(spec.axes) <= set(names):
         return spec
     pending = {axis: kind for axis, kind in spec.unreduced if axis in names}
@@ -116,7 +116,7 @@ def only_axes(spec: P, names: Sequence[str]) -> P:
 
 
 def check_manual(path: str, spec: P, names: Sequence[str]) -> None:
-    """Raises: ValueError where a spec names an axis that is not manual."""
+    """Raise ValueError if a spec names an axis that is not manual."""
     other = [axis for axis in spec.axes if axis not in names]
     if other:
         raise ValueError(f"{path}: {spec} names {other[0]!r}, and the manual axes are {list(names)}; specs name manual axes only")
@@ -126,11 +126,11 @@ def _check_sums(path: str, spec: P) -> None:
     other = [(axis, kind) for axis, kind in spec.unreduced if kind != "sum"]
     if other:
         axis, kind = other[0]
-        raise ValueError(f"{path}: a {kind} is pending over {axis!r}, and a mapped function takes pending sums only; reduce it first")
+        raise ValueError(f"{path}: a {kind} is pending over {axis!r}, and a mapped function accepts pending sums only; reduce it first")
 
 
 def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
-    """The spec whose manual axes lie as the one says and the others as the other: manual axes cut first."""
+    """Return the spec with the manual axes of `manual` and the other axes of `given`; manual axes split first."""
     if set(given.axes) <= set(names):
         return manual
     rest = [[axis for axis in axes if axis not in names] for axes in given.dims]
@@ -139,40 +139,40 @@ def _with_global(manual: P, given: P, names: Sequence[str]) -> P:
     return P(*dims, unreduced=pending, sizes=dict(manual.sizes))
 
 
-def inner_layout(dst: Layout, manual: P, names: Sequence[str], inner: DeviceMesh) -> Layout:
-    """How this rank's part over the manual axes lies on the mesh of the others."""
+def inner_layout(dst: Layout, manual: P, names: Sequence[str], auto_mesh: DeviceMesh) -> Layout:
+    """Return the layout of this rank's part over the manual axes on the mesh of the others."""
     part = dst.replace(manual.with_unreduced({})).local_shape
-    rest = only_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
-    return Layout.of(inner, rest, part, dst.dtype)
+    rest = restrict_to_axes(dst.spec, [axis for axis in dst.mesh.axis_names if axis not in names])
+    return Layout.of(auto_mesh, rest, part, dst.dtype)
 
 
-# -- going in ----------------------------------------------------------------------------------------------------------
+# -- local parts -------------------------------------------------------------------------------------------------------
 
 
-def as_they_lie(leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[Any]:
-    """What the function sees of leaves that all go in as they are."""
+def local_parts(leaves: Sequence[Any], inputs: Sequence[InputSpec]) -> list[Any]:
+    """Return the local tensors of leaves that are all passed unchanged."""
     return [
-        (leaf._local if leaf._local.requires_grad else dispatch.known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, way)
-        for leaf, way in zip(leaves, ways, strict=True)
+        (leaf._local if leaf._local.requires_grad else dispatch.known_local(leaf)) if type(leaf) is ShardedTensor else _local(leaf, arg)
+        for leaf, arg in zip(leaves, inputs, strict=True)
     ]
 
 
-def enter(name: str, leaves: Sequence[Any], ways: Sequence[Entrance]) -> list[Any]:
-    """What the function sees of each leaf.
+def prepare_inputs(name: str, leaves: Sequence[Any], inputs: Sequence[InputSpec]) -> list[Any]:
+    """Return what the function receives for each leaf.
 
     Communication: that of redistributing leaves, in buckets.
     """
-    parts = [_local(leaf, way) for leaf, way in zip(leaves, ways, strict=True)]
-    moving = [i for i, way in enumerate(ways) if way.src is not way.dst]
+    parts = [_local(leaf, arg) for leaf, arg in zip(leaves, inputs, strict=True)]
+    moving = [i for i, arg in enumerate(inputs) if arg.src is not arg.dst]
     if moving:
-        for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [ways[i] for i in moving]), strict=True):
+        for i, part in zip(moving, _redistributed(name, [parts[i] for i in moving], [inputs[i] for i in moving]), strict=True):
             parts[i] = part
-    return [part if way.inner is None else ShardedTensor._make(part, way.inner) for part, way in zip(parts, ways, strict=True)]
+    return [part if x.auto_layout is None else ShardedTensor._make(part, x.auto_layout) for part, x in zip(parts, inputs, strict=True)]
 
 
 def check_transform(name: str, leaves: Sequence[Any]) -> None:
-    """Raises: RuntimeError inside a transform of torch's own that is around the mapped function, or has taken its arguments apart."""
-    if current_mapping() is None:
+    """Raise RuntimeError inside a transform of torch.func that is around the mapped function, or has wrapped its arguments."""
+    if current_axis_env() is None:
         refuse_foreign(f"shard_map({name})")
     for x in leaves:
         if isinstance(x, Tensor):
@@ -180,62 +180,62 @@ def check_transform(name: str, leaves: Sequence[Any]) -> None:
                 x = untransformed(x)
                 if isinstance(x, ShardedTensor):
                     raise RuntimeError(
-                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor, whose part it does not see; use that "
-                        "of this library: sm.vmap, sm.grad, sm.jvp"
+                        f"shard_map({name}): a transform of torch.func has wrapped a ShardedTensor and does not see its local tensor; use "
+                        "sm.vmap, sm.grad or sm.jvp instead"
                     )
 
 
-def _local(leaf: Any, way: Entrance) -> Any:
-    if way.src is None:
+def _local(leaf: Any, arg: InputSpec) -> Any:
+    if arg.src is None:
         return leaf
     if isinstance(leaf, ShardedTensor):
         return dispatch.known_local(leaf)
-    return dispatch.known_local(from_local(leaf, way.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
+    return dispatch.known_local(from_local(leaf, arg.src.mesh, P(), shape=leaf.shape))  # type: ignore[arg-type]
 
 
-def _redistributed(name: str, parts: list[Tensor], ways: list[Entrance]) -> list[Tensor]:
-    pairs: Any = [(way.src, way.dst) for way in ways]
+def _redistributed(name: str, parts: list[Tensor], inputs: list[InputSpec]) -> list[Tensor]:
+    pairs: Any = [(arg.src, arg.dst) for arg in inputs]
     if len(pairs) == 1:
         return [redistribute_local(parts[0], *pairs[0])]
     return redistribute_locals(parts, pairs)
 
 
-def aliased(part: Any) -> Any:
-    """The same part as another object, which types can be noted on."""
+def alias(part: Any) -> Any:
+    """Return the part as a new object, so that a tag can be set on it."""
     if not isinstance(part, Tensor):
         return part
     return ShardedTensor._make(part._local, part._layout) if isinstance(part, ShardedTensor) else part.view_as(part)
 
 
-class Watched:
-    """The arguments of a call whose types are followed, to see whether the function writes to them.
+class InputMutationCheck:
+    """Find out whether a function has written to its arguments.
 
     Attributes:
-        tags: what was known of them as they went in.
-        versions: of parts that lie in memory which other ranks have copies of, and which they are not to write to.
+        tags: the tags of the arguments before the call.
+        versions: autograd versions of parts that share memory with an argument of which other ranks have copies.
     """
 
-    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], ways: Sequence[Entrance]) -> None:
-        self.parts, self.ways = parts, ways
+    def __init__(self, leaves: Sequence[Any], parts: Sequence[Any], inputs: Sequence[InputSpec]) -> None:
+        self.parts, self.inputs = parts, inputs
         self.tags: Sequence[Any] = ()
-        self.versions = [_version(*each) for each in zip(leaves, parts, ways, strict=True)]
+        self.versions = [_version(*each) for each in zip(leaves, parts, inputs, strict=True)]
 
-    def written(self, checker: Any) -> ShardingTypeError | None:
-        """The error of a function that has written what varies into an argument that is replicated, or into a part of such a one."""
-        for tag, version, part, way in zip(self.tags, self.versions, self.parts, self.ways, strict=True):
-            if version is not None and (_version_of(part) != version or checker.has_written(_local_of(part))):
-                spec = None if way.dst is None else way.dst.spec
+    def error(self, checker: Any) -> ShardingTypeError | None:
+        """Return the error of a function that wrote a varying value to a replicated argument, or to a part of one; None if it did not."""
+        for tag, version, part, arg in zip(self.tags, self.versions, self.parts, self.inputs, strict=True):
+            if version is not None and (_version_of(part) != version or checker.was_written(_local_of(part))):
+                spec = None if arg.dst is None else arg.dst.spec
                 return ShardingTypeError(
-                    f"{way.path} is the same on every rank, {way.src}; its part {spec} was written to in place, and every rank has written "
-                    f"another part of its copy: write to a clone of it, or pass a ShardedTensor that lies as {spec}"
+                    f"{arg.path} is the same on every rank, {arg.src}; its part {spec} was written to in place, so that copies of it now "
+                    f"differ between ranks: write to a clone of it, or pass a ShardedTensor with the spec {spec}"
                 )
             if tag is None:
                 continue
-            now = checker.of(part)
+            now = checker.tag_of(part)
             odd = sorted((now.type.varying | now.type.pending) - tag.type.varying - tag.type.pending)
             if odd:
                 return ShardingTypeError(
-                    f"{way.path} is the same on every rank along {odd[0]!r}, and was written to with what is not, since "
+                    f"{arg.path} is the same on every rank along {odd[0]!r}, and a value that is not was written to it, since "
                     f"{now.origins[odd[0]]}; write to a clone of it"
                 )
         return None
@@ -247,12 +247,12 @@ def _local_of(x: Any) -> Tensor:
 
 def _version_of(x: Any) -> int:
     local = _local_of(x)
-    return -1 if local.is_inference() else local._version  # those of inference mode do not count
+    return -1 if local.is_inference() else local._version  # inference tensors have no version
 
 
-def _version(leaf: Any, part: Any, way: Entrance) -> int | None:
-    """How often a part has been written to that lies in the memory of an argument with more copies than the part has."""
-    src, dst = way.src, way.dst
+def _version(leaf: Any, part: Any, arg: InputSpec) -> int | None:
+    """Return the autograd version of a part that shares memory with an argument of which more ranks have copies; None otherwise."""
+    src, dst = arg.src, arg.dst
     if src is None or dst is None or src.replicated_axes == dst.replicated_axes:
         return None
     shares = _local_of(part).untyped_storage()._cdata == _local_of(leaf).untyped_storage()._cdata
@@ -260,10 +260,10 @@ def _version(leaf: Any, part: Any, way: Entrance) -> int | None:
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:
-    """The arguments that do not lie as a mapped function wants them, for `sm.implicit` and reports."""
-    ways: list[Entrance] = frame["ways"]
-    advice = ", ".join(f"{way.path} to {way.dst.spec}" for way in ways if way.dst is not None)
-    return OperatorCall(f"shard_map({frame['name']})", ", ".join(str(way.src) for way in ways), f"Redistribute {advice} before the call")
+    """Describe the arguments that must be redistributed, for `sm.implicit` and reports."""
+    inputs: list[InputSpec] = frame["inputs"]
+    advice = ", ".join(f"{arg.path} to {arg.dst.spec}" for arg in inputs if arg.dst is not None)
+    return OperatorCall(f"shard_map({frame['name']})", ", ".join(str(arg.src) for arg in inputs), f"Redistribute {advice} before the call")
 
 
 DESCRIBERS[_redistributed.__code__] = _describe

@@ -1,4 +1,4 @@
-"""Random keys, as in JAX: which random numbers a function draws is said by a value, so that it is known which ranks draw the same.
+"""Random keys, as in JAX: a value determines the random numbers, so that it is known which ranks draw the same.
 
     key = sm.random_key(0)                                       the same on every rank
     with sm.seeded(key): mask = dropout(x)                        the same mask on every rank
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..tensor.random import fork_rng, manual_seed
-from .named_axes import current_mapping
-from .types.type_checker import unfollowed
+from .named_axes import current_axis_env
+from .types.type_checker import untracked
 from .types.types import Type
 
 _MASK = (1 << 64) - 1
@@ -36,12 +36,12 @@ class Key:
 
 
 def random_key(seed: int) -> Key:
-    """random_key(seed) -> R: a key, the same on every rank that gives the same seed. Communication: none."""
-    return Key(_mixed(seed & _MASK))
+    """random_key(seed) -> R: return a key, the same on every rank for the same seed. Communication: none."""
+    return Key(_splitmix(seed & _MASK))
 
 
 def fold_in(key: Key, data: int | Tensor) -> Key:
-    """fold_in(key, data) -> a new key from a key and a number; it varies as they do.
+    """fold_in(key, data) -> a new key made from a key and a number; it varies over the axes over which they vary.
 
     Args:
         key: a key.
@@ -49,16 +49,16 @@ def fold_in(key: Key, data: int | Tensor) -> Key:
 
     Communication: none.
     """
-    varying, mapping = key.varying, current_mapping()
-    if mapping is not None and mapping.checker is not None:
-        found = mapping.checker.joined(iter((data,) if isinstance(data, Tensor) else ()), mapping.checker.looked)
+    varying, env = key.varying, current_axis_env()
+    if env is not None and env.checker is not None:
+        found = env.checker.join_all(iter((data,) if isinstance(data, Tensor) else ()), env.checker.control_tag)
         varying = varying | found.type.varying
-    with unfollowed():
-        return Key(_mixed(key.seed ^ _mixed((int(data) + 1) & _MASK)), varying)
+    with untracked():
+        return Key(_splitmix(key.seed ^ _splitmix((int(data) + 1) & _MASK)), varying)
 
 
-def _mixed(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), cut to 63 bits, which any generator takes as a seed."""
+def _splitmix(x: int) -> int:
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014) of `x`, cut to 63 bits, which any generator accepts as a seed."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -67,9 +67,9 @@ def _mixed(x: int) -> int:
 
 @contextmanager
 def seeded(key: Key) -> Iterator[None]:
-    """with seeded(key): random operators draw from the key; afterwards as if nothing had been drawn.
+    """with seeded(key): draw random numbers from the key; afterwards generators continue as if nothing had been drawn.
 
-    Inside a mapped function what they give is known to be the same on the ranks that have the same key. Random numbers of
+    Inside a mapped function the numbers are known to be the same on the ranks that have the same key. Random numbers of
     `ShardedTensor`s are drawn from it too.
 
     Communication: none.
@@ -79,23 +79,23 @@ def seeded(key: Key) -> Iterator[None]:
         ...     x = torch.nn.functional.dropout(x, 0.1)
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices), fork_rng(), _drawing(Type.of(key.varying)):
-        with unfollowed():
+    with torch.random.fork_rng(devices=devices), fork_rng(), _random_type(Type.of(key.varying)):
+        with untracked():
             torch.manual_seed(key.seed)
             manual_seed(key.seed)
         yield
 
 
 @contextmanager
-def _drawing(type_: Type) -> Iterator[None]:
-    """Inside, what random operators give is of this type."""
-    mapping = current_mapping()
-    if mapping is None or mapping.checker is None:
+def _random_type(type_: Type) -> Iterator[None]:
+    """Inside, the results of random operators have this type."""
+    env = current_axis_env()
+    if env is None or env.checker is None:
         yield
         return
-    checker = mapping.checker
-    before, checker.random = checker.random, type_
+    checker = env.checker
+    before, checker.random_type = checker.random_type, type_
     try:
         yield
     finally:
-        checker.random = before
+        checker.random_type = before

@@ -1,4 +1,4 @@
-"""Named axes inside a mapped function: which mesh they belong to, and who is who along them.
+"""Named axes inside a mapped function: the mesh that they belong to, and this rank's place along them.
 
     mesh (dp=2, tp=2)      shard_map(f, axis_names={"tp"})     inside f: "tp" is bound, "dp" is not
         [0 1]
@@ -25,26 +25,26 @@ from ..tensor.autograd import engine_hooks
 
 if TYPE_CHECKING:
     from .captures import Captures
-    from .types.type_checker import Following
+    from .types.type_checker import TypeChecker
 
 AxisName = str | Sequence[str]
 Groups = Sequence[Sequence[int]] | None
 
 
 class UnboundAxisError(ValueError):
-    """A collective names an axis that no mapped function around it has made manual."""
+    """A collective names an axis that is not manual in any mapped function around it."""
 
 
 class Axes:
-    """One manual axis, or several flattened major to minor in the order in which they are named.
+    """One manual axis, or several flattened major to minor in the given order.
 
     Attributes:
         names: the axes.
         mesh: the mesh of these axes alone, in this order, over the ranks that differ from this one only along them.
         size: number of ranks.
         index: this rank's place.
-        order: by place, the rank's index in the group; None where the two are the same.
-        ops: what collectives over these axes have made ready.
+        order: by place, the rank's index in the group; None if the two are the same.
+        ops: a cache of what collectives over these axes need.
     """
 
     def __init__(self, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
@@ -61,15 +61,15 @@ class Axes:
         with outside_of_transforms(), torch.inference_mode(False):
             return torch.tensor(self.index, device=self.mesh.device)
 
-    def kept(self, make: Any, *key: Any) -> Any:
-        """What `make(axes, *key)` makes, made once."""
+    def cached(self, make: Any, *key: Any) -> Any:
+        """Return `make(axes, *key)`, made once."""
         found = self.ops.get((make, *key))
         if found is None:
             found = self.ops[make, *key] = make(self, *key)
         return found
 
     def place_in_group(self, place: int) -> int:
-        """The group index of the rank at a place along the axes."""
+        """Return the group index of the rank at a place along the axes."""
         return place if self.order is None else self.order[place]
 
     def __str__(self) -> str:
@@ -77,10 +77,10 @@ class Axes:
 
 
 class GroupedAxes(Axes):
-    """This rank's group of the ranks along some axes; its mesh has one axis. `names` are those that the groups are places along.
+    """This rank's group of the ranks along some axes, as one axis of a mesh of its own. `names` are those of the grouped axes.
 
     Attributes:
-        sizes: of all groups.
+        sizes: the sizes of all groups.
     """
 
     def __init__(self, axes: Axes, groups: tuple[tuple[int, ...], ...]) -> None:
@@ -90,31 +90,32 @@ class GroupedAxes(Axes):
         self.names, self.sizes = axes.names, tuple(map(len, groups))
 
 
-class Mapping:
-    """The axes that are manual in a mapped function.
+class AxisEnv:
+    """The manual axes of a mapped function, and what collectives and gradients inside need to know (JAX: axis environment).
 
     Attributes:
-        root: the mesh on which all of them are axes; that of the outermost mapped function where it contains the inner one's.
+        root: the mesh of all manual axes; that of the outermost mapped function if it contains the inner one's.
         names: the manual axes, outer functions' first.
-        checker: follows the types of values, while that is on.
-        captures: what the function closes over, while that is on.
-        seeds, cursor, recording: what is known of the calls of `grad` and `typeof` inside, which of them comes next, and whether they are
-            new.
+        checker: the type checker, in a tracked call.
+        captures: the tensors that the function closes over, in a tracked call.
+        type_log: the types that calls of `grad`, `typeof` and `custom_vjp` inside have found in a tracked call, for later calls.
+        cursor: the entry of the log that comes next.
+        recording: whether entries are appended.
     """
 
     def __init__(self, root: DeviceMesh, names: tuple[str, ...]) -> None:
         self.root, self.names = root, names
-        self.checker: Following | None = None
+        self.checker: TypeChecker | None = None
         self.captures: Captures | None = None
-        self.seeds: list[Any] = []
+        self.type_log: list[Any] = []
         self.cursor, self.recording = 0, False
         self._axes: dict[Any, Axes] = {}
         _live.setdefault(root.world, weakref.WeakSet()).add(self)
 
     def axes(self, name: AxisName) -> Axes:
-        """The axes of this name or these names.
+        """Return the axes of this name or these names.
 
-        Raises: UnboundAxisError where one is not manual here; ValueError for one named twice or none; TypeError for what is no name.
+        Raises: UnboundAxisError for one that is not manual here; ValueError for one named twice or none; TypeError for other objects.
         """
         key = name if type(name) is str else self._key(name)
         found = self._axes.get(key)
@@ -123,9 +124,9 @@ class Mapping:
         return found
 
     def grouped(self, name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
-        """This rank's group of the ranks along the axes.
+        """Return this rank's group of the ranks along the axes.
 
-        Raises: as `axes`; ValueError for groups that do not hold each place once.
+        Raises: as `axes`; ValueError for groups that do not contain each place once.
         """
         axes = self.axes(name)
         given = tuple(tuple(map(int, group)) for group in groups)
@@ -143,7 +144,7 @@ class Mapping:
             return name if isinstance(name, str) else tuple(name)
         raise TypeError(
             f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names, and the manual axes here are "
-            f"{list(self.names)}; over a dim of the part itself reduce with x.sum(dim)"
+            f"{list(self.names)}; to reduce over a dim of the local tensor use x.sum(dim)"
         )
 
     def _checked(self, name: Any) -> tuple[str, ...]:
@@ -152,13 +153,13 @@ class Mapping:
             if one not in self.names:
                 raise _unbound(one, f"the manual axes here are {list(self.names)}")
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"axis_name={name!r}: name one axis or more, each once, of {list(self.names)}")
+            raise ValueError(f"axis_name={name!r}: name one or more of the axes {list(self.names)}, each once")
         return names
 
-    def inside(self, mesh: DeviceMesh, names: tuple[str, ...]) -> Mapping:
-        """The mapping of a function that is mapped over `mesh` inside this one.
+    def inside(self, mesh: DeviceMesh, names: tuple[str, ...]) -> AxisEnv:
+        """Return the environment of a function that is mapped over `mesh` inside this one.
 
-        Raises: ValueError where it would make an axis manual that is.
+        Raises: ValueError if one of its axes is manual already.
         """
         again = sorted(set(names) & set(self.names))
         if again:
@@ -167,82 +168,82 @@ class Mapping:
                 "with axis_names on the outer function"
             )
         part = set(mesh.axis_names) <= set(self.root.axis_names) and self.root[mesh.axis_names] is mesh
-        return Mapping(self.root, (*self.names, *names)) if part else Mapping(mesh, names)
+        return AxisEnv(self.root, (*self.names, *names)) if part else AxisEnv(mesh, names)
 
     def size(self, names: Sequence[str]) -> int:
-        """Number of ranks along these axes."""
+        """Return the number of ranks along these axes."""
         return math.prod(self.root.size(name) for name in names)
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this mapping is the current one."""
-        before, _thread.mapping = _thread.mapping, self
+        """Inside, this environment is the current one."""
+        before, _thread.env = _thread.env, self
         try:
             yield
         finally:
-            _thread.mapping = before
+            _thread.env = before
 
 
-class _Thread(threading.local):
-    mapping: Mapping | None = None
+class _CurrentAxisEnv(threading.local):
+    env: AxisEnv | None = None
 
 
-_thread = _Thread()
-_live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Mapping]] = weakref.WeakKeyDictionary()
+_thread = _CurrentAxisEnv()
+_live: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AxisEnv]] = weakref.WeakKeyDictionary()
 
 
-def swap(mapping: Mapping | None) -> Mapping | None:
-    """Make this the current mapping; the one before. For the shortest way in and out of a mapped function."""
-    before = _thread.mapping
-    _thread.mapping = mapping
+def swap(env: AxisEnv | None) -> AxisEnv | None:
+    """Make this the current environment and return the one before; the fast path of a mapped function."""
+    before = _thread.env
+    _thread.env = env
     return before
 
 
-def current_mapping() -> Mapping | None:
-    """The mapping of the innermost mapped function that runs in this thread."""
-    return _thread.mapping
+def current_axis_env() -> AxisEnv | None:
+    """Return the environment of the innermost mapped function in this thread."""
+    return _thread.env
 
 
-def captures_here() -> Captures | None:
-    """What the mapped function that runs in this thread closes over, while types are followed."""
-    mapping = _thread.mapping
-    return None if mapping is None else mapping.captures
+def current_captures() -> Captures | None:
+    """Return the captured tensors of the mapped function in this thread, in a tracked call."""
+    env = _thread.env
+    return None if env is None else env.captures
 
 
-def bound(name: AxisName) -> Axes:
-    """The axes that a collective names.
+def bound_axes(name: AxisName) -> Axes:
+    """Return the axes that a collective names.
 
-    Raises: UnboundAxisError outside of a mapped function, or where it does not bind this name.
+    Raises: UnboundAxisError outside of a mapped function, or if it does not bind this name.
     """
-    mapping = _thread.mapping
-    return (mapping or _replayed(name)).axes(name)
+    env = _thread.env
+    return (env or _env_of_replay(name)).axes(name)
 
 
 def bound_groups(name: AxisName, groups: Sequence[Sequence[int]]) -> GroupedAxes:
-    """This rank's group of the ranks along the axes that a collective names.
+    """Return this rank's group of the ranks along the axes that a collective names.
 
-    Raises: as `bound`; ValueError for groups that do not hold each place along the axes once.
+    Raises: as `bound_axes`; ValueError for groups that do not contain each place along the axes once.
     """
-    return (_thread.mapping or _replayed(name)).grouped(name, groups)
+    return (_thread.env or _env_of_replay(name)).grouped(name, groups)
 
 
-def _replayed(name: AxisName) -> Mapping:
-    """The mapping of a piece of a mapped function that backward runs once more (`torch.utils.checkpoint`), which is the one
-    that has these axes, where there is but one mesh that has.
+def _env_of_replay(name: AxisName) -> AxisEnv:
+    """Return the environment of a piece of a mapped function that backward recomputes (`torch.utils.checkpoint`): the one that has
+    these axes, if they are of one mesh.
 
-    Raises: UnboundAxisError where it cannot be told.
+    Raises: UnboundAxisError if it is not known.
     """
     names = {name} if isinstance(name, str) or not isinstance(name, Sequence) else set(name)
     found = [m for m in list(_live.get(current_world(), ())) if names <= set(m.names)]
     if engine_hooks.current_backward() < 0 or not found:
-        raise _unbound(name, "no mapped function runs here")
+        raise _unbound(name, "no mapped function is running")
     if len({id(m.root) for m in found}) > 1:
-        raise _unbound(name, "several meshes have it, and torch.utils.checkpoint does not tell which was meant; use sm.checkpoint")
+        raise _unbound(name, "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.checkpoint")
     return found[0]
 
 
 def _unbound(name: Any, why: str) -> UnboundAxisError:
     return UnboundAxisError(
-        f"unbound axis name {name!r}: {why}. Axis names mean something inside a function that shard_map maps over them: "
+        f"unbound axis name {name!r}: {why}. Axis names are bound inside a function that shard_map maps over them: "
         f"shard_map(f, mesh=mesh, in_specs=..., out_specs=..., axis_names={{{name!r}}})"
     )

@@ -1,4 +1,4 @@
-"""How the results of a mapped function come out: parts become `ShardedTensor`s."""
+"""Results of a mapped function: turn local parts into `ShardedTensor`s, and check them when a signature is new."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ..tensor.global_shape import put_together
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
-from .signature import STATIC, flattened, rebuilt
+from .signature import STATIC, flatten_tree, unflatten_tree
 from .types.types import ShardingTypeError, Tag
 
 
 @dataclass(frozen=True)
-class Exit:
-    """How one result comes out.
+class OutputSpec:
+    """The layout of one result.
 
     Attributes:
-        path: how to name it.
-        spec: how it lies over the manual axes; None for what is no tensor.
-        shape: of this rank's part.
-        layout: of the result.
+        path: its name in messages.
+        spec: its spec over the manual axes; None for a result that is not a tensor.
+        shape: the shape of this rank's part.
+        layout: its layout.
     """
 
     path: str
@@ -42,22 +42,22 @@ class Exit:
     layout: Layout | None = None
 
 
-def wrapped(name: str, out: Any, exits: Sequence[Exit], parts: Sequence[Any]) -> Any:
-    """The results of a call whose signature is known.
+def wrap_outputs(name: str, out: Any, outputs: Sequence[OutputSpec], parts: Sequence[Any]) -> Any:
+    """Return the results of a call whose signature is known, as `ShardedTensor`s.
 
-    Raises: TypeError for results that are not like those of the call before.
+    Raises: TypeError for results that differ in number, kind or shape from the previous call's.
     """
-    if type(out) is Tensor and len(exits) == 1:
-        return _wrapped_one(name, out, exits[0], _identities(parts))
-    leaves, tree = flattened(out)
-    if len(leaves) != len(exits):
-        raise TypeError(f"{name} returned {len(leaves)} results, and {len(exits)} when it was called with this signature before")
+    if type(out) is Tensor and len(outputs) == 1:
+        return _wrap_output(name, out, outputs[0], _identities(parts))
+    leaves, tree = flatten_tree(out)
+    if len(leaves) != len(outputs):
+        raise TypeError(f"{name} returned {len(leaves)} results, and {len(outputs)} in the previous call with this signature")
     taken = _identities(parts)
-    return rebuilt(tree, [_wrapped_one(name, x, way, taken) for x, way in zip(leaves, exits, strict=True)])
+    return unflatten_tree(tree, [_wrap_output(name, x, out_spec, taken) for x, out_spec in zip(leaves, outputs, strict=True)])
 
 
-def made_with(lineage: int, out: Any) -> Any:
-    """The results, known to have been made of what the function was called with."""
+def with_lineage(lineage: int, out: Any) -> Any:
+    """Set the lineage of each sharded result and return the results."""
     if type(out) is ShardedTensor:
         out._lineage = lineage
     elif out is not None:
@@ -68,55 +68,55 @@ def made_with(lineage: int, out: Any) -> Any:
 
 
 def _identities(parts: Sequence[Any]) -> frozenset[int]:
-    """The tensors that went in: one that comes out again must be another object, with a gradient of its own."""
+    """Return the ids of the tensors that went in: a result that is one of them must be a new object, with a gradient of its own."""
     return frozenset([id(p._local if type(p) is ShardedTensor else p) for p in parts])
 
 
-def _wrapped_one(name: str, x: Any, way: Exit, taken: frozenset[int]) -> Any:
-    layout = way.layout
+def _wrap_output(name: str, x: Any, out_spec: OutputSpec, taken: frozenset[int]) -> Any:
+    layout = out_spec.layout
     if layout is None or not isinstance(x, Tensor):
-        check_kind(way.path, x, way.spec, False)
+        check_kind(out_spec.path, x, out_spec.spec, False)
         return x
-    if x.shape != way.shape or x.dtype is not layout.dtype:
-        layout = _like_before(name, x, way, layout)
+    if x.shape != out_spec.shape or x.dtype is not layout.dtype:
+        layout = _layout_of_new_shape(name, x, out_spec, layout)
     if type(x) is ShardedTensor:
         x = x._local
     return ShardedTensor._make(x.view_as(x) if id(x) in taken else x, layout)
 
 
-def _like_before(name: str, x: Tensor, way: Exit, layout: Layout) -> Layout:
-    """The layout of a result of another shape or dtype than before.
+def _layout_of_new_shape(name: str, x: Tensor, out_spec: OutputSpec, layout: Layout) -> Layout:
+    """Return the layout of a result whose shape or dtype differs from the previous call's.
 
-    Raises: TypeError where its global shape is not known without asking other ranks.
+    Raises: TypeError if its global shape is not known without communication.
     """
-    if x.shape != way.shape:
-        if any(way.spec.dims if way.spec is not None else ()):
+    if x.shape != out_spec.shape:
+        if any(out_spec.spec.dims if out_spec.spec is not None else ()):
             raise TypeError(
-                f"{way.path} of {name} has the local shape {list(x.shape)}, and had {list(way.shape or ())} when it was called with this "
-                "signature before: ranks would have to ask each other at every call. Return it padded to one shape, or make what its shape "
-                "depends on a static argument"
+                f"{out_spec.path} of {name} has the local shape {list(x.shape)}, and had {list(out_spec.shape or ())} in the previous "
+                "call with this signature: ranks exchange shapes only once per signature. Pad it to one shape, or pass what its shape "
+                "depends on as a static argument"
             )
         layout = layout.replace(shape=x.shape)
     return layout.replace(dtype=x.dtype)
 
 
-# -- the first time ----------------------------------------------------------------------------------------------------
+# -- the first call ----------------------------------------------------------------------------------------------------
 
 
 def check_kind(path: str, x: Any, spec: Any, partly: bool) -> None:
-    """Raises: TypeError where a result is not of the kind that its spec says."""
+    """Raise TypeError if a result is not of the kind that its spec describes."""
     if isinstance(x, Tensor) and spec in (None, STATIC):
-        raise TypeError(f"{path} is a tensor, and its out_specs are None, which is for what is no tensor; write a P (P() if replicated)")
+        raise TypeError(f"{path} is a tensor, and its out_specs are None, which is for other objects; write a P (P() if replicated)")
     if isinstance(x, ShardedTensor) and not partly:
-        raise TypeError(f"{path} is a ShardedTensor, {x._layout}; a mapped function works on parts and returns parts")
+        raise TypeError(f"{path} is a ShardedTensor, {x._layout}; a mapped function returns local parts")
     if partly and isinstance(x, Tensor) and not isinstance(x, ShardedTensor):
-        raise TypeError(f"{path} is a plain tensor, and some axes are not manual: make it a ShardedTensor on the mesh of these")
+        raise TypeError(f"{path} is a plain tensor, and some axes are not manual: return a ShardedTensor on the mesh of those")
 
 
-def checked_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], partly: bool) -> P | None:
-    """The spec of a result over the manual axes, or None for what is no tensor.
+def resolve_output_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence[str], partly: bool) -> P | None:
+    """Return the spec of a result over the manual axes, or None for a result that is not a tensor.
 
-    Raises: TypeError or ValueError where it does not fit.
+    Raises: TypeError or ValueError if it does not fit.
     """
     check_kind(path, x, spec, partly)
     if not isinstance(x, Tensor):
@@ -127,7 +127,7 @@ def checked_spec(path: str, x: Any, spec: Any, mesh: DeviceMesh, names: Sequence
 
 
 def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
-    """Raises: ShardingTypeError where a result is not of the type that its spec says."""
+    """Raise ShardingTypeError if the type of a result contradicts its spec."""
     split, pending = {axis for axes in spec.dims for axis in axes}, {axis for axis, _ in spec.unreduced}
     for axis in names:
         varies, pends = axis in tag.type.varying, axis in tag.type.pending
@@ -139,78 +139,78 @@ def check_type(path: str, spec: P, tag: Tag, names: Iterable[str]) -> None:
         if varies and axis not in split | pending:
             raise ShardingTypeError(
                 f"{path} varies over {axis!r}, and out_specs {spec} say that it is the same on every rank. It varies since "
-                f"{tag.origins[axis]}. Make it the same (psum, pmean, all_gather over {axis!r}), or say how it lies: {axis!r} on one of "
-                f"its dims, or unreduced={{{axis!r}}} if it is to be summed"
+                f"{tag.origins[axis]}. Make it the same (psum, pmean, all_gather over {axis!r}), or name {axis!r} in its spec: on one of "
+                f"its dims, or as unreduced={{{axis!r}}} if it is to be summed"
             )
         if axis in pending and not (varies or pends):
             raise ShardingTypeError(
-                f"{path} is the same on every rank along {axis!r}, and out_specs {spec} would have {axis!r} sum it up; write "
+                f"{path} is the same on every rank along {axis!r}, and out_specs {spec} declare it a sum over {axis!r}; write "
                 f"pcast(x, {axis!r}, to='unreduced') if the sum is to be this value"
             )
 
 
-def first_exits(
-    paths: Sequence[str], specs: Sequence[P | None], leaves: Sequence[Any], error: Exception | None, mesh: DeviceMesh, own: DeviceMesh,
-    compare: bool,
-) -> list[Exit]:  # fmt: skip
-    """How the results of the first call with a signature come out: ranks tell each other the shapes of their parts.
+def infer_outputs(
+    paths: Sequence[str], specs: Sequence[P | None], leaves: Sequence[Any], error: Exception | None, mesh: DeviceMesh,
+    manual_mesh: DeviceMesh, compare: bool,
+) -> list[OutputSpec]:  # fmt: skip
+    """Return the layouts of the results of the first call with a signature, after an exchange of their shapes.
 
     Args:
-        error: what is wrong with them, which every rank then raises.
-        compare: also compare the values of results that are replicated: numbers read from the shapes of uneven parts, from varying
-            values or from outside may differ between ranks, and no type shows it.
+        error: an error of this rank's results; then every rank raises.
+        compare: also compare the values of replicated results: numbers read from the shapes of uneven parts, from varying values or
+            from outside the function may differ between ranks without any effect on types.
 
     Communication: a small all_gather over the manual axes; none in a null world.
     """
-    group, text = own.group(own.axis_names), None if error is None else f"{type(error).__name__}: {error}"
-    by_rank = dict(zip(group.ranks, _exchanged(group, (text, [_described(x, compare) for x in leaves])), strict=True))
-    everyone: dict[Any, Any] = {own.coordinate_of(r): each for r, each in by_rank.items()}
+    group, text = manual_mesh.group(manual_mesh.axis_names), None if error is None else f"{type(error).__name__}: {error}"
+    by_rank = dict(zip(group.ranks, _exchanged(group, (text, [_describe_result(x, compare) for x in leaves])), strict=True))
+    everyone: dict[Any, Any] = {manual_mesh.coordinate_of(r): each for r, each in by_rank.items()}
     _raise_for_all(error, {r: each[0] for r, each in by_rank.items()})
     _check_alike({r: [part is not None for part in each[1]] for r, each in by_rank.items()})
     found = []
     for i, (path, spec, x) in enumerate(zip(paths, specs, leaves, strict=True)):
         if spec is None:
-            found.append(Exit(path, None))
+            found.append(OutputSpec(path, None))
             continue
         parts = {place: each[1][i] for place, each in everyone.items()}
-        layout = _result_layout(path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, own)
-        _check_equal(path, spec, parts, own)
-        found.append(Exit(path, spec, x.shape, layout))
+        layout = _result_layout(path, spec, x, {place: part[:-1] for place, part in parts.items()}, mesh, manual_mesh)
+        _check_equal(path, spec, parts, manual_mesh)
+        found.append(OutputSpec(path, spec, x.shape, layout))
     return found
 
 
-def tell_error(name: str, error: Exception, own: DeviceMesh) -> None:
-    """Tell the other ranks of an error inside the function, which may be this rank's alone where parts differ in shape. They hear of it
-    in `first_exits`.
+def share_error(name: str, error: Exception, manual_mesh: DeviceMesh) -> None:
+    """Send an error inside the function to the other ranks, which receive it in `infer_outputs`: where parts differ in shape, other
+    ranks may have none.
 
     Raises: the error.
 
     Communication: a small all_gather over the manual axes.
     """
-    first_exits([f"shard_map({name}): f"], [], [], error, own, own, False)
+    infer_outputs([f"shard_map({name}): f"], [], [], error, manual_mesh, manual_mesh, False)
 
 
-def _exchanged(group: Group, told: Any) -> list[Any]:
-    """What every rank tells. In a null world nobody is there to ask: all are like this one, and nothing is counted, so that what a
-    program moves when its signatures are known can be read there."""
-    return [told] * group.size if isinstance(group, NullGroup) else group.all_gather_object(told)
+def _exchanged(group: Group, message: Any) -> list[Any]:
+    """Return what every rank has sent. A null world has no other ranks: each is taken to be like this one, and nothing is counted, so
+    that a program's report there shows calls with known signatures."""
+    return [message] * group.size if isinstance(group, NullGroup) else group.all_gather_object(message)
 
 
 def _name(frame: dict[str, Any]) -> str:
-    """The mapped function, for reports of communication."""
+    """Return the name of the mapped function, for reports of communication."""
     return frame["paths"][0].partition(":")[0] if frame["paths"] else "shard_map"
 
 
-DESCRIBERS[first_exits.__code__] = _name
+DESCRIBERS[infer_outputs.__code__] = _name
 
 
-def _described(x: Any, compare: bool) -> Any:
-    """What other ranks need to know of a result: dtype, shape, and what its values are if they are to be compared."""
+def _describe_result(x: Any, compare: bool) -> Any:
+    """Return what other ranks need to know of a result: dtype, shape, and a digest of its values if they are to be compared."""
     return (dtype_name(x.dtype), *x.shape, (sampled_digest(x), x.requires_grad) if compare else None) if isinstance(x, Tensor) else None
 
 
 def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> None:
-    """Raises: the error of this rank, or else that of another one."""
+    """Raise the error of this rank, or else that of another one."""
     if error is not None:
         raise error
     bad = next((rank for rank, text in texts.items() if text is not None), None)
@@ -219,48 +219,48 @@ def _raise_for_all(error: Exception | None, texts: dict[int, str | None]) -> Non
 
 
 def _check_alike(tensors: dict[int, list[bool]]) -> None:
-    """Raises: ShardingTypeError where ranks returned another number of results, or a tensor where others did not."""
+    """Raise ShardingTypeError if ranks returned different numbers of results, or a tensor where others returned another object."""
     first, *others = tensors
-    odd = next((rank for rank in others if tensors[rank] != tensors[first]), None)
-    if odd is not None:
-        told = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, odd))
-        raise ShardingTypeError(f"ranks returned different numbers or kinds of results ({told}); return the same tree on every rank")
+    other = next((rank for rank in others if tensors[rank] != tensors[first]), None)
+    if other is not None:
+        message = ", ".join(f"rank {rank}: {_kinds(tensors[rank])}" for rank in (first, other))
+        raise ShardingTypeError(f"ranks returned different numbers or kinds of results ({message}); return the same tree on every rank")
 
 
 def _kinds(tensors: list[bool]) -> str:
     return "[" + ", ".join("a tensor" if is_tensor else "no tensor" for is_tensor in tensors) + "]"
 
 
-def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], own: DeviceMesh) -> None:
-    """Raises: ShardingTypeError where a rank's values are not those of another one that should hold the same."""
-    named = [own.axis_index(axis) for axis in spec.axes]
+def _check_equal(path: str, spec: P, parts: dict[tuple[int, ...], Any], manual_mesh: DeviceMesh) -> None:
+    """Raise ShardingTypeError if a rank's values differ from those of another rank that should hold the same."""
+    named = [manual_mesh.axis_index(axis) for axis in spec.axes]
     first: dict[Any, Any] = {}
     for place, part in parts.items():
         held = first.setdefault(tuple(place[i] for i in named), part[-1])
         if held != part[-1]:
             raise ShardingTypeError(
-                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it is not: it depends on numbers that differ "
-                "between ranks (read from shapes of parts, from varying values, or from outside); compute it from what is the same on all"
+                f"{path}: by its type it is the same on every rank of {spec}, and at {place} it differs: it depends on numbers that differ "
+                "between ranks (read from shapes of parts, from varying values, or from outside); compute it from values that are the same"
             )
 
 
 def _result_layout(
-    path: str, spec: P, x: Tensor, parts: dict[tuple[int, ...], tuple[Any, ...]], mesh: DeviceMesh, own: DeviceMesh
+    path: str, spec: P, x: Tensor, parts: dict[tuple[int, ...], tuple[Any, ...]], mesh: DeviceMesh, manual_mesh: DeviceMesh
 ) -> Layout:
-    """The layout of a result.
+    """Return the layout of a result.
 
     Args:
-        path: how to name it.
-        spec: how it lies over the manual axes.
+        path: its name in messages.
+        spec: its spec over the manual axes.
         x: this rank's part.
-        parts: by coordinate on the manual axes, dtype and shape of every rank's part.
+        parts: dtype and shape of every rank's part, by coordinate on the manual axes.
         mesh: the mesh.
-        own: the mesh of the manual axes.
+        manual_mesh: the mesh of the manual axes.
 
-    Raises: ValueError, on every rank, where the parts do not make up a tensor that is cut so.
+    Raises: ValueError, on every rank, if the parts do not make up a tensor with this spec.
     """
     try:
-        whole = put_together(parts, spec, own)
+        whole = put_together(parts, spec, manual_mesh)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(x, ShardedTensor):

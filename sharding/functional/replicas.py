@@ -1,4 +1,4 @@
-"""Comparing what a mapped function is given and returns between the ranks that should hold the same."""
+"""Compare the arguments and results of a mapped function between the ranks that should hold the same."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceMesh) -> None:
-    """Compare each tensor between the ranks that should hold the same of it.
+    """Compare each tensor between the ranks that should hold the same part of it.
 
     Args:
-        named: how to name a value, this rank's part, and its layout; None for what is no tensor.
+        named: the name of a value, this rank's part, and its layout; None for a value that is not a tensor.
         own: the mesh of the manual axes.
 
     Raises: ReplicaError, on every rank; the index it names is one in a rank's part, which is what the function sees.
@@ -39,7 +39,7 @@ _SAMPLE = 1 << 20  # elements of a tensor that are compared when a signature is 
 
 
 def sampled_digest(x: Tensor) -> int | None:
-    """A hash of as many elements as cost little, evenly spread; None on the meta device, where there are none."""
+    """Return a hash of evenly spread elements, few enough to be cheap; None on the meta device, which has no values."""
     flat = innermost(_plain(x)).detach().reshape(-1)  # the values of all examples
     return None if flat.is_meta else int(bit_hash(flat[:: max(1, flat.numel() // _SAMPLE)]))
 

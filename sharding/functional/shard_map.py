@@ -1,17 +1,16 @@
-r"""`shard_map`: a plain PyTorch function over local tensors, mapped over the ranks of a mesh.
+r"""`shard_map`: map a plain PyTorch function of local tensors over the ranks of a mesh.
 
     x: P("dp")   w: P()             f(x, w) = psum((x @ w).sum(), "dp")           out: P()
     rank 0   [x0]  [w]    ->        x0 @ w ----sum---\                            [loss]
                                                        psum  -> the same on both
     rank 1   [x1]  [w]    ->        x1 @ w ----sum---/                            [loss]
 
-At the boundary nothing happens to the tensors: the local tensor that goes in is the part that this rank holds, and autograd
-runs on it as it is. The gradient of a value is laid out as the dual of its type (S <-> S, R <-> pending), which is what a
-`ShardedTensor` of that layout expects: so gradients are right without a node at the boundary, and a parameter that is used many
-times is reduced once.
+The function receives the local tensors themselves, and autograd records operators on them. The gradient of a value has the dual type
+(S <-> S, R <-> pending), which is the layout that a `ShardedTensor` expects for its gradient. So the boundary needs no autograd
+node, and a parameter that is used many times is reduced once.
 
-A call is known by its signature: layouts, shapes and dtypes, static values. The first time, the types of all values are followed
-(`following.py`) and ranks exchange the shapes of their results. After that a call looks its signature up and trusts it.
+Calls are cached by signature: layouts, shapes, dtypes and static values. The first call with a signature tracks the types of all values
+(`types/type_checker.py`), and ranks exchange the shapes of their results. Later calls look the signature up.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from ..ops import dispatch
 from ..ops.lineage import carrying, mixed, seed_of
 from ..tensor.autograd.engine_hooks import transforms_active
 from ..tensor.sharded_tensor import ShardedTensor
-from .captures import Captures, captured_in
-from .inputs import Entrance, Watched, aliased, as_they_lie, check_transform, enter, entrance
-from .named_axes import Mapping, current_mapping, swap
-from .outputs import Exit, check_type, checked_spec, first_exits, made_with, tell_error, wrapped
+from .captures import Captures, replace_captures
+from .inputs import InputMutationCheck, InputSpec, alias, check_transform, local_parts, make_input_spec, prepare_inputs
+from .named_axes import AxisEnv, current_axis_env, swap
+from .outputs import OutputSpec, check_type, infer_outputs, resolve_output_spec, share_error, with_lineage, wrap_outputs
 from .replicas import check_replicas
-from .signature import key_of, leaves_of, paths_of, position, rebuilt, specs_for
+from .signature import key_of, leaves_of, paths_of, position, specs_for, unflatten_tree
 from .transforms.batch import current_batch
-from .types.custom_functions import Application
-from .types.type_checker import Following, Trusting, unfollowed
-from .types.types import Origin, ShardingTypeError, Tag
+from .types.custom_functions import CustomFunctionCall
+from .types.type_checker import CaptureTracker, TypeChecker, untracked
+from .types.types import ShardingTypeError, Tag, TypeOrigin
 
 CHECKS = (True, False, "always", "values")
-_MOST_FOLLOWED = 4  # calls, until the backward of a custom function has run
+_MAX_TRACKED_CALLS = 4  # until the backward of a custom function has run
 
 
 def shard_map(
@@ -59,37 +58,38 @@ def shard_map(
     check: bool | str | None = None,
     check_vma: bool | None = None,
 ) -> Callable[..., Any]:
-    """shard_map(f, mesh=, in_specs=, out_specs=) -> f over `ShardedTensor`s: it runs on every rank's parts.
+    """shard_map(f, mesh=, in_specs=, out_specs=) -> a function of `ShardedTensor`s that runs f on the local tensors of each rank.
 
         @sm.shard_map(mesh=mesh, in_specs=(P("dp", None), P(None, "tp")), out_specs=P("dp", "tp"))
         def matmul(a, b):          # plain tensors: this rank's rows of a, its columns of b
             return a @ b
 
     Args:
-        f: a function of local tensors. Left out, a decorator is returned.
-        mesh: the mesh; by default that of the first sharded argument, or the one of `sm.set_mesh`.
-        in_specs: how the arguments lie, as a tree of `P`s (or placements) that is a prefix of theirs; None for what is passed as
-            it is (static). Left out: as they lie, plain tensors replicated. An argument that lies otherwise is redistributed,
-            which is implicit communication (`sm.implicit`). A plain tensor is the same on every rank, whatever its spec.
-        out_specs: how the results lie, likewise; None for what is no tensor.
-        axis_names: the axes that are manual, over which `f` sees parts and may call collectives: all by default. Over the others
-            tensors stay global: `f` sees `ShardedTensor`s on the mesh of these. Specs name manual axes only.
-        check: True: the first time a signature is seen, types are followed, and a result that varies where its spec says that it
-            is replicated is an error that names the line where it began to. "always": at every call. "values": also compare
-            replicas bit for bit, at every call. False: trust f. The default is True.
-        check_vma: JAX's name for `check`, of which it knows True and False.
+        f: a function of local tensors. If omitted, a decorator is returned.
+        mesh: the mesh. Default: that of the first sharded argument, or the one of `sm.set_mesh`.
+        in_specs: the layouts of the arguments: a tree of `P`s (or placements) that is a prefix of theirs; None for static arguments, which
+            are passed unchanged. Default: each argument keeps its layout, and plain tensors are replicated. An argument with another
+            layout is redistributed, which is implicit communication (`sm.implicit`). A plain tensor must be the same on every rank,
+            whatever its spec.
+        out_specs: the layouts of the results, likewise; None for results that are not tensors.
+        axis_names: the manual axes, over which `f` receives local parts and may call collectives. Default: all axes. Over the other axes
+            tensors stay global: `f` receives `ShardedTensor`s on the mesh of those. Specs name manual axes only.
+        check: True (the default): the first call with a signature tracks types, and raises if a result varies where its spec declares it
+            replicated; the error names the line that made it vary. "always": at every call. "values": also compare replicas bit for
+            bit, at every call. False: trust f.
+        check_vma: JAX's name for `check`; True or False.
 
     Returns:
-        The mapped function. Keyword arguments go to `f` as they are.
+        The mapped function. Keyword arguments are passed to `f` unchanged.
 
     Raises:
         ValueError: specs that do not match arguments or results, or name an axis that is not manual.
-        ShardingTypeError: on every rank, what the checker finds.
-        TypeError: an argument or result of the wrong kind; a result whose shape is not that of the call before with this signature.
-        RuntimeError: this rank is outside the mesh.
+        ShardingTypeError: on every rank, an error that the checker finds.
+        TypeError: an argument or result of the wrong kind; a result whose shape differs from the previous call with this signature.
+        RuntimeError: this rank is not in the mesh.
 
-    Communication: that of redistributing arguments, in as few collectives as possible; for a signature never seen one small
-        all_gather of the results' shapes. Else none.
+    Communication: that of redistributing arguments, in as few collectives as possible; for a new signature one small all_gather of the
+        results' shapes. Otherwise none.
 
     Example:
         >>> loss = sm.shard_map(lambda x, w: sm.psum((x @ w).square().sum(), "dp"), mesh=mesh, in_specs=(P("dp"), P()), out_specs=P())
@@ -97,60 +97,60 @@ def shard_map(
     """
     if check_vma is not None:
         if check not in (None, check_vma):
-            raise ValueError(f"shard_map(check={check!r}, check_vma={check_vma!r}): the two are one argument; give check")
+            raise ValueError(f"shard_map(check={check!r}, check_vma={check_vma!r}): check_vma is another name for check; pass one of them")
         check = check_vma
     check = True if check is None else check
     if check not in CHECKS:
-        raise ValueError(f"shard_map(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
+        raise ValueError(f"shard_map(check={check!r}): check must be one of {', '.join(map(repr, CHECKS))}")
     if f is None:
         return functools.partial(shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check=check)
     return functools.update_wrapper(Mapped(f, mesh, in_specs, out_specs, axis_names, check), f, updated=())
 
 
 @dataclass
-class Known:
-    """What is known of calls with one signature.
+class CachedCall:
+    """What calls with one signature have in common.
 
     Attributes:
-        mapping: the axes that are bound inside.
-        own: the mesh of those that this function makes manual.
-        inner: the mesh of the axes that stay global; None where there are none.
+        env: the axis names that collectives may use.
+        manual_mesh: the mesh of the axes that this function makes manual.
+        auto_mesh: the mesh of the axes that stay global; None if there are none.
         mesh: the mesh that the function is mapped over.
-        ways: how each argument goes in.
-        plain: whether every argument's part goes in as it is.
-        exits: how each result comes out; None before the first one did.
-        seeds: what `grad` needs to know inside.
-        uneven: whether parts of some argument differ in shape.
-        customs: the applications of custom functions in the last call whose types were followed.
-        followed: how many those calls were.
-        captures: whether the function closes over tensors that are sharded or require grad, so that it is followed at every call.
-        constants: plain tensors without gradient that it works on.
-        trusted: whether calls are not followed any longer.
-        quick: whether that is so, and arguments go in as they are.
+        inputs: the layout of each argument.
+        passes_through: whether every argument's local tensor is passed unchanged.
+        outputs: the layout of each result; None before the first call has returned.
+        type_log: the types that `grad`, `typeof` and `custom_vjp` inside need in later calls.
+        uneven: whether the parts of some argument differ in shape.
+        custom_calls: the calls of custom autograd functions in the last tracked call.
+        tracked_calls: number of calls whose types were tracked.
+        captures: whether the function closes over tensors that are sharded or require grad; then every call is tracked.
+        constants: plain tensors without gradient that it uses.
+        trusted: whether calls are no longer tracked.
+        fast: whether calls are trusted and arguments are passed unchanged.
     """
 
-    mapping: Mapping
-    own: DeviceMesh
-    inner: DeviceMesh | None
+    env: AxisEnv
+    manual_mesh: DeviceMesh
+    auto_mesh: DeviceMesh | None
     mesh: DeviceMesh
-    ways: Sequence[Entrance]
-    plain: bool = False
-    exits: Sequence[Exit] | None = None
-    seeds: list[Any] = field(default_factory=list)
+    inputs: Sequence[InputSpec]
+    passes_through: bool = False
+    outputs: Sequence[OutputSpec] | None = None
+    type_log: list[Any] = field(default_factory=list)
     uneven: bool = False
-    customs: Sequence[Application] = ()
-    followed: int = 0
+    custom_calls: Sequence[CustomFunctionCall] = ()
+    tracked_calls: int = 0
     captures: bool = False
     constants: Sequence[ref[Tensor]] = ()
     trusted: bool = False
-    quick: bool = False
+    fast: bool = False
 
     def may_be_trusted(self) -> bool:
-        """Whether its results are known, nothing is closed over, and the backward of all custom functions has been followed, or has not
-        run in a few calls."""
-        enough = self.uneven or self.followed > _MOST_FOLLOWED
-        checked = all(custom.is_checked or (enough and not custom.must_be_checked) for custom in self.customs)
-        return self.exits is not None and not self.captures and checked
+        """Return whether types need no more tracking: outputs are known, nothing is captured, and the backward of every custom function
+        was checked or did not run in the first calls."""
+        enough = self.uneven or self.tracked_calls > _MAX_TRACKED_CALLS
+        checked = all(call.is_checked or (enough and not call.must_be_checked) for call in self.custom_calls)
+        return self.outputs is not None and not self.captures and checked
 
 
 class Mapped:
@@ -161,21 +161,22 @@ class Mapped:
         self.axis_names = None if axis_names is None else frozenset(axis_names)
         self.name = getattr(f, "__name__", type(f).__name__)
         self._seed = seed_of(f"shard_map {self.name}")
-        self._known: dict[Any, Known] = {}
-        self._trusting = check in (True, False)
+        self._cache: dict[Any, CachedCall] = {}
+        self._checks_once = check in (True, False)  # the first call with a signature, not every call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         sharded = [x for x in args if type(x) is ShardedTensor]
         if len(sharded) < len(args):
             sharded = [x for x in pytree.tree_leaves(args) if type(x) is ShardedTensor]
         if not sharded:
-            return self._mapped(args, kwargs)
+            return self._call_cached(args, kwargs)
         lineage = mixed(self._seed, sharded)
         with carrying(sharded[0].mesh.world, lineage):
-            return made_with(lineage, self._mapped(args, kwargs))
+            return with_lineage(lineage, self._call_cached(args, kwargs))
 
-    def _mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer = current_mapping()
+    def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a known signature of `ShardedTensor`s on the shortest path; leave everything else to `_call`."""
+        outer = current_axis_env()
         key: list[Any] = [outer, is_grad_enabled()]
         parts: list[Any] = []
         for x in args:
@@ -183,24 +184,24 @@ class Mapped:
                 return self._call(args, kwargs)
             key.append(x._layout)
             parts.append(x._local if x._local.requires_grad else dispatch.known_local(x))
-        known = None if kwargs else self._known.get(tuple(key))
-        if known is None or not known.quick or (outer is not None and outer.checker is not None):
+        cached = None if kwargs else self._cache.get(tuple(key))
+        if cached is None or not cached.fast or (outer is not None and outer.checker is not None):
             return self._call(args, kwargs)
-        if known.constants and require_grad(known.constants):
+        if cached.constants and any_requires_grad(cached.constants):
             return self._call(args, kwargs)
-        return wrapped(self.name, self._run(known, parts, None, kwargs), known.exits, parts)  # type: ignore[arg-type]
+        return wrap_outputs(self.name, self._run(cached, parts, None, kwargs), cached.outputs, parts)  # type: ignore[arg-type]
 
-    def _run(self, known: Known, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
-        """The function itself, on parts."""
+    def _run(self, cached: CachedCall, parts: Sequence[Any], tree: Any, kwargs: dict[str, Any], f: Any = None) -> Any:
+        """Call the function itself on local parts."""
         f = self.f if f is None else f
-        mapping = known.mapping
-        mapping.seeds, mapping.cursor = known.seeds, 0
-        before = swap(mapping)
+        env = cached.env
+        env.type_log, env.cursor = cached.type_log, 0
+        before = swap(env)
         try:
-            if tree is None and known.inner is None:
+            if tree is None and cached.auto_mesh is None:
                 return f(*parts, **kwargs)
-            with known.inner or nullcontext():
-                return f(*(parts if tree is None else rebuilt(tree, parts)), **kwargs)
+            with cached.auto_mesh or nullcontext():
+                return f(*(parts if tree is None else unflatten_tree(tree, parts)), **kwargs)
         finally:
             swap(before)
 
@@ -210,167 +211,168 @@ class Mapped:
     # -- any call ------------------------------------------------------------------------------------------------------
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        outer = current_mapping()
+        outer = current_axis_env()
         if outer is not None and outer.captures is not None:
-            args = captured_in(args, outer.captures)
+            args = replace_captures(args, outer.captures)
         leaves, tree = leaves_of(args)
         if transforms_active():
             check_transform(self.name, leaves)
             batch = current_batch()
             if batch is not None and batch.mesh is self.mesh:
                 batch.check(self.name, self.in_specs, self.out_specs)
-                if batch.inner is None:  # one example lies on no axis
+                if batch.inner is None:  # one example is a plain tensor
                     return self.f(*args, **kwargs)
-        known = self._known_for(args, leaves, tree, kwargs)
-        with nullcontext() if outer is None or outer.checker is None else unfollowed():
-            parts = as_they_lie(leaves, known.ways) if known.plain else enter(self.name, leaves, known.ways)
-        around = None if outer is None else outer.checker
-        if not known.trusted:
-            known.trusted = self._trusting and known.may_be_trusted()
-            known.quick = known.trusted and known.plain
-        if not known.trusted or around is not None or require_grad(known.constants):
-            return self._carefully(known, leaves, parts, tree, kwargs)
-        return wrapped(self.name, self._run(known, parts, tree, kwargs), known.exits, parts)  # type: ignore[arg-type]
+        cached = self._cached_for(args, leaves, tree, kwargs)
+        with nullcontext() if outer is None or outer.checker is None else untracked():
+            parts = local_parts(leaves, cached.inputs) if cached.passes_through else prepare_inputs(self.name, leaves, cached.inputs)
+        if not cached.trusted:
+            cached.trusted = self._checks_once and cached.may_be_trusted()
+            cached.fast = cached.trusted and cached.passes_through
+        if not cached.trusted or (outer is not None and outer.checker is not None) or any_requires_grad(cached.constants):
+            return self._tracked_call(cached, leaves, parts, tree, kwargs)
+        return wrap_outputs(self.name, self._run(cached, parts, tree, kwargs), cached.outputs, parts)  # type: ignore[arg-type]
 
-    def _known_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Known:
-        mesh, outer = self._mesh_for(leaves), current_mapping()
-        # The world, since meshes of two ranks of a simulated world are equal, and the mode, since types are followed for gradients.
+    def _cached_for(self, args: tuple[Any, ...], leaves: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> CachedCall:
+        mesh, outer = self._mesh_for(leaves), current_axis_env()
+        # The world, since meshes of two ranks of a simulated world are equal, and the grad mode, since gradients need types.
         here = mesh.world, outer, is_grad_enabled()
         key = (mesh, *here, tree, *map(key_of, leaves), *[(name, key_of(x)) for name, x in kwargs.items()])
-        known = self._known.get(key)
-        if known is None:
-            known = keep(self._known, key, self._learn(mesh, outer, args, leaves, kwargs))
-            if self._trusting and known.plain and tree is None and not kwargs:
-                keep(self._known, (*here[1:], *map(key_of, leaves)), known)
-        return known
+        cached = self._cache.get(key)
+        if cached is None:
+            cached = keep(self._cache, key, self._new_call(mesh, outer, args, leaves, kwargs))
+            if self._checks_once and cached.passes_through and tree is None and not kwargs:
+                keep(self._cache, (*here[1:], *map(key_of, leaves)), cached)  # the key of `_call_cached`
+        return cached
 
     def _mesh_for(self, leaves: Sequence[Any]) -> DeviceMesh:
         if self.mesh is not None:
             if not isinstance(self.mesh, DeviceMesh):
-                raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks that run; for shapes and bytes on it, use eval_shape")
+                raise TypeError(f"shard_map({self.name}): {self.mesh!r} has no ranks to run on; for shapes and bytes use eval_shape")
             batch = current_batch() if transforms_active() else None
             return self.mesh if batch is None or batch.mesh is not self.mesh or batch.inner is None else batch.inner
         first = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         return context.given_or_current(None) if first is None else first.mesh
 
-    def _learn(self, mesh: DeviceMesh, outer: Mapping | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> Known:
-        """What follows from a signature before the function has run."""
+    def _new_call(self, mesh: DeviceMesh, outer: AxisEnv | None, args: Any, leaves: Sequence[Any], kwargs: dict[str, Any]) -> CachedCall:
+        """Return what a new signature implies before the function has run."""
         if mesh.coordinate is None:
-            where = f"rank {mesh.world.rank} is outside {mesh} and has no parts"
-            raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh")
+            where = f"rank {mesh.world.rank} is not in {mesh} and holds no parts"
+            raise RuntimeError(f"shard_map({self.name}): {where}; call it on the ranks of the mesh only")
         for name, x in kwargs.items():
             if any(isinstance(t, ShardedTensor) for t in pytree.tree_leaves(x)):
-                raise TypeError(f"shard_map({self.name}): {name}= holds a ShardedTensor; pass it by position, where it can have a spec")
-        names = self._manual(mesh)
-        inner = mesh[tuple(a for a in mesh.axis_names if a not in names)] if len(names) < mesh.ndim else None
-        specs = [None] * len(leaves) if self.in_specs is None else specs_for("in_specs", self.in_specs, args)
-        paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
-        ways = [entrance(*each, mesh, names, inner) for each in zip(paths, leaves, specs, strict=True)]
-        mapping = Mapping(mesh, names) if outer is None else outer.inside(mesh, names)
-        uneven = any(way.uneven for way in ways)
-        return Known(mapping, mesh[names], inner, mesh, ways, all(way.plain for way in ways), uneven=uneven)
-
-    def _manual(self, mesh: DeviceMesh) -> tuple[str, ...]:
+                raise TypeError(f"shard_map({self.name}): {name}= contains a ShardedTensor; pass it by position, where it can have a spec")
         unknown = sorted((self.axis_names or frozenset()) - set(mesh.axis_names))
         if unknown or (self.axis_names is not None and not self.axis_names):
             given = sorted(self.axis_names or ())
-            raise ValueError(f"shard_map({self.name}): axis_names={given}, and the axes of the mesh are {list(mesh.axis_names)}")
-        return tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
+            raise ValueError(f"shard_map({self.name}): axis_names={given} must name one or more axes of the mesh, {list(mesh.axis_names)}")
+        names = tuple(a for a in mesh.axis_names if self.axis_names is None or a in self.axis_names)
+        auto_mesh = mesh[tuple(a for a in mesh.axis_names if a not in names)] if len(names) < mesh.ndim else None
+        specs = [None] * len(leaves) if self.in_specs is None else specs_for("in_specs", self.in_specs, args)
+        paths = [f"shard_map({self.name}): argument {position(path)}" for path in paths_of(args)]
+        inputs = [make_input_spec(*each, mesh, names, auto_mesh) for each in zip(paths, leaves, specs, strict=True)]
+        env = AxisEnv(mesh, names) if outer is None else outer.inside(mesh, names)
+        passes_through, uneven = all(spec.passes_through for spec in inputs), any(spec.uneven for spec in inputs)
+        return CachedCall(env, mesh[names], auto_mesh, mesh, inputs, passes_through, uneven=uneven)
 
     # -- with types ----------------------------------------------------------------------------------------------------
 
-    def _carefully(self, known: Known, leaves: Sequence[Any], parts: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Any:
-        """A call whose types are followed, or whose results are not known yet."""
-        outer = current_mapping()
-        around = None if outer is None else outer.checker
-        trusts = around is None and self.check is False
-        checker = around or (Trusting if trusts else Following)(known.mapping.names)
-        checker.uneven = checker.uneven or (known.uneven and (known.exits is None or not self._trusting))
-        with unfollowed():
-            parts = [aliased(part) for part in parts]
-            watched = Watched(leaves, parts, known.ways)
-        watched.tags = [self._noted(checker, *each) for each in zip(leaves, parts, known.ways, strict=True)]
+    def _tracked_call(self, cached: CachedCall, leaves: Sequence[Any], parts: Sequence[Any], tree: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call whose types are tracked, or whose results are not known yet."""
+        outer = current_axis_env()
+        outer_checker = None if outer is None else outer.checker
+        captures_only = outer_checker is None and self.check is False
+        checker = outer_checker or (CaptureTracker if captures_only else TypeChecker)(cached.env.names)
+        checker.uneven = checker.uneven or (cached.uneven and (cached.outputs is None or not self._checks_once))
+        with untracked():
+            parts = [alias(part) for part in parts]
+            mutations = InputMutationCheck(leaves, parts, cached.inputs)
+        mutations.tags = [self._tag_input(checker, *each) for each in zip(leaves, parts, cached.inputs, strict=True)]
         if self.check == "values":
-            check_replicas([(way.path, part, way.dst) for part, way in zip(parts, known.ways, strict=True)], known.own)
-        captures = Captures(self.name, known.mapping, known.mesh, known.own.axis_names, known.inner, checker)
-        out = self._followed(known, parts, tree, kwargs, checker, around, captures)
-        known.captures, known.constants = bool(captures.entered), captures.constants if is_grad_enabled() else ()
-        with unfollowed():
-            error = None if trusts else watched.written(checker)
-            result = self._out(known, out, parts, None if trusts else checker, error, captures)
-        if around is None:
-            known.customs, known.followed = checker.end(), known.followed + 1
+            check_replicas([(spec.path, part, spec.dst) for part, spec in zip(parts, cached.inputs, strict=True)], cached.manual_mesh)
+        captures = Captures(self.name, cached.env, cached.mesh, cached.manual_mesh.axis_names, cached.auto_mesh, checker)
+        out = self._run_tracked(cached, parts, tree, kwargs, checker, outer_checker, captures)
+        cached.captures, cached.constants = bool(captures.inputs), captures.constants if is_grad_enabled() else ()
+        with untracked():
+            error = None if captures_only else mutations.error(checker)
+            result = self._checked_outputs(cached, out, parts, None if captures_only else checker, error, captures)
+        if outer_checker is None:
+            cached.custom_calls, cached.tracked_calls = checker.finish(), cached.tracked_calls + 1
         else:
             for before, after in zip(pytree.tree_leaves(out), pytree.tree_leaves(result), strict=True):
-                checker.note(after, checker.without(known.own.axis_names, before))
+                checker.set_tag(after, checker.tag_outside(cached.manual_mesh.axis_names, before))
         return result
 
-    def _noted(self, checker: Following, leaf: Any, part: Any, way: Entrance) -> Tag | None:
-        """What is known of an argument as it goes in; None where it is no tensor, or passed as it is."""
-        if not isinstance(part, Tensor) or way.src is None:
+    def _tag_input(self, checker: TypeChecker, leaf: Any, part: Any, spec: InputSpec) -> Tag | None:
+        """Set and return the tag of an argument's part; None if it is static or no tensor."""
+        if not isinstance(part, Tensor) or spec.src is None:
             return None
-        tag = checker.join(checker.argument(leaf), checker.varying(Origin(way.path.partition(": ")[2]), way.type))
-        checker.note(part, tag)
+        tag = checker.join(checker.argument_tag(leaf), checker.make_tag(TypeOrigin(spec.path.partition(": ")[2]), spec.type))
+        checker.set_tag(part, tag)
         return tag
 
-    def _followed(
-        self, known: Known, parts: Any, tree: Any, kwargs: dict[str, Any], checker: Following, around: Any, captures: Captures
+    def _run_tracked(
+        self, cached: CachedCall, parts: Any, tree: Any, kwargs: dict[str, Any], checker: TypeChecker, outer: Any, captures: Captures
     ) -> Any:
-        mapping, before = known.mapping, known.seeds
-        mapping.captures, known.seeds = captures, []
-        mapping.checker, mapping.recording = (None, False) if checker.trusts else (checker, True)
+        env, before = cached.env, cached.type_log
+        env.captures, cached.type_log = captures, []
+        env.checker, env.recording = (None, False) if checker.captures_only else (checker, True)
         try:
-            with checker.inside(mapping), checker if around is None else nullcontext():
-                out = captured_in(self._run(known, parts, tree, kwargs, uncompiled(self.f)), captures)
+            with checker.bind(env), checker if outer is None else nullcontext():
+                out = replace_captures(self._run(cached, parts, tree, kwargs, uncompiled(self.f)), captures)
                 for leaf in [out] if type(out) is Tensor else pytree.tree_leaves(out):
                     if isinstance(leaf, Tensor):
-                        checker.of(leaf)  # the axes are those in here
+                        checker.tag_of(leaf)  # here, while the manual axes are bound
                 return out
         except BaseException as error:
-            known.seeds = before
-            if checker.uneven and around is None and known.exits is None and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
-                tell_error(self.name, error, known.own)
+            cached.type_log = before
+            mine_alone = checker.uneven and outer is None and cached.outputs is None  # parts differ in shape, so errors may too
+            if mine_alone and isinstance(error, (ShardingTypeError, TypeError, ValueError)):
+                share_error(self.name, error, cached.manual_mesh)
             raise
         finally:
-            mapping.checker, mapping.captures, mapping.recording = None, None, False
+            env.checker, env.captures, env.recording = None, None, False
 
-    def _out(
-        self, known: Known, out: Any, parts: Sequence[Any], checker: Following | None, error: Exception | None, captures: Captures
+    def _checked_outputs(
+        self, cached: CachedCall, out: Any, parts: Sequence[Any], checker: TypeChecker | None, error: Exception | None, captures: Captures
     ) -> Any:
-        """The results, checked; `error` is what is wrong already."""
+        """Return the results as `ShardedTensor`s, after all checks; `error` is what an earlier check has found."""
         leaves, _ = pytree.tree_flatten(out)
+        paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
         specs: list[P | None] = []
         try:
-            specs = self._checked_specs(known, out, leaves, checker)
+            specs = self._output_specs(cached, out, leaves, paths, checker)
         except (ShardingTypeError, TypeError, ValueError) as found:
             error = error or found
-        if known.exits is None or not self._trusting:
-            paths = [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
-            compare = checker is not None and self.check != "values"  # which compares by itself, and says more
-            plain = captures.plain()  # first, so that an error names these and not what was made of them
-            paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
+        if cached.outputs is None or not self._checks_once:
+            compare = checker is not None and self.check != "values"  # "values" compares below, and reports more
+            plain = captures.plain_tensors()  # first, so that an error names these and not what was computed from them
             every = [*[x for _, x in plain], *leaves]
-            known.exits = first_exits(paths, specs, every, error, known.mesh, known.own, compare)[len(plain) :]
+            paths, specs = [*[path for path, _ in plain], *paths], [*[P(*[None] * x.ndim) for _, x in plain], *specs]
+            cached.outputs = infer_outputs(paths, specs, every, error, cached.mesh, cached.manual_mesh, compare)[len(plain) :]
         elif error is not None:
             raise error
-        result = wrapped(self.name, out, known.exits, parts)
+        result = wrap_outputs(self.name, out, cached.outputs, parts)
         if self.check == "values":
-            entered = [(way.path, part, way.dst) for way, part in captures.entrances()]
-            check_replicas([*entered, *[(way.path, x, way.layout) for x, way in zip(leaves, known.exits, strict=True)]], known.own)
+            captured = [(spec.path, part, spec.dst) for spec, part in captures.input_specs()]
+            results = [(spec.path, x, spec.layout) for x, spec in zip(leaves, cached.outputs, strict=True)]
+            check_replicas([*captured, *results], cached.manual_mesh)
         return result
 
-    def _checked_specs(self, known: Known, out: Any, leaves: Sequence[Any], checker: Following | None) -> list[P | None]:
-        names, paths = known.own.axis_names, [f"shard_map({self.name}): result {path}".rstrip() for path in paths_of(out)]
-        given = specs_for("out_specs", self.out_specs, out)
-        specs = [checked_spec(*each, known.mesh, names, known.inner is not None) for each in zip(paths, leaves, given, strict=True)]
+    def _output_specs(
+        self, cached: CachedCall, out: Any, leaves: Sequence[Any], paths: Sequence[str], checker: TypeChecker | None
+    ) -> list[P | None]:
+        """Return the spec of every result, checked against its kind and type."""
+        names, given = cached.manual_mesh.axis_names, specs_for("out_specs", self.out_specs, out)
+        partly = cached.auto_mesh is not None
+        specs = [resolve_output_spec(*each, cached.mesh, names, partly) for each in zip(paths, leaves, given, strict=True)]
         for path, x, spec in zip(paths, leaves, specs, strict=True):
             if checker is not None and spec is not None:
-                check_type(path, spec, checker.of(x), names)
+                check_type(path, spec, checker.tag_of(x), names)
         return specs
 
 
-def require_grad(constants: Sequence[ref[Tensor]]) -> bool:
-    """Whether some of the tensors require grad, which they did not when the function was followed."""
+def any_requires_grad(constants: Sequence[ref[Tensor]]) -> bool:
+    """Return whether one of the tensors requires grad, which none did when the call was tracked."""
     for weak in constants:
         x = weak()
         if x is not None and x.requires_grad:
@@ -379,5 +381,5 @@ def require_grad(constants: Sequence[ref[Tensor]]) -> bool:
 
 
 def uncompiled(f: Any) -> Any:
-    """The function that `torch.compile` was given, since types are followed operator by operator."""
+    """Return the function that was passed to `torch.compile`, since types are tracked operator by operator."""
     return getattr(f, "_torchdynamo_orig_callable", getattr(f, "_orig_mod", f))

@@ -1,4 +1,4 @@
-"""Trees of tensors in which None is no leaf, as in JAX: torch's pytrees count it as one."""
+"""Trees of tensors in which None is not a leaf, as in JAX; torch's pytrees count it as one."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ class _Leaf:
         return "*"
 
 
-class Shape(NamedTuple):
-    """What a tree is without its leaves.
+class TreeDef(NamedTuple):
+    """The structure of a tree.
 
     Attributes:
         spec: torch's own, in which None is a leaf.
-        places: the numbers of the leaves that are not None.
+        places: the indices of the leaves that are not None.
     """
 
     spec: Any
     places: tuple[int, ...]
 
-    def filled(self, leaves: Sequence[Any]) -> Any:
-        """The tree with these leaves, and None where it has None."""
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Return the tree with these leaves, and None where it has None."""
         if len(leaves) == self.spec.num_leaves:
             return pytree.tree_unflatten(leaves, self.spec)
         every: list[Any] = [None] * self.spec.num_leaves
@@ -34,12 +34,12 @@ class Shape(NamedTuple):
         return pytree.tree_unflatten(every, self.spec)
 
     def __str__(self) -> str:
-        """The tree with a star for each leaf."""
-        return repr(self.filled([_Leaf()] * len(self.places)))
+        """Return the tree with a star for each leaf."""
+        return repr(self.unflatten([_Leaf()] * len(self.places)))
 
 
-def without_none(tree: Any) -> tuple[list[Any], Shape]:
-    """The leaves of a tree that are not None, and its shape."""
+def flatten_without_none(tree: Any) -> tuple[list[Any], TreeDef]:
+    """Return the leaves of a tree that are not None, and its structure."""
     leaves, spec = pytree.tree_flatten(tree)
     places = tuple(i for i, leaf in enumerate(leaves) if leaf is not None)
-    return [leaves[i] for i in places], Shape(spec, places)
+    return [leaves[i] for i in places], TreeDef(spec, places)

@@ -13,18 +13,18 @@ from ..layout.spec import P
 from ..tensor.autograd import engine_hooks
 from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from ..tensor.sharded_tensor import typeof as layout_of
-from .named_axes import Mapping, captures_here, current_mapping
+from .named_axes import AxisEnv, current_axis_env, current_captures
 from .types.types import Type
 
 
 @dataclass(frozen=True)
 class LocalType:
-    """What is known of a value inside a mapped function.
+    """The type of a value inside a mapped function.
 
     Attributes:
-        shape: of this rank's part; of a tensor that stays global over some axes, its shape there.
+        shape: of this rank's part; of a tensor that stays global over some axes, its global shape there.
         dtype: the element type.
-        layout: how it lies over the axes that stay global; None where there are none.
+        layout: the layout over the axes that stay global; None if there are none.
     """
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class LocalType:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError where nobody follows types."""
+        """The manual axes along which ranks have data of their own, JAX's `vma`. Raises: RuntimeError if types are not tracked."""
         return self._known().varying
 
     vma = varying
@@ -52,8 +52,8 @@ class LocalType:
     def _known(self) -> Type:
         if self._type is None:
             raise RuntimeError(
-                "typeof inside a mapped function: over which axes the value varies is not known. With check=False nobody follows types; "
-                "else this was not asked when the signature was first seen: use shard_map(check='always')"
+                "typeof inside a mapped function: the axes over which the value varies are not known. check=False does not track types; "
+                "otherwise this call was not made in the first call with this signature: use shard_map(check='always')"
             )
         return self._type
 
@@ -83,23 +83,23 @@ def typeof(x: Any) -> Any:
         >>> shard_map(lambda x: (print(typeof(x)), x)[1], mesh=mesh, in_specs=P("x"), out_specs=P("x"))(x)
         f32[2, 3]{V:x}
     """
-    mapping = current_mapping()
-    if mapping is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
+    env = current_axis_env()
+    if env is None or not isinstance(x, Tensor) or isinstance(x, DonatedTensor):
         return layout_of(x)  # type: ignore[arg-type]
-    captures = captures_here()
-    x = x if captures is None else captures.of(x)
-    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(mapping, x))
+    captures = current_captures()
+    x = x if captures is None else captures.local(x)
+    return LocalType(x.shape, x.dtype, x._layout if isinstance(x, ShardedTensor) else None, _type_of(env, x))
 
 
-def _type_of(mapping: Mapping, x: Tensor) -> Type | None:
-    """The type of a value: followed, or remembered from when it was; None where it is not known."""
+def _type_of(env: AxisEnv, x: Tensor) -> Type | None:
+    """Return the type of a value, from the checker or from the log; None if it is not known."""
     if engine_hooks.current_backward() >= 0:  # a piece that runs again
         return None
-    if mapping.checker is not None:
-        type_ = mapping.checker.of(x).type
-        if mapping.recording:
-            mapping.seeds.append(type_)
+    if env.checker is not None:
+        type_ = env.checker.tag_of(x).type
+        if env.recording:
+            env.type_log.append(type_)
         return type_
-    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
-    mapping.cursor += 1
+    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    env.cursor += 1
     return found if isinstance(found, Type) else None

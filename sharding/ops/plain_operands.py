@@ -29,7 +29,7 @@ from ...mesh.comm.group import World
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.compare import ReplicaError, compare
 from ..debug.replicas.copies import Copy
-from ..functional.named_axes import current_mapping
+from ..functional.named_axes import current_axis_env
 from ..layout.bounded_cache import keep
 from ..layout.layout import dtype_name
 from ..layout.spec import P
@@ -236,7 +236,7 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
             f"{what}, and the plain one requires grad: its gradient would differ between ranks; make it a ShardedTensor with "
             "device_put(t, mesh, P())"
         )
-    if current_mapping() is not None:
+    if current_axis_env() is not None:
         raise RuntimeError(f"{what}, inside a mapped function, which works on parts: pass the ShardedTensor as an argument")
     raise RuntimeError(
         f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "

@@ -12,7 +12,7 @@ from ...kernels.box import box_shape, box_size, slices
 from ...mesh.comm.call_site import call_path
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.gradients import CHECKS, check_replicas_agree
-from ..functional.named_axes import captures_here
+from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import EACH, SpecLike
 from ..ops import dispatch
@@ -194,8 +194,8 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
-    if (captures := captures_here()) is not None and captures.is_foreign(x):  # a mapped function closes over x
-        return captures.of(x)
+    if (captures := current_captures()) is not None and captures.is_foreign(x):  # a mapped function closes over x
+        return captures.local(x)
     layout, local = x._layout, dispatch.known_local(x)
     if transforming():
         left = Moved(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))

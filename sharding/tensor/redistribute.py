@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...mesh.comm.group import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
-from ..functional.named_axes import captures_here
+from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, told_apart
 from ..layout.spec import Sharding, SpecLike
 from ..ops import dispatch
@@ -105,7 +105,7 @@ def redistribute(
     """
     if type(x) is not ShardedTensor and from_dtensor.is_dtensor(x):
         x = from_dtensor.from_dtensor(x)
-    if (captures := captures_here()) is not None:
+    if (captures := current_captures()) is not None:
         captures.check_inside(x, "redistribute")
     local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
     if target.mesh is not layout.mesh:

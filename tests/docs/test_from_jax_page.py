@@ -355,7 +355,7 @@ def test_here(row):
 
 
 @pytest.mark.parametrize("row", [row for row, word in EVERY.items() if word == "no"])
-def test_what_is_not_here(row):
+def test_missing_names(row):
     assert not hasattr(sm, row)
     assert not hasattr(multihost, row)
 

@@ -24,7 +24,7 @@ def names():
     return found
 
 
-def test_each_error_follows_the_program_that_raises_it():
+def test_every_shown_error_has_a_program():
     assert len(SHOWN) == len(blocks(PAGE, "text")) > 6
     assert len(SHOWN) == sum(">>>" not in block for block in blocks(PAGE, "python"))
 
@@ -108,7 +108,7 @@ def test_types_of_the_table(begins):
 
 
 @pytest.mark.parametrize("begins", CALLS)
-def test_what_the_table_says_moves(begins):
+def test_communication_in_the_table(begins):
     _, forward, _, backward = row(begins)
     letter = "R" if begins.startswith("pcast") else "S"
     gives = row(begins)[0].split(" -> ")[1]

@@ -1,6 +1,6 @@
-"""Running a collective on what it is given: a tensor, a sharded tensor, a number, or a tree of them; now or under way.
+"""Apply a collective to a tensor, a sharded tensor, a number, or a tree of them, synchronously or asynchronously.
 
-Here a collective's two halves meet: what it does to the values (an `op`), and what it does to their types (a `Law`).
+A collective consists of its effect on values (an `op`) and its effect on types (a `TypingRule`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from ...layout.bounded_cache import keep
 from ...layout.spec import P
 from ...tensor.autograd import engine_hooks
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import Axes, AxisName, Groups, bound, bound_groups, captures_here, current_mapping
-from ..signature import flattened, rebuilt
-from ..types.type_checker import unfollowed
-from ..types.types import Origin, ShardingTypeError, Tag, Type, place
+from ..named_axes import Axes, AxisName, Groups, bound_axes, bound_groups, current_axis_env, current_captures
+from ..signature import flatten_tree, unflatten_tree
+from ..types.type_checker import untracked
+from ..types.types import ShardingTypeError, Tag, Type, TypeOrigin, user_location
 from .linear_maps import Finish, apply
 
 Applied = Callable[[Tensor, Any, Any, "Finish | None"], Tensor]
 
 
-class Law(NamedTuple):
-    """What a collective does to the type of a value, along its own axes.
+class TypingRule(NamedTuple):
+    """The effect of a collective on the type of a value, along its own axes.
 
     Attributes:
-        name: of the collective.
+        name: the collective's name.
         varies: whether the result varies along them.
-        takes_pending: whether it may be given what is pending along them.
-        linear: whether it may be given what is pending along others.
-        pends: whether the result is pending along them, from what must be replicated.
+        takes_pending: whether the operand may be pending along them.
+        linear: whether the operand may be pending along other axes.
+        pends: whether the result is pending along them; then the operand must be replicated.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Law(NamedTuple):
     pends: bool = False
 
     def __call__(self, tag: Tag, axes: Axes) -> Tag:
-        """What is known of the result.
+        """Return the tag of the result.
 
-        Raises: ShardingTypeError for a value that the collective has no meaning for.
+        Raises: ShardingTypeError for a value of a type that the collective is not defined for.
         """
         names, given = frozenset(axes.names), tag.type
         wrong = given.pending & names if self.linear else given.pending
@@ -58,40 +58,40 @@ class Law(NamedTuple):
         varying = given.varying | names if self.varies else given.varying - names
         kept = tag.retyped(Type.of(varying & given.varying, pending & given.pending))
         new = (varying | pending) - kept.type.varying - kept.type.pending
-        origins = kept.origins | dict.fromkeys(new, Origin(self.name, place())) if new else kept.origins
+        origins = kept.origins | dict.fromkeys(new, TypeOrigin(self.name, user_location())) if new else kept.origins
         return Tag(Type.of(varying, pending), origins, tag.owner)
 
     def _refusal(self, tag: Tag, axes: Axes) -> str:
-        where = f"{place()}: {self.name} over {axes} of a value"
+        where = f"{user_location()}: {self.name} over {axes} of a value"
         if self.pends:
             since = tag.since(tag.type.varying & frozenset(axes.names))
-            return f"{where} that {tag.type}{since}; it can leave under unreduced= as it is, and be summed as it is"
-        return f"{where} that {tag.type}{tag.since(tag.type.pending)}, of which each rank holds a share; psum or psum_scatter it"
+            return f"{where} that {tag.type}{since}; return it under unreduced= unchanged, and it is summed"
+        return f"{where} that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of a sum; psum or psum_scatter it first"
 
 
-def over(name: AxisName, law: Law, groups: Groups, equal: bool = False) -> tuple[Axes, Law]:
-    """The axes that a collective names, or this rank's group along them, and its law there: what a group makes varies.
+def resolve_axes(name: AxisName, rule: TypingRule, groups: Groups, equal: bool = False) -> tuple[Axes, TypingRule]:
+    """Return the axes that a collective names, or this rank's group along them, and its typing rule: a result in groups varies.
 
     Args:
-        equal: whether groups must be of one length.
+        equal: whether groups must be of one size.
 
-    Raises: as `bound` and `bound_groups`; ValueError for groups of several lengths.
+    Raises: as `bound_axes` and `bound_groups`; ValueError for groups of several sizes.
     """
     if groups is None:
-        return bound(name), law
+        return bound_axes(name), rule
     axes = bound_groups(name, groups)
     if equal and len(set(axes.sizes)) > 1:
-        raise ValueError(f"{law.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one length")
-    return axes, law._replace(varies=True, takes_pending=False)
+        raise ValueError(f"{rule.name} over {axes}: axis_index_groups of {list(axes.sizes)} places; give groups of one size")
+    return axes, rule._replace(varies=True, takes_pending=False)
 
 
 class Prepared(NamedTuple):
-    """What a collective does to one tensor.
+    """The effect of a collective on one tensor.
 
     Attributes:
         op: the map over the ranks.
-        before, after: what is done to this rank's part around it.
-        dims: the dims that it works along; empty where it takes element by element.
+        before, after: functions applied to this rank's part before and after it.
+        dims: the dims that it works along; empty for an elementwise collective.
     """
 
     op: Any
@@ -100,22 +100,22 @@ class Prepared(NamedTuple):
     dims: tuple[int, ...] = ()
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A collective over some axes, with everything but the tensor.
 
     Attributes:
         axes: the axes.
-        law: what it does to types.
-        key: what, beside a tensor's shape and dtype, tells how it is prepared.
-        prepare: what it does to a tensor, from its shape and dtype.
+        rule: its effect on types.
+        key: with a tensor's shape and dtype, the cache key of `prepare`.
+        prepare: returns its effect on a tensor, from its shape and dtype.
         apply: runs the op.
-        number: what it gives for a number, which is the same on every rank.
+        number: its effect on a number, which is the same on every rank.
         forward_dtype, backward_dtype: as in `collectives.py`.
         even: whether parts must have one shape.
     """
 
     axes: Axes
-    law: Law
+    rule: TypingRule
     key: Any
     prepare: Callable[[Axes, Tensor], Prepared]
     apply: Applied = apply
@@ -125,8 +125,8 @@ class Call(NamedTuple):
     even: bool = True
 
 
-class Later:
-    """One tensor of a collective under way."""
+class AsyncResult:
+    """One tensor that a collective in flight will give."""
 
     __slots__ = ("_finish", "_result")
 
@@ -140,20 +140,20 @@ class Later:
         return self._result
 
 
-class _Thread(threading.local):
+class _AsyncState(threading.local):
     starting = False
 
 
-_thread = _Thread()
+_thread = _AsyncState()
 
 
 def is_starting() -> bool:
-    """Whether a collective is to be left under way."""
+    """Return whether collectives are to be left in flight: this is a call by `start`."""
     return _thread.starting
 
 
 def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """start(psum, x, axis) -> Future: a collective under way, whose `wait()` gives the result. Inside a transform it is waited for at once.
+    """start(psum, x, axis) -> Future: launch a collective without waiting; the future's `wait()` returns the result.
 
         coming = sm.start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
@@ -165,7 +165,8 @@ def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
 
     Raises: what the collective raises for its arguments.
 
-    Communication: the collective's. Every rank starts and waits in the same order. Backward is waited for.
+    Communication: the collective's. Every rank must start and wait in the same order. Backward, and a collective inside a transform, is
+        synchronous.
     """
     before, _thread.starting = _thread.starting, True
     try:
@@ -175,38 +176,38 @@ def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
 
 
 class Future:
-    """A collective under way; `wait()` gives what it returns."""
+    """A collective in flight; `wait()` returns its result."""
 
     def __init__(self, tree: Any) -> None:
         self._tree = tree
 
     def wait(self) -> Any:
-        """The result; the same objects at every call."""
-        if type(self._tree) is Later:
+        """Return the result; the same objects at every call."""
+        if type(self._tree) is AsyncResult:
             return self._tree.wait()
-        return pytree.tree_map(lambda part: part.wait() if isinstance(part, Later) else part, self._tree)
+        return pytree.tree_map(lambda part: part.wait() if isinstance(part, AsyncResult) else part, self._tree)
 
 
 def done(future: Future) -> Any:
-    """done(future) -> its result: `future.wait()` as a function."""
+    """done(future) -> its result; the same as `future.wait()`."""
     return future.wait()
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 
-def each(x: Any, call: Call) -> Any:
-    """The collective on every tensor of a tree."""
+def map_collective(x: Any, call: CollectiveCall) -> Any:
+    """Apply the collective to every tensor of a tree."""
     if isinstance(x, Tensor):
-        return _one(x, call)
-    return pytree.tree_map(lambda part: _one(part, call), x)
+        return _apply_one(x, call)
+    return pytree.tree_map(lambda part: _apply_one(part, call), x)
 
 
-def together(x: Any, call: Call) -> Any:
-    """An elementwise collective on every tensor of a tree, those of one dtype in one go."""
+def map_bucketed(x: Any, call: CollectiveCall) -> Any:
+    """Apply an elementwise collective to every tensor of a tree, to all tensors of one dtype at once."""
     if isinstance(x, Tensor):
-        return _one(x, call)
-    parts, tree = flattened(x)
+        return _apply_one(x, call)
+    parts, tree = flatten_tree(x)
     buckets: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
         key = (part.dtype, part.device) if type(part) in (Tensor, torch.nn.Parameter) else i
@@ -215,23 +216,23 @@ def together(x: Any, call: Call) -> Any:
     for members in buckets.values():
         for i, out in zip(members, _bucket([parts[i] for i in members], call), strict=True):
             found[i] = out
-    return rebuilt(tree, found)
+    return unflatten_tree(tree, found)
 
 
-def _bucket(parts: list[Any], call: Call) -> list[Any]:
+def _bucket(parts: list[Any], call: CollectiveCall) -> list[Any]:
     if len(parts) == 1:
-        return [_one(parts[0], call)]
-    checker, captures = checker_here(), captures_here()
-    parts = parts if captures is None else [captures.of(part) for part in parts]
+        return [_apply_one(parts[0], call)]
+    checker, captures = current_checker(), current_captures()
+    parts = parts if captures is None else [captures.local(part) for part in parts]
     tags = [] if checker is None else [_tag_after(checker, part, call) for part in parts]
-    with unfollowed() if tags else nullcontext():
+    with untracked() if tags else nullcontext():
         if checker is not None and checker.uneven:
             _check_one_shape(parts, call)
         flat = torch.cat([part.reshape(-1) for part in parts])
         cut = partial(_cut, shapes=[part.shape for part in parts])
-        out = _launched(flat, call)
-        pieces = _cut_later(out, cut, len(parts)) if isinstance(out, Later) else cut(out)
-    return [noted(checker, piece, tag) for piece, tag in zip(pieces, tags, strict=True)] if checker else pieces
+        out = _launch(flat, call)
+        pieces = _cut_later(out, cut, len(parts)) if isinstance(out, AsyncResult) else cut(out)
+    return [with_tag(checker, piece, tag) for piece, tag in zip(pieces, tags, strict=True)] if checker else pieces
 
 
 def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
@@ -239,96 +240,96 @@ def _cut(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
 
 
-def _cut_later(out: Later, cut: Callable[[Tensor], list[Tensor]], count: int) -> list[Any]:
-    pieces = Later(lambda: cut(out.wait()))
-    return [Later(lambda i=i: pieces.wait()[i]) for i in range(count)]
+def _cut_later(out: AsyncResult, cut: Callable[[Tensor], list[Tensor]], count: int) -> list[Any]:
+    pieces = AsyncResult(lambda: cut(out.wait()))
+    return [AsyncResult(lambda i=i: pieces.wait()[i]) for i in range(count)]
 
 
 # -- one tensor --------------------------------------------------------------------------------------------------------
 
 
-def _one(x: Any, call: Call) -> Any:
+def _apply_one(x: Any, call: CollectiveCall) -> Any:
     if not isinstance(x, Tensor):
         return _number(x, call)
-    checker, captures = checker_here(), captures_here()
+    checker, captures = current_checker(), current_captures()
     if captures is not None:
-        x = captures.of(x)
+        x = captures.local(x)
     if checker is None:
-        return _launched(x, call)
+        return _launch(x, call)
     tag = _tag_after(checker, x, call)
-    with unfollowed():
+    with untracked():
         if checker.uneven and call.even:
             _check_one_shape([x], call)
-        return noted(checker, _launched(x, call), tag)
+        return with_tag(checker, _launch(x, call), tag)
 
 
-def checker_here() -> Any:
-    """Who follows types here; nobody in a backward pass, which computes pieces again, but in the backward of a custom function."""
-    mapping = current_mapping()
-    if mapping is None or mapping.checker is None or (engine_hooks.current_backward() >= 0 and not mapping.checker.in_backward):
+def current_checker() -> Any:
+    """Return the type checker; None in a backward pass, which recomputes pieces, except in the backward of a custom function."""
+    env = current_axis_env()
+    if env is None or env.checker is None or (engine_hooks.current_backward() >= 0 and not env.checker.tracks_backward):
         return None
-    return mapping.checker
+    return env.checker
 
 
-def _tag_after(checker: Any, x: Tensor, call: Call) -> Tag:
-    return call.law(checker.joined(iter((x,)), checker.looked), call.axes)
+def _tag_after(checker: Any, x: Tensor, call: CollectiveCall) -> Tag:
+    return call.rule(checker.join_all(iter((x,)), checker.control_tag), call.axes)
 
 
-def _check_one_shape(parts: list[Any], call: Call) -> None:
-    """Where parts of arguments differ in shape, what is made of them may too, and a collective of unequal parts aborts or hangs.
+def _check_one_shape(parts: list[Any], call: CollectiveCall) -> None:
+    """Check that all ranks pass parts of one shape: arguments are uneven, and a collective of unequal parts aborts or hangs.
 
-    Raises: ValueError, on every rank, where they do.
+    Raises: ValueError, on every rank, if they differ.
 
-    Communication: a small all_gather over the axes, while types are followed.
+    Communication: a small all_gather over the axes, in tracked calls.
     """
     shapes = [list(getattr(x, "_local", x).shape) for x in parts]
     group = call.axes.group
     everyone = group.all_gather_object(shapes)
-    if any(each != everyone[0] for each in everyone):
-        told = ", ".join(f"rank {r}: {'; '.join(map(str, each))}" for r, each in zip(group.ranks, everyone, strict=True))
+    if any(there != everyone[0] for there in everyone):
+        listing = ", ".join(f"rank {r}: {'; '.join(map(str, there))}" for r, there in zip(group.ranks, everyone, strict=True))
         raise ValueError(
-            f"{place()}: {call.law.name} over {call.axes} takes parts of one shape, and they are {told}. The arguments are cut into uneven "
-            "parts: pad them, or where the collective has sizes=, give these"
+            f"{user_location()}: {call.rule.name} over {call.axes} takes parts of one shape, and they are {listing}. The arguments are "
+            "split unevenly: pad them, or pass sizes= to a collective that takes it"
         )
 
 
-def noted(checker: Any, out: Any, tag: Tag) -> Any:
-    """The result, with what is known of it; now, or when it is there."""
-    if isinstance(out, Later):
-        return Later(partial(_wait_and_note, checker, out, tag))
-    checker.note(out, tag)
+def with_tag(checker: Any, out: Any, tag: Tag) -> Any:
+    """Set the tag of the result, or of the result to come, and return it."""
+    if isinstance(out, AsyncResult):
+        return AsyncResult(partial(_wait_with_tag, checker, out, tag))
+    checker.set_tag(out, tag)
     return out
 
 
-def _wait_and_note(checker: Any, out: Later, tag: Tag) -> Any:
-    with unfollowed():
+def _wait_with_tag(checker: Any, out: AsyncResult, tag: Tag) -> Any:
+    with untracked():
         found = out.wait()
-    checker.note(found, tag)
+    checker.set_tag(found, tag)
     return found
 
 
-def _launched(x: Tensor, call: Call) -> Any:
-    """The collective on one tensor, whatever its type; under way where it is being started."""
+def _launch(x: Tensor, call: CollectiveCall) -> Any:
+    """Launch the collective on one tensor, whatever its type; leave it in flight inside `start`."""
     if type(x) is ShardedTensor:
         return _on_sharded(x, call)
     if call.forward_dtype is not None and x.dtype is not call.forward_dtype:
         x = x.to(call.forward_dtype)
-    op, before, after, _ = _prepared(x, call)
+    op, before, after, _ = _prepare(x, call)
     if before is not None:
         x = before(x)
-    if is_starting() and engine_hooks.transforming():  # a transform cannot see what is under way
+    if is_starting() and engine_hooks.transforming():  # a transform cannot see a collective in flight
         done = _after(call.apply(x, op, call.backward_dtype, None), after)
-        return Later(lambda: done)
+        return AsyncResult(lambda: done)
     if is_starting():
         ready = op.start(x.detach())
-        return Later(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after))
+        return AsyncResult(lambda: _after(call.apply(x, op, call.backward_dtype, ready), after))
     out = call.apply(x, op, call.backward_dtype, None)
     return out if after is None else after(out)
 
 
-def _prepared(x: Tensor, call: Call) -> Prepared:
-    """What the collective does to a tensor of this shape and dtype, worked out once."""
-    key = (call.law, call.key, x.shape, x.dtype)
+def _prepare(x: Tensor, call: CollectiveCall) -> Prepared:
+    """Return the effect of the collective on a tensor of this shape and dtype, computed once."""
+    key = (call.rule, call.key, x.shape, x.dtype)
     found = call.axes.ops.get(key)
     return keep(call.axes.ops, key, call.prepare(call.axes, x)) if found is None else found
 
@@ -337,38 +338,38 @@ def _after(out: Tensor, after: Callable[[Tensor], Tensor] | None) -> Tensor:
     return out if after is None else after(out)
 
 
-def _on_sharded(x: ShardedTensor, call: Call) -> Any:
-    """On every rank's part of a tensor that lies on the other axes of the mesh."""
+def _on_sharded(x: ShardedTensor, call: CollectiveCall) -> Any:
+    """Apply the collective to the local tensor of a `ShardedTensor` on the other axes of the mesh."""
     layout, local = x._layout, x._local
-    prepared = _prepared(local, call)
+    prepared = _prepare(local, call)
     _check_dims(x, call, prepared)
-    if layout.pending and not call.law.linear:
-        raise ShardingTypeError(f"{call.law.name} of {layout}, which is pending over {sorted(layout.pending)}: redistribute it first")
+    if layout.pending and not call.rule.linear:
+        raise ShardingTypeError(f"{call.rule.name} of {layout}, which is pending over {sorted(layout.pending)}: redistribute it first")
 
-    def wrapped(out: Tensor) -> ShardedTensor:
+    def wrap(out: Tensor) -> ShardedTensor:
         if out.ndim != local.ndim:
             return ShardedTensor._make(out, layout.replace(P(unreduced=layout.pending), shape=out.shape, dtype=out.dtype))
         shape = [out.shape[d] if d in prepared.dims else n for d, n in enumerate(layout.shape)]
         return ShardedTensor._make(out, layout.replace(shape=shape, dtype=out.dtype))
 
-    out = _launched(local, call)
-    return Later(lambda: wrapped(out.wait())) if isinstance(out, Later) else wrapped(out)
+    out = _launch(local, call)
+    return AsyncResult(lambda: wrap(out.wait())) if isinstance(out, AsyncResult) else wrap(out)
 
 
-def _check_dims(x: ShardedTensor, call: Call, prepared: Prepared) -> None:
-    """Raises: NotImplementedError where a collective works along a dim that a global axis splits."""
+def _check_dims(x: ShardedTensor, call: CollectiveCall, prepared: Prepared) -> None:
+    """Raise NotImplementedError if a collective works along a dim that a global axis splits."""
     keeps = prepared.before is None and prepared.after is None
     dims = prepared.dims if keeps or not prepared.dims else range(x.ndim)
     split = [d for d in dims if x._layout.spec.dims[d]]
     if split:
         raise NotImplementedError(
-            f"{call.law.name} over {call.axes} along dims {list(prepared.dims)} of {x._layout}: dim {split[0]} is split over axes that are "
-            "not manual here; redistribute it so that the dim is whole, or make those axes manual too"
+            f"{call.rule.name} over {call.axes} along dims {list(prepared.dims)} of {x._layout}: dim {split[0]} is split over axes that "
+            "are not manual here; redistribute it so that the dim is whole, or make those axes manual too"
         )
 
 
-def _number(x: Any, call: Call) -> Any:
-    """Raises: TypeError for what is neither a tensor nor a number that the collective takes."""
+def _number(x: Any, call: CollectiveCall) -> Any:
+    """Apply the collective to a number. Raises: TypeError for anything else, or if the collective takes tensors only."""
     if call.number is None or not isinstance(x, (int, float, complex)):
-        raise TypeError(f"{call.law.name} over {call.axes} takes tensors, or a tree of them, and got {x!r}")
+        raise TypeError(f"{call.rule.name} over {call.axes} takes tensors, or a tree of them, and got {x!r}")
     return call.number(x)

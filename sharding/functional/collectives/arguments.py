@@ -1,4 +1,4 @@
-"""Arguments of collectives, checked."""
+"""Checks of the arguments of collectives."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..named_axes import Axes
 
-_WORDS = {"varying": "sharded", "invariant": "replicated", "invarying": "replicated", "pending": "unreduced"}  # other words for the same
+_WORDS = {"varying": "sharded", "invariant": "replicated", "invarying": "replicated", "pending": "unreduced"}  # synonyms
 
 
-def word(name: str, to: str, known: Any) -> str:
+def canonical_word(name: str, to: str, known: Any) -> str:
     found = _WORDS.get(to, to)
     if found not in known:
-        raise ValueError(f"{name}(to={to!r}): write one of {', '.join(map(repr, known))}")
+        raise ValueError(f"{name}(to={to!r}): to must be one of {', '.join(map(repr, known))}")
     return found
 
 
 def checked_dim(name: str, argument: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
-        raise ValueError(f"{name}: {argument}={dim} is not a dim of a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}")
+        raise ValueError(f"{name}: {argument}={dim} is out of range for a tensor of {ndim} dims; write one from {-ndim} to {ndim - 1}")
     return dim % ndim
 
 
@@ -29,17 +29,17 @@ def check_one_each(name: str, argument: str, axes: Axes, part: Tensor, dim: int)
     if part.shape[dim] != axes.size:
         raise ValueError(
             f"{name} over {axes} of {axes.size} ranks: dim {dim} ({argument}) of {list(part.shape)} must have {axes.size} elements, one "
-            "for each rank; to cut it into longer parts, write tiled=True"
+            "for each rank; to split it into longer parts, pass tiled=True"
         )
 
 
 def check_no_sizes(name: str, sizes: Sequence[int] | None) -> None:
     if sizes is not None:
-        raise ValueError(f"{name}: sizes={tuple(sizes)} are lengths of parts that are put one after the other; write tiled=True")
+        raise ValueError(f"{name}: sizes={tuple(sizes)} are lengths of parts to concatenate; pass tiled=True")
 
 
 def lengths_along(name: str, axes: Axes, part: Tensor, dim: int, sizes: Sequence[int] | None) -> tuple[int, ...]:
-    """How long every rank's part is along a dim."""
+    """Return the length of every rank's part along a dim."""
     if sizes is None:
         return (part.shape[dim],) * axes.size
     lengths = tuple(int(n) for n in sizes)

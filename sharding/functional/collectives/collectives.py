@@ -1,22 +1,22 @@
-"""Collectives by axis name, inside a function that `shard_map` maps: JAX's names, arguments and meaning.
+"""Collectives by axis name, for use inside a function that `shard_map` maps; names, arguments and meaning are JAX's.
 
     S  varies: each rank along the axis has data of its own        gradient: S
     R  replicated: the same on every rank                          gradient: pending, the ranks' shares add up
     U  pending: the value is the sum over the ranks                gradient: R
 
 An axis name is that of one axis, or a tuple of several, which are flattened major to minor in the order given. Every `x` may
-be a tree of tensors (tuples, lists, dicts). A `ShardedTensor` on the other axes of the mesh, where only some axes are manual,
-is worked on part by part. All are differentiable any number of times, and under `torch.func`.
+be a tree of tensors (tuples, lists, dicts). If only some axes are manual, a collective of a `ShardedTensor` on the others works on its
+local tensors. All are differentiable any number of times, and work under `torch.func`.
 
-What all take:
+Arguments of all collectives:
 
     axis_index_groups: (not `ppermute`, `pshuffle`, `pbroadcast`) lists of places along the axis, each place in one of them: the
-        collective then runs in each list by itself, in its order, and its result varies. Lists of one length, but for reductions.
-    forward_dtype: cast to this dtype before anything moves; the result has it.
-    backward_dtype: dtype in which the gradient travels; it arrives in the dtype of `x`.
+        collective runs in each list separately, in its order, and its result varies. Lists have one length, except for reductions.
+    forward_dtype: the dtype to cast to before communication, which the result has.
+    backward_dtype: the dtype of the gradient during communication; it is cast back to the dtype of `x`.
 
-What all raise: `UnboundAxisError` where no mapped function binds the axis; under the checker `ShardingTypeError` for a value
-of another type than the first line of the docstring says.
+All raise `UnboundAxisError` if no mapped function binds the axis, and under the checker `ShardingTypeError` for a value of another type
+than the first line of the docstring says.
 """
 
 from __future__ import annotations
@@ -27,56 +27,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..named_axes import Axes, AxisName, Groups, bound
-from .apply import Call, Law, Prepared, each, over, together
-from .arguments import check_no_sizes, check_one_each, checked_dim, checked_pairs, lengths_along, word
+from ..named_axes import Axes, AxisName, Groups, bound_axes
+from .apply import CollectiveCall, Prepared, TypingRule, map_bucketed, map_collective, resolve_axes
+from .arguments import canonical_word, check_no_sizes, check_one_each, checked_dim, checked_pairs, lengths_along
 from .extreme import Extreme, pick
-from .linear_maps import Broadcast, Exchange, Gather, Permute, Reduce, Scatter, Swap, apply, even_lengths
+from .linear_maps import (
+    AllToAllMap,
+    AllToAllRowsMap,
+    BroadcastMap,
+    GatherMap,
+    PermuteMap,
+    ReduceMap,
+    ScatterMap,
+    apply,
+    even_lengths,
+)
 
 Dtype = torch.dtype | None
 
 
 # -- reductions --------------------------------------------------------------------------------------------------------
 
-_PSUM = Law("psum", varies=False, takes_pending=True)
-_PMEAN = Law("pmean", varies=False, takes_pending=True)
-_PMAX = Law("pmax", varies=False, linear=False)
-_PMIN = Law("pmin", varies=False, linear=False)
+_PSUM = TypingRule("psum", varies=False, takes_pending=True)
+_PMEAN = TypingRule("pmean", varies=False, takes_pending=True)
+_PMAX = TypingRule("pmax", varies=False, linear=False)
+_PMIN = TypingRule("pmin", varies=False, linear=False)
 
 
 def _counted(x: Tensor) -> Any:
-    """What is done to a tensor before it is summed: booleans are counted, as torch and JAX do."""
+    """Return the cast applied before a sum: booleans are counted, as in torch and JAX."""
     return Tensor.long if x.dtype is torch.bool else None
 
 
 def _reduce(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.kept(Reduce), _counted(x))
+    return Prepared(axes.cached(ReduceMap), _counted(x))
 
 
 def _mean(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.kept(Reduce), _counted(x), lambda total: total / axes.size)
+    return Prepared(axes.cached(ReduceMap), _counted(x), lambda total: total / axes.size)
 
 
 def _largest(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.kept(Extreme, "max"))
+    return Prepared(axes.cached(Extreme, "max"))
 
 
 def _smallest(axes: Axes, x: Tensor) -> Prepared:
-    return Prepared(axes.kept(Extreme, "min"))
+    return Prepared(axes.cached(Extreme, "min"))
 
 
 def psum(
     x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
 ) -> Any:
-    """psum(x: S | R | U, axis) -> R: the sum over the ranks of the axis, on each of them.
+    """psum(x: S | R | U, axis) -> R: sum over the ranks of the axis, with the result on each of them.
 
         rank 0   x = [a]        [a+b]        backward   [g]        [g+h]
         rank 1   x = [b]   ->   [a+b]                   [h]   ->   [g+h]
 
-    A replicated value is taken once for each rank: n times itself. A number is multiplied by n, as in JAX.
+    A replicated value is added once for each of n ranks: n times itself. A number is multiplied by n, as in JAX.
 
     Args:
-        x: tensors of any shape, the same on every rank. Several of one dtype travel together.
+        x: tensors of any shape, the same on every rank. Those of one dtype are reduced together.
         axis_name: one axis or a tuple of axes.
 
     Communication: all_reduce; backward the same.
@@ -84,25 +94,25 @@ def psum(
     Example:
         >>> total = sm.shard_map(lambda x: sm.psum(x.sum(), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P())(x)
     """
-    axes, law = over(axis_name, _PSUM, axis_index_groups)
-    return together(x, Call(axes, law, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype))
+    axes, rule = resolve_axes(axis_name, _PSUM, axis_index_groups)
+    return map_bucketed(x, CollectiveCall(axes, rule, None, _reduce, apply, lambda n: n * axes.size, forward_dtype, backward_dtype))
 
 
 def pmean(
     x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
 ) -> Any:
-    """pmean(x: S | R | U, axis) -> R: the mean over the ranks of the axis, on each of them; of integers, floats.
+    """pmean(x: S | R | U, axis) -> R: average over the ranks of the axis; integers give floats.
 
     Communication: as `psum`.
     """
-    axes, law = over(axis_name, _PMEAN, axis_index_groups)
-    return together(x, Call(axes, law, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype))
+    axes, rule = resolve_axes(axis_name, _PMEAN, axis_index_groups)
+    return map_bucketed(x, CollectiveCall(axes, rule, None, _mean, apply, lambda n: n, forward_dtype, backward_dtype))
 
 
 def pmax(
     x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
 ) -> Any:
-    """pmax(x: S | R, axis) -> R: the largest value over the ranks of the axis, element by element.
+    """pmax(x: S | R, axis) -> R: take the elementwise maximum over the ranks of the axis.
 
         rank 0   x = [1 5]        [3 5]        backward   [g h]        [0 h]
         rank 1   x = [3 5]   ->   [3 5]                   [g h]   ->  [2g h]
@@ -111,29 +121,29 @@ def pmax(
 
     Communication: all_reduce; backward two.
     """
-    axes, law = over(axis_name, _PMAX, axis_index_groups)
-    return together(x, Call(axes, law, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype))
+    axes, rule = resolve_axes(axis_name, _PMAX, axis_index_groups)
+    return map_bucketed(x, CollectiveCall(axes, rule, None, _largest, pick, lambda n: n, forward_dtype, backward_dtype))
 
 
 def pmin(
     x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None
 ) -> Any:
-    """pmin(x: S | R, axis) -> R: the smallest value over the ranks of the axis, element by element; else as `pmax`.
+    """pmin(x: S | R, axis) -> R: take the elementwise minimum over the ranks of the axis; otherwise as `pmax`.
 
     Communication: all_reduce; backward two.
     """
-    axes, law = over(axis_name, _PMIN, axis_index_groups)
-    return together(x, Call(axes, law, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype))
+    axes, rule = resolve_axes(axis_name, _PMIN, axis_index_groups)
+    return map_bucketed(x, CollectiveCall(axes, rule, None, _smallest, pick, lambda n: n, forward_dtype, backward_dtype))
 
 
-_PSUM_SCATTER = Law("psum_scatter", takes_pending=True)
+_PSUM_SCATTER = TypingRule("psum_scatter", takes_pending=True)
 
 
 def psum_scatter(
     x: Any, axis_name: AxisName, *, scatter_dimension: int = 0, axis_index_groups: Groups = None, tiled: bool = False,
     forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
-    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): the sum, of which each rank gets its part along a dim.
+    """psum_scatter(x: S | R | U, axis, dim) -> S(dim): sum over the ranks of the axis, and split the result along a dim.
 
         rank 0   x = [a b]        [a+c]        backward   [g]        [g h]
         rank 1   x = [c d]   ->   [b+d]                   [h]   ->   [g h]
@@ -141,11 +151,11 @@ def psum_scatter(
     Args:
         x: tensors of the same shape on every rank.
         axis_name: one axis or a tuple of axes.
-        scatter_dimension: the dim that is cut.
-        tiled: False: the dim has one element for each rank, and goes. True: it is cut as `torch.chunk` cuts, into parts that
+        scatter_dimension: the dim to split.
+        tiled: False: the dim has one element for each rank, and is removed. True: it is split as `torch.chunk` does, into parts that
             need not be equal.
 
-    Raises: ValueError where, not tiled, the dim is not as long as the axis.
+    Raises: ValueError if `tiled` is False and the dim is not as long as the axis.
 
     Communication: reduce_scatter; backward all_gather.
     """
@@ -153,37 +163,37 @@ def psum_scatter(
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         dim = checked_dim("psum_scatter", "scatter_dimension", scatter_dimension, part.ndim)
         if tiled:
-            return Prepared(axes.kept(Scatter, dim, even_lengths(part.shape[dim], axes.size)), _counted(part), dims=(dim,))
+            return Prepared(axes.cached(ScatterMap, dim, even_lengths(part.shape[dim], axes.size)), _counted(part), dims=(dim,))
         check_one_each("psum_scatter", "scatter_dimension", axes, part, dim)
-        return Prepared(axes.kept(Scatter, dim, (1,) * axes.size), _counted(part), lambda out: out.squeeze(dim), (dim,))
+        return Prepared(axes.cached(ScatterMap, dim, (1,) * axes.size), _counted(part), lambda out: out.squeeze(dim), (dim,))
 
-    axes, law = over(axis_name, _PSUM_SCATTER, axis_index_groups, equal=True)
-    return each(x, Call(axes, law, (scatter_dimension, tiled), prepare, apply, None, forward_dtype, backward_dtype))
+    axes, rule = resolve_axes(axis_name, _PSUM_SCATTER, axis_index_groups, equal=True)
+    return map_collective(x, CollectiveCall(axes, rule, (scatter_dimension, tiled), prepare, apply, None, forward_dtype, backward_dtype))
 
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
 
-_ALL_GATHER = {"replicated": Law("all_gather", varies=False), "sharded": Law("all_gather")}
+_ALL_GATHER = {"replicated": TypingRule("all_gather", varies=False), "sharded": TypingRule("all_gather")}
 
 
 def all_gather(
     x: Any, axis_name: AxisName, *, axis_index_groups: Groups = None, axis: int = 0, tiled: bool = False, to: str = "replicated",
     sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
-    """all_gather(x: S(dim), axis, dim) -> R: every rank's part, on each of them.
+    """all_gather(x: S(dim), axis, dim) -> R: concatenate or stack the parts of all ranks of the axis.
 
         rank 0   x = [a]        [a b]        backward   [g h]        [g+i]
         rank 1   x = [b]   ->   [a b]                   [i j]   ->   [h+j]
 
     Args:
-        x: tensors of the same shape on every rank, but for what `sizes` says.
+        x: tensors of the same shape on every rank, except as `sizes` says.
         axis_name: one axis or a tuple of axes.
-        axis: the dim along which parts are put together.
-        tiled: False: parts are stacked along a new dim. True: they are put one after the other along an existing one.
+        axis: the dim along which parts are concatenated or stacked.
+        tiled: False: parts are stacked along a new dim. True: they are concatenated along an existing one.
         to: "replicated", or "sharded" to have the result count as varying (as in JAX; the values are the same).
-        sizes: tiled, where parts differ in length: that of every rank's, in the order of the axis.
+        sizes: with `tiled`, for parts of different lengths: that of every rank's, in the order of the axis.
 
-    Raises: ValueError for sizes that are not one for each rank, or not this rank's own, or given when not tiled.
+    Raises: ValueError for sizes that are not one for each rank, that contradict this rank's part, or without `tiled`.
 
     Communication: all_gather; backward reduce_scatter.
     """
@@ -192,41 +202,41 @@ def all_gather(
         dim = checked_dim("all_gather", "axis", axis, part.ndim + (not tiled))
         if not tiled:
             check_no_sizes("all_gather", sizes)
-            return Prepared(axes.kept(Gather, dim, (1,) * axes.size), before=lambda t: t.unsqueeze(dim), dims=(dim,))
-        return Prepared(axes.kept(Gather, dim, lengths_along("all_gather", axes, part, dim, sizes)), dims=(dim,))
+            return Prepared(axes.cached(GatherMap, dim, (1,) * axes.size), before=lambda t: t.unsqueeze(dim), dims=(dim,))
+        return Prepared(axes.cached(GatherMap, dim, lengths_along("all_gather", axes, part, dim, sizes)), dims=(dim,))
 
-    axes, law = over(axis_name, _ALL_GATHER[word("all_gather", to, _ALL_GATHER)], axis_index_groups, equal=True)
+    axes, rule = resolve_axes(axis_name, _ALL_GATHER[canonical_word("all_gather", to, _ALL_GATHER)], axis_index_groups, equal=True)
     sizes = None if sizes is None else tuple(sizes)
-    return each(x, Call(axes, law, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+    call = CollectiveCall(axes, rule, (axis, tiled, sizes), prepare, apply, None, forward_dtype, backward_dtype, sizes is None)
+    return map_collective(x, call)
 
 
 # -- exchanging --------------------------------------------------------------------------------------------------------
 
-_ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = Law("all_to_all"), Law("ppermute"), Law("pshuffle")
-_PBROADCAST = Law("pbroadcast", varies=False)
+_ALL_TO_ALL, _PPERMUTE, _PSHUFFLE = TypingRule("all_to_all"), TypingRule("ppermute"), TypingRule("pshuffle")
+_PBROADCAST = TypingRule("pbroadcast", varies=False)
 
 
 def all_to_all(
     x: Any, axis_name: AxisName, split_axis: int, concat_axis: int, *, axis_index_groups: Groups = None, tiled: bool = False,
     sizes: Sequence[int] | None = None, forward_dtype: Dtype = None, backward_dtype: Dtype = None,
 ) -> Any:  # fmt: skip
-    """all_to_all(x: S(concat), axis, split, concat) -> S(split): part i along one dim goes to rank i, and parts are put together
-    along another.
+    """all_to_all(x: S(concat), axis, split, concat) -> S(split): split along one dim, send part i to rank i, and concatenate along another.
 
         rank 0   x = [a b]        [a c]        backward: the same, back
         rank 1   x = [c d]   ->   [b d]
 
     Args:
-        x: tensors of the same shape on every rank, but for what `sizes` says.
+        x: tensors of the same shape on every rank, except as `sizes` says.
         axis_name: one axis or a tuple of axes.
-        split_axis: the dim that is cut.
-        concat_axis: the dim along which what arrives is put together.
-        tiled: False: `split_axis` has one element for each rank and goes; `concat_axis` is a new dim. True: dims stay; the one is
-            cut as `torch.chunk` cuts, and along the other parts are put one after the other.
-        sizes: tiled, where parts differ in length along `concat_axis`: that of every rank's.
+        split_axis: the dim to split.
+        concat_axis: the dim along which received parts are concatenated.
+        tiled: False: `split_axis` has one element for each rank and is removed; `concat_axis` is a new dim. True: dims stay; one is split
+            as `torch.chunk` does, and parts are concatenated along the other.
+        sizes: with `tiled`, for parts of different lengths along `concat_axis`: that of every rank's.
 
-    Raises: ValueError where, not tiled, `split_axis` is not as long as the axis; for wrong sizes; where tiled with one dim for both
-        it is not a multiple of the axis.
+    Raises: ValueError if `tiled` is False and `split_axis` is not as long as the axis; for wrong sizes; with `tiled` and one dim for both,
+        if it is not a multiple of the axis.
 
     Communication: all_to_all; backward all_to_all.
     """
@@ -244,18 +254,18 @@ def all_to_all(
         if split == concat:
             raise _not_a_multiple(axes, part, split)
         given = (concat, lengths_along("all_to_all", axes, part, concat, sizes))
-        return Prepared(axes.kept(Exchange, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
+        return Prepared(axes.cached(AllToAllMap, given, (split, even_lengths(part.shape[split], axes.size))), dims=(split, concat))
 
     sizes = None if sizes is None else tuple(sizes)
     key = (split_axis, concat_axis, tiled, sizes)
-    axes, law = over(axis_name, _ALL_TO_ALL, axis_index_groups, equal=True)
-    return each(x, Call(axes, law, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
+    axes, rule = resolve_axes(axis_name, _ALL_TO_ALL, axis_index_groups, equal=True)
+    return map_collective(x, CollectiveCall(axes, rule, key, prepare, apply, None, forward_dtype, backward_dtype, sizes is None))
 
 
 def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Groups = None) -> Any:
-    """pswapaxes(x: S, axis, dim) -> S: the mesh axis and a dim trade places: `all_to_all` with this dim as both, not tiled.
+    """pswapaxes(x: S, axis, dim) -> S: swap the mesh axis and a dim: `all_to_all` with this dim as both, not tiled.
 
-    Raises: ValueError where the dim is not as long as the axis.
+    Raises: ValueError if the dim is not as long as the axis.
 
     Communication: as `all_to_all`.
     """
@@ -263,12 +273,12 @@ def pswapaxes(x: Any, axis_name: AxisName, axis: int, *, axis_index_groups: Grou
 
 
 def _rows(axes: Axes, before: Any, after: Any, dims: tuple[int, ...]) -> Prepared:
-    """Row i of what `before` gives goes to rank i, and arrives as row `index` there."""
-    return Prepared(axes.kept(Swap), before, after, dims)
+    """Return a map that sends row i of `before(x)` to rank i, where it arrives as row `index`."""
+    return Prepared(axes.cached(AllToAllRowsMap), before, after, dims)
 
 
 def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
-    """Equal parts along one dim, put together along another one or the same."""
+    """Return a map that splits one dim into equal parts and concatenates them along another one or the same."""
     shape = (axes.size, part.shape[split] // axes.size)
     return _rows(
         axes, lambda t: t.unflatten(split, shape).movedim(split, 0), lambda t: t.movedim(0, concat).flatten(concat, concat + 1),
@@ -277,14 +287,14 @@ def _evenly(axes: Axes, part: Tensor, split: int, concat: int) -> Prepared:
 
 
 def _not_a_multiple(axes: Axes, part: Tensor, dim: int) -> ValueError:
-    what = f"dim {dim} of {list(part.shape)} is cut and put together"
+    what = f"dim {dim} of {list(part.shape)} is both split and concatenated"
     return ValueError(f"all_to_all over {axes}: {what}, and {part.shape[dim]} is not a multiple of {axes.size}")
 
 
 def ppermute(
     x: Any, axis_name: AxisName, perm: Sequence[tuple[int, int]], *, forward_dtype: Dtype = None, backward_dtype: Dtype = None
 ) -> Any:
-    """ppermute(x: S | R, axis, perm) -> S: parts go from rank to rank; who receives nothing has zeros.
+    """ppermute(x: S | R, axis, perm) -> S: send parts from rank to rank; a rank that receives nothing has zeros.
 
         perm = [(0, 1)]
         rank 0   x = [a]        [0]        backward   [g]        [h]
@@ -302,13 +312,13 @@ def ppermute(
     pairs = tuple(map(tuple, perm))
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(axes.kept(Permute, checked_pairs("ppermute", axes, pairs)))
+        return Prepared(axes.cached(PermuteMap, checked_pairs("ppermute", axes, pairs)))
 
-    return each(x, Call(bound(axis_name), _PPERMUTE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(x, CollectiveCall(bound_axes(axis_name), _PPERMUTE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
 
 
 def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
-    """pshuffle(x: S | R, axis, perm) -> S: rank i receives the part of rank perm[i].
+    """pshuffle(x: S | R, axis, perm) -> S: receive the part of rank perm[i] on rank i.
 
     Args:
         perm: every index along the axis, once.
@@ -322,13 +332,13 @@ def pshuffle(x: Any, axis_name: AxisName, perm: Sequence[int], *, forward_dtype:
     def prepare(axes: Axes, part: Tensor) -> Prepared:
         if sorted(source for source, _ in pairs) != list(range(axes.size)):
             raise ValueError(f"pshuffle over {axes}: perm={list(perm)} must hold each of 0 to {axes.size - 1} once")
-        return Prepared(axes.kept(Permute, pairs))
+        return Prepared(axes.cached(PermuteMap, pairs))
 
-    return each(x, Call(bound(axis_name), _PSHUFFLE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(x, CollectiveCall(bound_axes(axis_name), _PSHUFFLE, pairs, prepare, apply, None, forward_dtype, backward_dtype))
 
 
 def pbroadcast(x: Any, axis_name: AxisName, source: int, *, forward_dtype: Dtype = None, backward_dtype: Dtype = None) -> Any:
-    """pbroadcast(x: S | R, axis, source) -> R: the part of one rank, on every rank.
+    """pbroadcast(x: S | R, axis, source) -> R: copy the part of one rank to every rank.
 
         source = 1
         rank 0   x = [a]        [b]        backward   [g]        [0]
@@ -338,11 +348,11 @@ def pbroadcast(x: Any, axis_name: AxisName, source: int, *, forward_dtype: Dtype
 
     Communication: broadcast; backward all_reduce.
     """
-    axes = bound(axis_name)
+    axes = bound_axes(axis_name)
     if not 0 <= source < axes.size:
         raise ValueError(f"pbroadcast over {axes}: source={source} must be an index from 0 to {axes.size - 1}")
 
     def prepare(axes: Axes, part: Tensor) -> Prepared:
-        return Prepared(axes.kept(Broadcast, source))
+        return Prepared(axes.cached(BroadcastMap, source))
 
-    return each(x, Call(axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype))
+    return map_collective(x, CollectiveCall(axes, _PBROADCAST, source, prepare, apply, None, forward_dtype, backward_dtype))

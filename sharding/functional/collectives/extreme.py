@@ -1,4 +1,4 @@
-"""The largest or smallest value over the ranks of some axes, with gradients.
+"""The largest or smallest value over the ranks of some axes, and its gradient.
 
 The gradient goes to the ranks that hold the extreme value, in equal parts:
 
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from ...tensor.autograd.engine_hooks import transforming, with_memory, with_tangents
 from ..named_axes import Axes
-from .linear_maps import Finish, Reduce, apply, check_forward_mode
+from .linear_maps import Finish, ReduceMap, apply, check_forward_mode
 
 
 class Extreme:
-    """max or min over axes.
+    """Maximum or minimum over axes.
 
     Attributes:
         axes: the axes.
         kind: "max" or "min".
-        sum: the map that adds gradients up.
+        sum: the map that sums gradients.
     """
 
     def __init__(self, axes: Axes, kind: str) -> None:
-        self.axes, self.kind, self.sum = axes, kind, Reduce(axes)
+        self.axes, self.kind, self.sum = axes, kind, ReduceMap(axes)
 
     def start(self, x: Tensor) -> Finish:
-        """Launch it; what waits for it and gives the result."""
+        """Launch it; return a function that waits and returns the result."""
         out = x.detach().clone(memory_format=torch.contiguous_format)
         work = self.axes.group.all_reduce(out, self.kind, async_op=True)
 
@@ -42,7 +42,7 @@ class Extreme:
         return wait
 
     def shares(self, x: Tensor, out: Tensor) -> Tensor:
-        """How much of the result's gradient each of this rank's elements gets: 1 / number of holders, or 0."""
+        """Return the share of the result's gradient for each of this rank's elements: 1 / number of holders, or 0."""
         mine = ((x == out) | (x.isnan() & out.isnan())).to(out.dtype)
         return mine / apply(mine, self.sum)
 
@@ -62,7 +62,7 @@ class _Pick(torch.autograd.Function):
 
 
 class _PickTransformed(torch.autograd.Function):
-    """The same in the form that `torch.func` asks for."""
+    """The same in the form that `torch.func` requires."""
 
     @staticmethod
     def forward(x: Tensor, op: Extreme) -> Tensor:
@@ -89,8 +89,8 @@ class _PickTransformed(torch.autograd.Function):
         return pick(x.movedim(in_dims[0], -1), op), -1
 
 
-def pick(x: Tensor, op: Extreme, travel: Any = None, ready: Finish | None = None) -> Tensor:
-    """The extreme value, differentiable any number of times; see `linear.apply`."""
+def pick(x: Tensor, op: Extreme, grad_dtype: Any = None, ready: Finish | None = None) -> Tensor:
+    """Return the extreme value, differentiable any number of times; see `linear_maps.apply`."""
     if transforming():
         check_forward_mode(op.axes)
         return _PickTransformed.apply(x, op)  # type: ignore[return-value]

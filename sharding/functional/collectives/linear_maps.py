@@ -1,17 +1,17 @@
-"""Linear maps over the parts of all ranks: what collectives do, and what their gradients do.
+"""Linear maps over the parts of all ranks: the values of collectives and of their gradients.
 
-Each has a transpose, which is one of them again, so that they can be differentiated any number of times:
+The transpose of each is again one of them, so they can be differentiated any number of times:
 
     Reduce      [a] [b]  ->  [a+b] [a+b]          transpose: Reduce
     Gather      [a] [b]  ->  [a b] [a b]          transpose: Scatter (the gradient of a replicated value is pending)
     Scatter     [a b] [c d]  ->  [a+c] [b+d]      transpose: Gather
-    Exchange    [a b] [c d]  ->  [a c] [b d]      transpose: Exchange back
-    Swap        the same of rows, one for each rank
-    Permute     [a] [b]  ->  [0] [a]              transpose: Permute the other way
-    Broadcast   [a] [b]  ->  [a] [a]              transpose: ReduceTo (the sum where it came from, zeros elsewhere)
+    AllToAll    [a b] [c d]  ->  [a c] [b d]      transpose: AllToAll with the dims swapped
+    AllToAllRows  the same of rows, one for each rank
+    Permute     [a] [b]  ->  [0] [a]              transpose: Permute with the pairs swapped
+    Broadcast   [a] [b]  ->  [a] [a]              transpose: ReduceTo (the sum on the source, zeros elsewhere)
     KeepFirst   [a] [a]  ->  [a] [0]              transpose: KeepFirst
 
-All work on dims counted from the front, so that a batch dim of `torch.func.vmap` may follow at the end.
+All count dims from the front, so that a batch dim of `torch.func.vmap` may follow at the end.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class LinearMap(Linear):
         self.axes = axes
 
     def batched(self, count: int) -> LinearMap:
-        return self  # a dim at the end goes along
+        return self  # a batch dim at the end needs no change
 
     @abstractmethod
     def start(self, x: Tensor) -> Finish:
-        """Launch it; what waits for it and gives the result, a new tensor."""
+        """Launch the map; return a function that waits and returns the result, a new tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.start(x)()
 
 
 def finish(work: Work | None, out: Tensor) -> Finish:
-    """What waits for the work and gives `out`."""
+    """Return a function that waits for the work and returns `out`."""
 
     def wait() -> Tensor:
         if work is not None:
@@ -71,8 +71,8 @@ def finish(work: Work | None, out: Tensor) -> Finish:
     return wait
 
 
-class Reduce(LinearMap):
-    """The sum, on every rank."""
+class ReduceMap(LinearMap):
+    """Sum; the result is on every rank."""
 
     @property
     def transpose(self) -> LinearMap:
@@ -88,7 +88,7 @@ class Reduce(LinearMap):
         return finish(self.axes.group.all_reduce(out, async_op=True), out)
 
 
-class Laid(LinearMap):
+class RedistributionMap(LinearMap):
     """A linear map that is a redistribution on the mesh of the axes."""
 
     def __init__(self, axes: Axes) -> None:
@@ -97,7 +97,7 @@ class Laid(LinearMap):
 
     @abstractmethod
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
-        """The layouts before and after, for a part of this shape."""
+        """Return the layouts before and after, for a part of this shape."""
 
     def _runner(self, x: Tensor) -> Runner:
         key = (x.shape, x.dtype)
@@ -115,16 +115,16 @@ class Laid(LinearMap):
         return (lambda: wait().clone()) if self.axes.size == 1 else wait
 
 
-class Gather(Laid):
-    """Every rank's part along a dim, one after the other, on every rank; parts of these lengths."""
+class GatherMap(RedistributionMap):
+    """Concatenate every rank's part along a dim, on every rank; parts have these lengths."""
 
     def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(axes)
         self.dim, self.lengths = dim, lengths
-        self._straight = _lie_in_order(axes, dim, lengths)
+        self._contiguous = _is_contiguous(axes, dim, lengths)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._straight:
+        if not self._contiguous:
             return super().__call__(x)
         out = x.new_empty((self.axes.size * x.shape[0], *x.shape[1:]))
         self.axes.group.all_gather(out, x.contiguous())
@@ -132,23 +132,23 @@ class Gather(Laid):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return Scatter(self.axes, self.dim, self.lengths)
+        return ScatterMap(self.axes, self.dim, self.lengths)
 
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
         return split, split.replicated
 
 
-class Scatter(Laid):
-    """The sum, of which each rank has its part along a dim."""
+class ScatterMap(RedistributionMap):
+    """Sum, and split the result along a dim."""
 
     def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(axes)
         self.dim, self.lengths = dim, lengths
-        self._straight = _lie_in_order(axes, dim, lengths)
+        self._contiguous = _is_contiguous(axes, dim, lengths)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self._straight:
+        if not self._contiguous:
             return super().__call__(x)
         out = x.new_empty((self.lengths[0], *x.shape[1:]))
         self.axes.group.reduce_scatter(out, x.contiguous())
@@ -156,20 +156,20 @@ class Scatter(Laid):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return Gather(self.axes, self.dim, self.lengths)
+        return GatherMap(self.axes, self.dim, self.lengths)
 
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
         return split.replace(P(unreduced=self.axes.mesh.axis_names)), split
 
 
-def _lie_in_order(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
-    """Whether equal parts lie one after the other in the order of the group, so that nothing is packed: the shortest way."""
+def _is_contiguous(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
+    """Return whether parts are equal and contiguous in the order of the group, so that nothing needs packing."""
     return dim == 0 and axes.order is None and len(set(lengths)) == 1
 
 
-class Exchange(Laid):
-    """Split along one dim before, along another one after: `all_to_all`.
+class AllToAllMap(RedistributionMap):
+    """Split along one dim before, along another one after.
 
     Attributes:
         before: the dim that is split before, and the lengths of its parts.
@@ -182,7 +182,7 @@ class Exchange(Laid):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return Exchange(self.axes, self.after, self.before)
+        return AllToAllMap(self.axes, self.after, self.before)
 
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         whole = list(shape)
@@ -191,8 +191,8 @@ class Exchange(Laid):
         return one, other
 
 
-class Permute(LinearMap):
-    """Parts go from rank to rank; who receives nothing has zeros.
+class PermuteMap(LinearMap):
+    """Send parts from rank to rank; a rank that receives nothing has zeros.
 
     Attributes:
         pairs: (source, destination) places along the axes, each at most once on either side.
@@ -210,7 +210,7 @@ class Permute(LinearMap):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return Permute(self.axes, tuple((d, s) for s, d in self.pairs))
+        return PermuteMap(self.axes, tuple((d, s) for s, d in self.pairs))
 
     def start(self, x: Tensor) -> Finish:
         given = x.contiguous()
@@ -219,8 +219,8 @@ class Permute(LinearMap):
         return finish(work, out)
 
 
-class Broadcast(LinearMap):
-    """One rank's part, on every rank.
+class BroadcastMap(LinearMap):
+    """Copy one rank's part to every rank.
 
     Attributes:
         source: its place along the axes.
@@ -232,15 +232,15 @@ class Broadcast(LinearMap):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return ReduceTo(self.axes, self.source)
+        return ReduceToMap(self.axes, self.source)
 
     def start(self, x: Tensor) -> Finish:
         out = x.clone(memory_format=torch.contiguous_format)
         return finish(self.axes.group.broadcast(out, self.axes.place_in_group(self.source), async_op=True), out)
 
 
-class ReduceTo(LinearMap):
-    """The sum on one rank, zeros on the others."""
+class ReduceToMap(LinearMap):
+    """Sum; the result is on one rank, and the others have zeros."""
 
     def __init__(self, axes: Axes, place: int) -> None:
         super().__init__(axes)
@@ -248,7 +248,7 @@ class ReduceTo(LinearMap):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return Broadcast(self.axes, self.place)
+        return BroadcastMap(self.axes, self.place)
 
     def start(self, x: Tensor) -> Finish:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -256,8 +256,8 @@ class ReduceTo(LinearMap):
         return wait if self.axes.index == self.place else lambda: wait().zero_()
 
 
-class KeepFirst(LinearMap):
-    """What the first rank has there, zeros elsewhere: a replicated value as a pending sum. Nothing moves."""
+class KeepFirstMap(LinearMap):
+    """Keep the first rank's part, zeros elsewhere: a replicated value as a pending sum, without communication."""
 
     @property
     def transpose(self) -> LinearMap:
@@ -268,8 +268,8 @@ class KeepFirst(LinearMap):
         return lambda: out
 
 
-class Swap(LinearMap):
-    """Row i of every rank goes to rank i; as many rows as ranks.
+class AllToAllRowsMap(LinearMap):
+    """Send row i of every rank to rank i; there are as many rows as ranks.
 
         [a b] [c d]  ->  [a c] [b d]
     """
@@ -305,7 +305,7 @@ class Swap(LinearMap):
 
 
 def split_layout(axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """A tensor of this shape, cut along `dim` over the axes into parts of these lengths."""
+    """Return the layout of a tensor split along `dim` over the axes into parts of these lengths; `shape` is that of any part."""
     whole = list(shape)
     whole[dim] = sum(lengths)
     names = axes.mesh.axis_names
@@ -313,50 +313,50 @@ def split_layout(axes: Axes, dim: int, lengths: Sequence[int], shape: Sequence[i
 
 
 def even_lengths(total: int, parts: int) -> tuple[int, ...]:
-    """Lengths of the parts into which `torch.chunk` cuts, empty ones included."""
+    """Return the lengths of the parts that `torch.chunk` makes, empty ones included."""
     return tuple(stop - start for start, stop in (chunk(0, total, parts, i) for i in range(parts)))
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
-class _Recorded(torch.autograd.Function):
+class _ApplyLinearMap(torch.autograd.Function):
     """A linear map with its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: LinearMap, travel: torch.dtype | None, ready: Finish | None) -> Tensor:
-        ctx.op, ctx.travel = op, travel
+    def forward(ctx: Any, x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None, ready: Finish | None) -> Tensor:
+        ctx.op, ctx.grad_dtype = op, grad_dtype
         return op(x) if ready is None else ready()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = engine_hooks.with_memory(grads[0])
-        if ctx.travel is None or ctx.travel is grad.dtype:
+        if ctx.grad_dtype is None or ctx.grad_dtype is grad.dtype:
             return apply(grad, ctx.op.transpose), None, None, None
-        return apply(grad.to(ctx.travel), ctx.op.transpose).to(grad.dtype), None, None, None
+        return apply(grad.to(ctx.grad_dtype), ctx.op.transpose).to(grad.dtype), None, None, None
 
 
-def apply(x: Tensor, op: LinearMap, travel: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
-    """The linear map, differentiable any number of times.
+def apply(x: Tensor, op: LinearMap, grad_dtype: torch.dtype | None = None, ready: Finish | None = None) -> Tensor:
+    """Apply the linear map, differentiable any number of times.
 
     Args:
-        travel: dtype in which the gradient goes back; by default its own.
-        ready: gives the result, where it is under way already.
+        grad_dtype: the dtype of the gradient during communication; default its own.
+        ready: returns the result, if the map was launched already.
 
-    Raises: RuntimeError for torch's forward mode on simulated ranks.
+    Raises: RuntimeError in torch's forward mode on simulated ranks.
     """
     if engine_hooks.transforming():
         check_forward_mode(op.axes)
-        return under_transforms(x, op, travel)
+        return under_transforms(x, op, grad_dtype)
     if x.requires_grad and torch.is_grad_enabled():
-        return _Recorded.apply(x, op, travel, ready)  # type: ignore[return-value]
+        return _ApplyLinearMap.apply(x, op, grad_dtype, ready)  # type: ignore[return-value]
     return op(x) if ready is None else ready()
 
 
 def check_forward_mode(axes: Axes) -> None:
-    """Raises: RuntimeError for torch's forward mode on simulated ranks."""
+    """Raise RuntimeError in torch's forward mode on simulated ranks."""
     if engine_hooks.in_foreign_forward_mode() and axes.size > 1 and isinstance(axes.mesh.world, SimulatedWorld):
         raise RuntimeError(
             "a collective inside torch.func.jvp (or jacfwd, hessian, torch.autograd.forward_ad) on simulated ranks: torch has one forward "
-            "mode per process, which the first rank to leave would end for all; use sm.jvp, sm.jacfwd, sm.hessian"
+            "mode per process, and the first rank to leave it would end it for all; use sm.jvp, sm.jacfwd, sm.hessian"
         )

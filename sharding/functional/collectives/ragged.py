@@ -1,4 +1,4 @@
-"""`ragged_all_to_all`: rows to every rank, as many as one likes: what routes tokens to experts.
+"""`ragged_all_to_all`: send any number of rows to each rank, as in routing tokens to experts.
 
     rank 0  operand [a a b]   send_sizes [2 1]        output [a a c . .]
     rank 1  operand [c d d]   send_sizes [1 2]   ->   output [b d d . .]
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from ...tensor.autograd.engine_hooks import transforming
-from ..named_axes import Axes, AxisName, Groups, captures_here
-from ..types.type_checker import unfollowed
-from .apply import Later, Law, checker_here, is_starting, noted, over
+from ..named_axes import Axes, AxisName, Groups, current_captures
+from ..types.type_checker import untracked
+from .apply import AsyncResult, TypingRule, current_checker, is_starting, resolve_axes, with_tag
 from .linear_maps import Finish, LinearMap, apply
 from .linear_maps import finish as finish_work
 
-_LAW = Law("ragged_all_to_all")
+_LAW = TypingRule("ragged_all_to_all")
 Counts = Sequence[int] | Tensor
 Slices = list[tuple[int, int]]  # (first row, number of rows)
 
@@ -32,49 +32,49 @@ def ragged_all_to_all(
     operand: Tensor, output: Tensor, input_offsets: Counts, send_sizes: Counts, output_offsets: Counts, recv_sizes: Counts, *,
     axis_name: AxisName, axis_index_groups: Groups = None, backward_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: `output` with the rows that the ranks send here.
+    """ragged_all_to_all(operand: S, output: S, ..., axis) -> S: update `output` with the rows that the ranks send here.
 
-    JAX's arguments; all counts are rows along dim 0, one for each rank of the axis, lists or integer tensors. (Or k for each rank:
-    then k slices go to each, those for rank i from place i k on.)
+    Arguments are JAX's; all counts are rows along dim 0, one for each rank of the axis, lists or integer tensors. (Or k for each rank:
+    then k slices go to each, those for rank i starting at index i k.)
 
     Args:
         operand: rows to send.
-        output: what is returned where nothing arrives: shape and values.
-        input_offsets: where the rows for each rank begin in `operand`.
-        send_sizes: how many go to each rank.
-        output_offsets: where they are put in the `output` of each rank.
-        recv_sizes: how many come from each rank.
+        output: shape of the result, and its values where nothing arrives.
+        input_offsets: the first row for each rank in `operand`.
+        send_sizes: the number of rows for each rank.
+        output_offsets: the first row of them in the `output` of each rank.
+        recv_sizes: the number of rows from each rank.
         axis_name: one axis or a tuple of axes.
-        axis_index_groups: lists of places along the axis: the exchange then is one inside each list.
-        backward_dtype: dtype in which the gradient travels.
+        axis_index_groups: lists of places along the axis: the exchange then runs inside each list.
+        backward_dtype: the dtype of the gradient during communication.
 
     Raises: ValueError, on every rank, for counts that are not one for each rank, rows outside of `operand` or `output`, or sizes on
-        which sender and receiver do not agree.
+        which sender and receiver disagree.
 
     Communication: two small all_gathers of the counts and one all_to_all of the rows; backward one all_to_all.
     """
-    (axes, law), checker = over(axis_name, _LAW, axis_index_groups, equal=True), checker_here()
+    (axes, rule), checker = resolve_axes(axis_name, _LAW, axis_index_groups, equal=True), current_checker()
     counts = [input_offsets, send_sizes, output_offsets, recv_sizes]
-    captures = captures_here()
+    captures = current_captures()
     if captures is not None:
-        operand, output = captures.of(operand), captures.of(output)
+        operand, output = captures.local(operand), captures.local(output)
     if checker is None:
         return _sent(operand, output, counts, axes, backward_dtype)
-    given = checker.joined(iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.looked)
-    tag = law(given, axes)
-    with unfollowed():
-        return noted(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
+    given = checker.join_all(iter(x for x in (operand, output, *counts) if isinstance(x, Tensor)), checker.control_tag)
+    tag = rule(given, axes)
+    with untracked():
+        return with_tag(checker, _sent(operand, output, counts, axes, backward_dtype), tag)
 
 
-def _sent(operand: Tensor, output: Tensor, counts: Sequence[Counts], axes: Axes, travel: torch.dtype | None) -> Any:
-    routes = _agreed(operand, output, [_listed(c) for c in counts], axes)
+def _sent(operand: Tensor, output: Tensor, counts: Sequence[Counts], axes: Axes, grad_dtype: torch.dtype | None) -> Any:
+    routes = _exchange_routes(operand, output, [_listed(c) for c in counts], axes)
     packed = operand.index_select(0, _rows(routes.sends, operand.device))
     places = _rows(routes.receives, operand.device)
-    op = _Rows(axes, _sizes(routes.sends), _sizes(routes.receives))
+    op = _RaggedMap(axes, _sizes(routes.sends), _sizes(routes.receives))
     if is_starting() and not transforming():
         ready = op.start(packed.detach())
-        return Later(lambda: output.index_copy(0, places, apply(packed, op, travel, ready)))
-    return output.index_copy(0, places, apply(packed, op, travel))
+        return AsyncResult(lambda: output.index_copy(0, places, apply(packed, op, grad_dtype, ready)))
+    return output.index_copy(0, places, apply(packed, op, grad_dtype))
 
 
 def _listed(counts: Counts) -> list[int]:
@@ -83,19 +83,19 @@ def _listed(counts: Counts) -> list[int]:
 
 @dataclass
 class _Routes:
-    """What goes to and comes from every rank, in the order of the group: slices of `operand` to send, of `output` to receive."""
+    """Slices of `operand` to send and of `output` to receive, for every rank in the order of the group."""
 
     sends: list[Slices]
     receives: list[Slices]
 
 
 class _Table(NamedTuple):
-    """What one rank gave.
+    """The counts of one rank.
 
     Attributes:
-        rows, room: length of its operand and of its output.
-        lengths: of its four lists of counts.
-        counts: these lists, one row for each rank that they are for.
+        rows, room: lengths of its operand and of its output.
+        lengths: lengths of its four lists of counts.
+        counts: these lists, one row for each destination.
     """
 
     rows: int
@@ -104,12 +104,12 @@ class _Table(NamedTuple):
     counts: list[list[list[int]]]
 
 
-def _agreed(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> _Routes:
-    """What goes where, known to be the same to sender and receiver.
+def _exchange_routes(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> _Routes:
+    """Return the slices to send and receive, checked between sender and receiver.
 
-    Raises: ValueError, on every rank, where it is not.
+    Raises: ValueError, on every rank, if they disagree.
     """
-    tables = _told(operand, output, counts, axes)
+    tables = _exchange_counts(operand, output, counts, axes)
     for rank in range(axes.size):
         _check(rank, tables, axes)
     by_group, me = sorted(range(axes.size), key=axes.place_in_group), tables[axes.index].counts
@@ -118,18 +118,19 @@ def _agreed(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes
     return _Routes(sends, receives)
 
 
-def _told(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> list[_Table]:
-    """What every rank gave, by place. Lists that are not as long as the first one of place 0 come cut or filled."""
-    n, each = axes.size, max(len(counts[0]) // axes.size, 1)
-    lengths = torch.tensor([each, len(operand), len(output), *map(len, counts)], dtype=torch.int64, device=_where(operand))
+def _exchange_counts(operand: Tensor, output: Tensor, counts: list[list[int]], axes: Axes) -> list[_Table]:
+    """Return the counts of every rank, by place; lists are cut or filled to the length of the first one."""
+    n, per_rank = axes.size, max(len(counts[0]) // axes.size, 1)
+    lengths = torch.tensor([per_rank, len(operand), len(output), *map(len, counts)], dtype=torch.int64, device=_comm_device(operand))
     heads = _gathered(lengths, axes)
-    each = max(head[0] for head in heads)
-    flat = torch.tensor([k for c in counts for k in [*c, *[0] * n * each][: n * each]], dtype=torch.int64, device=_where(operand))
+    per_rank = max(head[0] for head in heads)
+    rows = [k for c in counts for k in [*c, *[0] * n * per_rank][: n * per_rank]]
+    flat = torch.tensor(rows, dtype=torch.int64, device=_comm_device(operand))
     bodies = [einops.rearrange(np.array(body), "(what to slice) -> what to slice", what=4, to=n).tolist() for body in _gathered(flat, axes)]
     return [_Table(head[1], head[2], head[3:], body) for head, body in zip(heads, bodies, strict=True)]
 
 
-def _where(x: Tensor) -> torch.device:
+def _comm_device(x: Tensor) -> torch.device:
     return torch.device("cpu") if x.is_meta else x.device
 
 
@@ -140,7 +141,7 @@ def _gathered(mine: Tensor, axes: Axes) -> list[list[int]]:
 
 
 def _check(rank: int, tables: list[_Table], axes: Axes) -> None:
-    """Raises: ValueError for what one rank gave."""
+    """Raise ValueError for wrong counts of one rank."""
     rows, room, lengths, (starts, sizes, places, _) = tables[rank]
     where = f"ragged_all_to_all over {axes}: rank {rank}"
     if len(set(lengths)) > 1 or lengths[0] % axes.size or lengths != tables[0].lengths or not lengths[0]:
@@ -166,8 +167,8 @@ def _sizes(slices: Sequence[Slices]) -> list[int]:
     return [sum(n for _, n in each) for each in slices]
 
 
-class _Rows(LinearMap):
-    """Rows to every rank of the group, in its order."""
+class _RaggedMap(LinearMap):
+    """Send rows to every rank of the group, in its order."""
 
     def __init__(self, axes: Axes, sends: list[int], receives: list[int]) -> None:
         super().__init__(axes)
@@ -175,7 +176,7 @@ class _Rows(LinearMap):
 
     @cached_property
     def transpose(self) -> LinearMap:  # type: ignore[override]
-        return _Rows(self.axes, self.receives, self.sends)
+        return _RaggedMap(self.axes, self.receives, self.sends)
 
     def start(self, x: Tensor) -> Finish:
         out = x.new_empty(sum(self.receives), *x.shape[1:])

@@ -1,6 +1,6 @@
-"""The axes of a mesh over which `vmap` has split its examples, while the function of one example runs.
+"""The mesh axes over which `vmap` has split its examples, while the function of one example runs.
 
-    mesh (dp=2, tp=2), examples split over dp        one example lies on the mesh (tp=2); ranks of different dp have different ones
+    mesh (dp=2, tp=2), examples split over dp        one example is on the mesh (tp=2); ranks of different dp have different ones
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     Attributes:
         mesh: the mesh of the arguments; of nested `vmap`s, of those of the outermost that splits.
         axes: the axes over which examples are split.
-        inner: the mesh of the others, on which one example lies; None where there are none.
+        inner: the mesh of the others, which one example is on; None if there are none.
     """
 
     mesh: DeviceMesh
@@ -31,35 +31,35 @@ class Batch(NamedTuple):
 
     @staticmethod
     def inside(outer: Batch | None, mesh: DeviceMesh, axes: tuple[str, ...], inner: DeviceMesh | None) -> Batch:
-        """The same within examples that are split already."""
+        """Return the split of examples inside examples that are split already."""
         nested = outer is not None and outer.inner is mesh
         return Batch(outer.mesh, (*outer.axes, *axes), inner) if nested and outer is not None else Batch(mesh, axes, inner)
 
     def check(self, name: str, *specs: Any) -> None:
-        """Raises: ValueError where a mapped function's specs name an axis over which examples are split."""
+        """Raise ValueError if a mapped function's specs name an axis over which examples are split."""
         named = {axis for spec in pytree.tree_leaves(list(specs), is_leaf=_is_p) if _is_p(spec) for axis in spec.axes}
         if found := sorted(named & set(self.axes)):
             raise ValueError(
-                f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its examples: one example does not lie on it. "
+                f"shard_map({name}): its specs name {found[0]!r}, over which vmap has split its examples: one example is not on that axis. "
                 "Have vmap split them over another axis, or over none: spmd_axis_name=()"
             )
 
 
-class _Thread(threading.local):
+class _CurrentBatch(threading.local):
     batch: Batch | None = None
 
 
-_thread = _Thread()
+_thread = _CurrentBatch()
 
 
 def current_batch() -> Batch | None:
-    """How the innermost `vmap` in this thread has split its examples; None where it has not."""
+    """Return how the innermost `vmap` in this thread has split its examples; None if it has not."""
     return _thread.batch
 
 
 @contextmanager
-def split_over(batch: Batch | None) -> Iterator[None]:
-    """Inside, examples are split so."""
+def use_batch(batch: Batch | None) -> Iterator[None]:
+    """Inside, examples are split as `batch` says."""
     before, _thread.batch = _thread.batch, batch
     try:
         yield

@@ -1,14 +1,13 @@
-"""`custom_vjp`: a function with a gradient of its own, by JAX's names.
+"""`custom_vjp`: a function with a custom gradient, by JAX's names.
 
     @sm.custom_vjp
     def log1pexp(x): ...                                          the function
 
     log1pexp.defvjp(lambda x: (log1pexp(x), x),                   forward, and what backward needs
                     lambda x, g: (g * (1 - 1 / (1 + x.exp())),))  backward: a gradient for each argument
-
-Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside of parts, whose types are followed through
-`bwd` as through any backward (`custom.py`). Second derivatives are those of `fwd` and `bwd`: if the first ones are to be differentiated,
-`fwd` is run once more, with gradients, for what `bwd` needs.
+Outside of mapped functions arguments are trees of plain tensors and `ShardedTensor`s; inside, of local parts, and types are tracked through
+`bwd` as through the backward of any custom function (`types/custom_functions.py`). Second derivatives are those of `fwd` and `bwd`: if
+the first are to be differentiated, `fwd` runs again, with gradients, to compute what `bwd` needs.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from ...tensor.autograd import engine_hooks
 from ...tensor.convert import from_local
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
-from ..collectives.apply import checker_here
-from ..collectives.linear_maps import KeepFirst, apply
-from ..named_axes import Mapping, current_mapping
+from ..collectives.apply import current_checker
+from ..collectives.linear_maps import KeepFirstMap, apply
+from ..named_axes import AxisEnv, current_axis_env
 from ..signature import paths_of
 
 
 class custom_vjp:
-    """custom_vjp(f) -> f, whose gradient `f.defvjp(fwd, bwd)` gives: any function of trees of tensors, inside and outside of `shard_map`.
+    """custom_vjp(f) -> f with a custom gradient, set by `f.defvjp(fwd, bwd)`: any function of trees, inside and outside of `shard_map`.
 
     Args:
-        fun: the function. It runs where nothing is differentiated.
-        nondiff_argnums: the arguments without gradient, such as functions and numbers; any objects.
+        fun: the function. It runs where no gradient is needed.
+        nondiff_argnums: the arguments without gradient, such as functions and tensor_indices; any objects.
         nondiff_argnames: the same by name.
 
     Raises:
-        AttributeError: when called: `defvjp` was not.
-        TypeError, ValueError: in backward, what `bwd` returns is no gradient for each argument: names the function and the argument.
-        ShardingTypeError: the same for its type, inside a mapped function: see `defvjp`.
+        AttributeError: in a call before `defvjp`.
+        TypeError, ValueError: in backward, if `bwd` does not return a gradient for each argument; names the function and the argument.
+        ShardingTypeError: inside a mapped function, if a gradient has the wrong type: see `defvjp`.
         NotImplementedError: inside a transform of torch.func.
 
     Communication: that of `fun`, or of `fwd` and `bwd`.
@@ -79,15 +78,15 @@ class custom_vjp:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     def defvjp(self, fwd: Callable[..., tuple[Any, Any]], bwd: Callable[..., Sequence[Any]]) -> None:
-        """Say how the function is differentiated.
+        """Set the functions that differentiate this one.
 
         Args:
-            fwd: takes the function's arguments, and returns its result and what `bwd` needs: any tree.
-            bwd: takes the arguments without gradient, what `fwd` kept for it, and the gradient of the result, and returns a tuple with a
-                gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may lie in any way. Inside a mapped
-                function the gradient of the result is of the dual type (varying <-> varying, replicated <-> pending), and that of an
-                argument must be of the type dual to it. For an argument that is replicated that is this rank's share; one that is
-                replicated itself, as JAX asks for it, is taken as the whole gradient.
+            fwd: takes the function's arguments, and returns its result and what `bwd` needs, any tree.
+            bwd: takes the arguments without gradient, what `fwd` returned for it, and the gradient of the result, and returns a tuple
+                with a gradient for each argument: a tree like it, or None for zero. A `ShardedTensor` in it may have any layout. Inside a
+                mapped function the gradient of the result has the dual type (varying <-> varying, replicated <-> pending), and that of
+                an argument must have the type dual to it. For a replicated argument that is this rank's share; a replicated gradient,
+                which JAX requires, is taken as the whole gradient.
         """
         self.fwd, self.bwd = fwd, bwd
 
@@ -96,18 +95,18 @@ class custom_vjp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
-            raise AttributeError(f"custom_vjp({self.name}) is called and has no gradient yet; {self.name}.defvjp(fwd, bwd) gives it one")
+            raise AttributeError(f"custom_vjp({self.name}) was called before {self.name}.defvjp(fwd, bwd), which sets its gradient")
         given = self._by_position(args, kwargs)
         leaves, tree = pytree.tree_flatten([x for i, x in enumerate(given) if i not in self.nondiff])
         if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             return self.fun(*given)
         if engine_hooks.transforms_active():
             raise NotImplementedError(f"custom_vjp({self.name}) inside a transform of torch.func; use sm.grad, sm.vjp or sm.jvp")
-        return _Call(self, given, leaves, tree).run()
+        return _CustomVJPCall(self, given, leaves, tree).run()
 
 
     def _by_position(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """All arguments, as `fwd` takes them."""
+        """Return all arguments by position, as `fwd` takes them."""
         left = kwargs
         if self.signature is not None:
             bound = self.signature.bind(*args, **kwargs)
@@ -127,89 +126,90 @@ def _signature(fun: Callable[..., Any]) -> inspect.Signature | None:
 
 
 @dataclass
-class Site:
-    """What a call of a mapped function whose types were followed has found out about the gradients of a custom function in it.
+class ReplicatedGrads:
+    """What a tracked call of a mapped function has found out about the gradients of a custom function in it.
 
     Attributes:
-        whole: by tensor, the axes along which its gradient is whole on every rank, and has to be shared out.
+        axes: by tensor, the axes along which its gradient is replicated and must be turned into a share.
     """
 
-    whole: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    axes: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
 
-class _Call:
+class _CustomVJPCall:
     """One call of a custom function.
 
     Attributes:
-        args, leaves, tree: the arguments, without those that are differentiated; the leaves of these, without tensors; their tree.
-        numbers, layouts: of the tensors among the leaves: their places, and how those lie that are sharded.
-        mapping, site: of the mapped function around it.
-        tags: of sharded tensors, what is known of them while types are followed.
-        out_tree, outs, out_numbers, out_layouts, out_tags: the same of the result.
+        args, leaves, tree: the arguments, with None for those that are differentiated; the leaves of these, without tensors; their tree.
+        tensor_indices, layouts: of the tensors among the leaves: their indices, and the layouts of sharded ones.
+        env, replicated_grads: of the mapped function around it.
+        tags: the tags of sharded tensors, in a tracked call.
+        out_tree, outs, out_indices, out_layouts, out_tags: the same of the result.
     """
 
     def __init__(self, custom: custom_vjp, args: Sequence[Any], leaves: Sequence[Any], tree: Any) -> None:
         self.custom, self.leaves, self.tree = custom, list(leaves), tree
         self.args = [x if i in custom.nondiff else None for i, x in enumerate(args)]
-        self.numbers = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        self.layouts = [_layout(leaves[i]) for i in self.numbers]
-        self.mapping = current_mapping()
-        self.site = None if self.mapping is None else _site(self.mapping)
+        self.tensor_indices = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.layouts = [_layout(leaves[i]) for i in self.tensor_indices]
+        self.env = current_axis_env()
+        self.replicated_grads = None if self.env is None else _replicated_grads(self.env)
         self.replay = replay_random()[1]
         self.tags: dict[int, Any] = {}
-        self.likes: list[_Like] = []
+        self.metas: list[_TensorMeta] = []
         self.outs: list[Any] = []
         self.out_tree: Any = None
-        self.out_numbers: list[int] = []
+        self.out_indices: list[int] = []
         self.out_layouts: list[Layout | None] = []
         self.out_tags: list[Any] = []
 
     def run(self) -> Any:
-        tensors = [self.leaves[i] for i in self.numbers]
-        checker = checker_here()
-        self.tags = {} if checker is None else {i: checker.of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
-        for i, j in enumerate(self.numbers):  # not kept: the node would keep its own arguments
+        tensors = [self.leaves[i] for i in self.tensor_indices]
+        checker = current_checker()
+        self.tags = {} if checker is None else {i: checker.tag_of(x) for i, x in enumerate(tensors) if isinstance(x, ShardedTensor)}
+        for i, j in enumerate(self.tensor_indices):  # not kept: the node would keep its own arguments
             self.leaves[j] = i
         outs = _CustomVJP.apply(self, *map(dispatch.part_of, tensors))
         outs = (outs,) if isinstance(outs, Tensor) else outs
         found = list(self.outs)
-        for i, layout, tag, x in zip(self.out_numbers, self.out_layouts, self.out_tags, outs, strict=True):
+        for i, layout, tag, x in zip(self.out_indices, self.out_layouts, self.out_tags, outs, strict=True):
             found[i] = x if layout is None else ShardedTensor._make(x, layout)
             if tag is not None and checker is not None:
-                checker.note(found[i], tag)
+                checker.set_tag(found[i], tag)
         return pytree.tree_unflatten(found, self.out_tree)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def arguments(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The function's arguments, from its tensors."""
-        leaves, checker = list(self.leaves), checker_here()
-        for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True)):
+        """Return the function's arguments, from its tensors."""
+        leaves, checker = list(self.leaves), current_checker()
+        for i, (j, layout) in enumerate(zip(self.tensor_indices, self.layouts, strict=True)):
             leaves[j] = tensors[i] if layout is None else ShardedTensor._make(tensors[i], layout)
             if checker is not None and i in self.tags:
-                checker.note(leaves[j], self.tags[i])
+                checker.set_tag(leaves[j], self.tags[i])
         branches = iter(pytree.tree_unflatten(leaves, self.tree))
         return [x if i in self.custom.nondiff else next(branches) for i, x in enumerate(self.args)]
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         pair = self.custom.fwd(*self.arguments(tensors))  # type: ignore[misc]
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"custom_vjp({self.custom.name}): fwd returned {_kind(pair)}; return a pair of the result and what bwd needs")
+            name, given = self.custom.name, _describe(pair)
+            raise TypeError(f"custom_vjp({name}): fwd returned {given}; return a pair of the result and what bwd needs")
         return pair[0], pair[1]
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def backward(self, residuals: Any, cotangents: Sequence[Tensor]) -> list[Any]:
-        """The gradients of the tensors."""
+        """Return the gradients of the tensors."""
         custom, given = self.custom, list(self.outs)
-        for i, layout, g in zip(self.out_numbers, self.out_layouts, cotangents, strict=True):
+        for i, layout, g in zip(self.out_indices, self.out_layouts, cotangents, strict=True):
             given[i] = g if layout is None else ShardedTensor._make(g, layout.dual.replace(dtype=g.dtype))
         nondiff = [self.args[i] for i in custom.nondiff]
         found = custom.bwd(*nondiff, residuals, pytree.tree_unflatten(given, self.out_tree))  # type: ignore[misc]
         branches = self._branches()
         if not isinstance(found, (tuple, list)) or len(found) != len(branches):
             raise TypeError(
-                f"{self.described()} returned {_kind(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
+                f"{self.bwd_location()} returned {_describe(found)}, and {custom.name} has {len(branches)} arguments to differentiate "
                 f"({', '.join(name for name, _ in branches)}); return a tuple with a gradient for each, None for zero"
             )
         grads: list[Any] = [None] * len(self.leaves)
@@ -217,50 +217,50 @@ class _Call:
             self._spread(name, branch, gradient, grads)
         return [
             None if grads[j] is None else self._shared(i, self._checked(i, grads[j], layout))
-            for i, (j, layout) in enumerate(zip(self.numbers, self.layouts, strict=True))
+            for i, (j, layout) in enumerate(zip(self.tensor_indices, self.layouts, strict=True))
         ]
 
     def _branches(self) -> list[tuple[str, Any]]:
-        """The arguments to differentiate: the name of each, and its tree with the numbers of its leaves."""
+        """Return the name of each argument to differentiate, and its tree with the indices of its leaves."""
         known, places = self.custom.names, [i for i in range(len(self.args)) if i not in self.custom.nondiff]
         trees = pytree.tree_unflatten([*range(len(self.leaves))], self.tree)
         return [(known[i] if i < len(known) else str(i), tree) for i, tree in zip(places, trees, strict=True)]
 
     def argument_name(self, i: int) -> str:
-        """What to call a tensor among the arguments."""
-        index = self.numbers[i]
+        """Return the name of a tensor among the arguments."""
+        index = self.tensor_indices[i]
         for name, branch in self._branches():
             members = pytree.tree_leaves(branch)
             if index in members:
                 return repr(name) + paths_of(branch)[members.index(index)]
         return str(i)
 
-    def described(self) -> str:
-        """The function and its line, for messages."""
+    def bwd_location(self) -> str:
+        """Return the line and name of `bwd`, for messages."""
         code = getattr(inspect.unwrap(self.custom.bwd), "__code__", None)  # type: ignore[arg-type]
         place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "
         return f"{place}bwd of custom_vjp({self.custom.name})"
 
     def _spread(self, name: str, branch: Any, gradient: Any, grads: list[Any]) -> None:
-        """Put the leaves of an argument's gradient where the argument's are."""
+        """Put the leaves of an argument's gradient at the indices of the argument's leaves."""
         if gradient is None:
             return
         members, tree = pytree.tree_flatten(branch)
         leaves, given = pytree.tree_flatten(gradient)
         if given != tree:
-            what = f"{self.described()} gives argument {name!r}"
-            raise TypeError(f"{what} a gradient that is no tree like it, {_kind(gradient)}; return one, or None for zero")
+            what = f"{self.bwd_location()} gives argument {name!r}"
+            raise TypeError(f"{what} a gradient that is not a tree like it, {_describe(gradient)}; return one, or None for zero")
         for j, g in zip(members, leaves, strict=True):
             grads[j] = g
 
     def _checked(self, i: int, g: Any, layout: Layout | None) -> Tensor:
-        """The gradient of a tensor as it flows: of a sharded one, laid out as the dual.
+        """Return the gradient of a tensor for autograd: of a sharded one, in the dual layout.
 
-        Raises: TypeError or ValueError where it is none.
+        Raises: TypeError or ValueError if it is not a gradient of that tensor.
         """
-        shape = self.likes[i].shape if layout is None else layout.shape
+        shape = self.metas[i].shape if layout is None else layout.shape
         if isinstance(g, (int, float)) and not shape:
-            g = torch.tensor(g, dtype=self.likes[i].dtype, device=self.likes[i].device)
+            g = torch.tensor(g, dtype=self.metas[i].dtype, device=self.metas[i].device)
         if not isinstance(g, Tensor) or g.shape != shape or (layout is None and isinstance(g, ShardedTensor)):
             raise self._no_gradient(i, g, shape)
         if layout is None:
@@ -270,27 +270,27 @@ class _Call:
         return redistribute_local(dispatch.known_local(g), g._layout, layout.dual.replace(dtype=g.dtype))
 
     def _no_gradient(self, i: int, g: Any, shape: torch.Size) -> Exception:
-        """The error of what cannot be the gradient of a tensor of this shape."""
-        what = f"{self.described()} gives argument {self.argument_name(i)}"
+        """Return the error for an object that cannot be the gradient of a tensor of this shape."""
+        what = f"{self.bwd_location()} gives argument {self.argument_name(i)}"
         if not isinstance(g, Tensor):
-            return TypeError(f"{what} {_kind(g)} as its gradient; return a tensor, or None for zero")
+            return TypeError(f"{what} {_describe(g)} as its gradient; return a tensor, or None for zero")
         if g.shape != shape:
             return ValueError(f"{what}, of shape {list(shape)}, a gradient of shape {list(g.shape)}")
         return TypeError(f"{what}, a plain tensor, a gradient that is a ShardedTensor, {g._layout}; return g.full_tensor()")  # type: ignore[attr-defined]
 
     def _shared(self, i: int, g: Tensor) -> Tensor:
-        """A gradient that is whole on every rank as a share of it."""
-        axes = () if self.site is None else self.site.whole.get(i, ())
+        """Return a gradient that is replicated as a share of it."""
+        axes = () if self.replicated_grads is None else self.replicated_grads.axes.get(i, ())
         return self.as_share(g, axes) if axes else g
 
     def as_share(self, g: Tensor, axes: tuple[str, ...]) -> Tensor:
-        """What the first rank adds to a sum, and the others do not, of a gradient that is the same on every rank of these axes."""
-        mapping: Any = self.mapping
-        return apply(g, KeepFirst(mapping.axes(axes)))
+        """Return this rank's share of a gradient that is replicated over these axes: the first rank's is all of it, others' are zero."""
+        env: Any = self.env
+        return apply(g, KeepFirstMap(env.axes(axes)))
 
 
-class _Like(NamedTuple):
-    """What a tensor is like."""
+class _TensorMeta(NamedTuple):
+    """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -301,14 +301,14 @@ class _Like(NamedTuple):
 
 
 class _CustomVJP(torch.autograd.Function):
-    """The node of a call."""
+    """The autograd node of a call."""
 
-    is_followed = True
+    is_type_checked = True
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _CustomVJPCall, *tensors: Tensor) -> Any:
         ctx.call, ctx.count = call, len(tensors)
-        call.likes = [_Like(x.shape, x.dtype, x.device) for x in tensors]
+        call.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in tensors]
         result, residuals = call.forward(tensors)
         outs, call.out_tree = pytree.tree_flatten(result)
         kept, ctx.kept_tree = pytree.tree_flatten(residuals)
@@ -319,28 +319,28 @@ class _CustomVJP(torch.autograd.Function):
                 ctx.kept[i] = next((k for k, y in enumerate(tensors) if y is local), len(saved))
                 own = own or ctx.kept[i] == len(saved)
                 saved += [local] if ctx.kept[i] == len(saved) else []
-        ctx.recomputes = own  # second derivatives: what is saved is no argument, and was made without gradients
-        call.out_numbers = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
-        call.out_layouts = [_layout(outs[i]) for i in call.out_numbers]
-        checker = checker_here()
+        ctx.recomputes = own  # second derivatives: a saved tensor that is no argument was made without gradients
+        call.out_indices = [i for i, x in enumerate(outs) if isinstance(x, Tensor)]
+        call.out_layouts = [_layout(outs[i]) for i in call.out_indices]
+        checker = current_checker()
         call.out_tags = [
-            checker.of(outs[i]) if checker is not None and layout is not None else None
-            for i, layout in zip(call.out_numbers, call.out_layouts, strict=True)
+            checker.tag_of(outs[i]) if checker is not None and layout is not None else None
+            for i, layout in zip(call.out_indices, call.out_layouts, strict=True)
         ]
-        results = [dispatch.part_of(outs[i]) for i in call.out_numbers]
-        call.outs = [None if i in call.out_numbers else x for i, x in enumerate(outs)]
+        results = [dispatch.part_of(outs[i]) for i in call.out_indices]
+        call.outs = [None if i in call.out_indices else x for i, x in enumerate(outs)]
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*[x for x in results if not (x.is_floating_point() or x.is_complex())])
         ctx.set_materialize_grads(False)
-        ctx.likes = [_Like(x.shape, x.dtype, x.device) for x in results]
+        ctx.metas = [_TensorMeta(x.shape, x.dtype, x.device) for x in results]
         return tuple([x.view_as(x) if any(x is y for y in results[:i]) else x for i, x in enumerate(results)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
-        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.likes, strict=True)]
+        given = [like.zeros() if g is None else g for g, like in zip(grads, ctx.metas, strict=True)]
         if ctx.recomputes and torch.is_grad_enabled():
-            with call.replay, nullcontext() if call.mapping is None else call.mapping.entered():
+            with call.replay, nullcontext() if call.env is None else call.env.entered():
                 _, residuals = call.forward(saved[: ctx.count])
         else:
             leaves = list(ctx.kept)
@@ -350,25 +350,25 @@ class _CustomVJP(torch.autograd.Function):
         return None, *call.backward(residuals, given)
 
 
-def _site(mapping: Mapping) -> Site | None:
-    """What is known of this call from the first call of the mapped function; None where types are not followed."""
+def _replicated_grads(env: AxisEnv) -> ReplicatedGrads | None:
+    """Return what the tracked call of the mapped function has found out; None if nothing was tracked."""
     if engine_hooks.current_backward() >= 0:
         return None
-    if mapping.checker is not None:
-        site = Site()
-        if mapping.recording:
-            mapping.seeds.append(site)
-        return site
-    found = mapping.seeds[mapping.cursor] if mapping.cursor < len(mapping.seeds) else None
-    mapping.cursor += isinstance(found, Site)
-    return found if isinstance(found, Site) else None
+    if env.checker is not None:
+        replicated_grads = ReplicatedGrads()
+        if env.recording:
+            env.type_log.append(replicated_grads)
+        return replicated_grads
+    found = env.type_log[env.cursor] if env.cursor < len(env.type_log) else None
+    env.cursor += isinstance(found, ReplicatedGrads)
+    return found if isinstance(found, ReplicatedGrads) else None
 
 
 def _layout(x: Any) -> Layout | None:
     return x._layout if isinstance(x, ShardedTensor) else None
 
 
-def _kind(x: Any) -> str:
+def _describe(x: Any) -> str:
     if isinstance(x, Tensor):
         return f"a tensor of shape {list(x.shape)}"
     return f"a {type(x).__name__} of {len(x)}" if isinstance(x, (tuple, list, dict)) else repr(x)

@@ -1,4 +1,4 @@
-"""Derivatives in a direction: `jvp` in forward mode, `linearize`, which runs a function once for many directions."""
+"""Directional derivatives: `jvp` in forward mode, and `linearize`, which runs a function once for many directions."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from ...tensor.autograd.engine_hooks import forward_mode, innermost, transforms_
 from ...tensor.redistribute import redistribute
 from ...tensor.sharded_tensor import ShardedTensor
 from ...tensor.transforms import on_own_level
-from ..named_axes import current_mapping
-from ..trees import without_none
+from ..named_axes import current_axis_env
+from ..trees import flatten_without_none
 from . import gradients
 from .gradients import check_floating
 from .parts import Results, same_type, with_part
 
 
 def jvp(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], has_aux: bool = False) -> tuple[Any, ...]:
-    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f in the direction of the tangents), in forward mode.
+    """jvp(f, primals, tangents) -> (f(*primals), the derivative of f along the tangents), in forward mode.
 
-    Every operator carries the tangent along with the value. A collective is linear, so it moves the tangent as it moves the value. Nothing
-    is kept for a backward pass. May be nested, batched by `sm.vmap`, and applied to `sm.grad(f)`.
+    Every operator computes the tangent together with the value. A collective is linear, so it moves the tangent as it moves the value. No
+    graph is kept for a backward pass. May be nested, batched by `sm.vmap`, and applied to `sm.grad(f)`.
 
     Args:
         f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything).
         primals: its arguments.
-        tangents: a tree like them; what lies otherwise than its primal is redistributed.
+        tangents: a tree like them; one whose layout differs from its primal's is redistributed.
 
     Returns:
-        Two trees like the result of `f` (and the second of the pair); each tangent lies, or is of the type, as its result.
+        Two trees like the result of `f` (and the second of the pair); each tangent has the layout, or type, of its result.
 
     Raises: TypeError for primals that are not made of floating tensors; ValueError for tangents of another tree or shape.
 
-    Where an operator has no forward derivative in torch (an `autograd.Function` without `jvp`), f runs once more, by `sm.linearize`; inside
+    If an operator has no forward derivative in torch (an `autograd.Function` without `jvp`), f runs once more, by `sm.linearize`; inside
     `sm.vmap` that is torch's error.
 
     Communication: twice that of f.
@@ -64,11 +64,11 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
     def inside(*duals: Tensor) -> tuple[Tensor, ...]:
         fresh = [same_type(with_part(x, dual), x, d) for x, dual, d in zip(leaves, duals, directions, strict=True)]
-        out = f(*tree.filled(fresh))
+        out = f(*tree.unflatten(fresh))
         out, *more = out if has_aux else (out,)
         kept[:] = [Results.of(pytree.tree_map(backward.summable, out)), *map(Results.of, more)]
         if not kept[0].at:
-            raise TypeError(f"jvp: the function returned {out!r}, in which there is no tensor")
+            raise TypeError(f"jvp: the function returned {out!r}, which contains no tensor")
         return sum((each.parts for each in kept), ())
 
     with forward_mode():
@@ -80,30 +80,30 @@ def _in_forward_mode(f: Any, leaves: list[Any], directions: list[Any], tree: Any
 
 
 def _in_own_memory(part: Tensor) -> Tensor:
-    """The part, copied where elements share memory, as of an expanded tensor: torch lays the tangent out in the same way."""
+    """Return the part, copied if elements share memory, as in an expanded tensor: torch gives the tangent the same strides."""
     overlaps = torch._debug_has_internal_overlap(innermost(part)) == 1
     return part.clone(memory_format=torch.contiguous_format) if overlaps else part
 
 
 def _directions(name: str, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any], Any]:
-    """The leaves of the primals, a tangent that lies alike for each, and their tree."""
-    leaves, tree = without_none(list(primals))
+    """Return the leaves of the primals, a tangent in the layout of each, and their tree."""
+    leaves, tree = flatten_without_none(list(primals))
     check_floating(name, leaves)
     leaves = [backward.summable(x) for x in leaves]
-    given, given_tree = without_none(list(tangents))
+    given, given_tree = flatten_without_none(list(tangents))
     if given_tree != tree:
-        raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; give a tree like that of the primals")
+        raise ValueError(f"{name}: tangents {given_tree} for primals {tree}; pass a tree like that of the primals")
     return leaves, [_alike(name, *each) for each in zip(leaves, given, strict=True)], tree
 
 
 def _alike(name: str, x: Any, tangent: Any) -> Tensor:
-    """A tangent that lies as its primal."""
+    """Return a tangent in the layout of its primal."""
     shape = getattr(tangent, "shape", None)
     if shape != x.shape:
         raise ValueError(f"{name}: a tangent of shape {None if shape is None else list(shape)} for a primal of shape {list(x.shape)}")
     if not isinstance(x, ShardedTensor):
         if isinstance(tangent, ShardedTensor):
-            raise TypeError(f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; give tangent.full_tensor()")
+            raise TypeError(f"{name}: the tangent is {tangent._layout}, and its primal is a plain tensor; pass tangent.full_tensor()")
         return tangent.to(x.dtype)
     if not isinstance(tangent, ShardedTensor):
         tangent = backward.distribute_like(tangent, x)
@@ -111,7 +111,7 @@ def _alike(name: str, x: Any, tangent: Any) -> Tensor:
 
 
 def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """linearize(f, *primals) -> (f(*primals), f_jvp), where f_jvp(*tangents) is the derivative of f in their direction.
+    """linearize(f, *primals) -> (f(*primals), f_jvp), where f_jvp(*tangents) is the derivative of f along them.
 
     f runs once; every call of `f_jvp` is one backward pass through the gradient of f, as a function of the cotangent.
 
@@ -126,17 +126,17 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
     Communication: that of f and of its backward; `f_jvp`: that of the backward of that.
     """
-    leaves, tree = without_none(list(primals))
+    leaves, tree = flatten_without_none(list(primals))
     check_floating("linearize", leaves)
-    if transforms_active():  # where no graph can be kept
+    if transforms_active():  # which keep no graph
         value = f(*primals)
         result, *aux = value if has_aux else (value,)
         return (result, lambda *tangents: jvp(lambda *xs: f(*xs)[0] if has_aux else f(*xs), primals, tangents)[1], *aux)
-    with gradients.watched(leaves, primals) as fresh:
-        value = f(*tree.filled(fresh))
+    with gradients.differentiated(leaves, primals) as fresh:
+        value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
         linear = _Linear(result, fresh)
-        done, nested = pytree.tree_map(gradients.finished, result), gradients.is_nested()
+        done, nested = pytree.tree_map(gradients.detach_unless_nested, result), gradients.is_nested()
 
     def f_jvp(*tangents: Any) -> Any:
         _, directions, _ = _directions("linearize", primals, tangents)
@@ -146,22 +146,22 @@ def linearize(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tu
 
 
 class _Linear:
-    """The derivative of results that have been computed, as a function of the direction: the gradient of the gradient, with respect to the
-    cotangent, which it is linear in."""
+    """The derivative of computed results as a function of the direction: the gradient, with respect to the cotangent, of the gradient,
+    which is linear in the cotangent."""
 
-    _ways: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
+    _options: Any = {"allow_unused": True, "materialize_grads": True}  # noqa: RUF012
 
     def __init__(self, result: Any, inputs: Sequence[Tensor]) -> None:
-        outs, self._tree = without_none(result)
+        outs, self._tree = flatten_without_none(result)
         self._zeros = [torch.zeros_like(out) if isinstance(out, Tensor) else out for out in outs]
         self._linked = [i for i, out in enumerate(outs) if isinstance(out, Tensor) and out.requires_grad]
         linked = [outs[i] for i in self._linked]
         self._cotangents = [torch.zeros_like(out).requires_grad_() for out in linked]
-        mapping = current_mapping()
-        if mapping is not None and mapping.checker is not None:
+        env = current_axis_env()
+        if env is not None and env.checker is not None:
             for cotangent, out in zip(self._cotangents, linked, strict=True):
-                mapping.checker.note(cotangent, mapping.checker.gradient(mapping.checker.of(out).type.dual_over(mapping.checker.names)))
-        found = backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._ways) if linked else ()
+                env.checker.set_tag(cotangent, env.checker.grad_tag(env.checker.tag_of(out).type.dual_over(env.checker.names)))
+        found = backward.grad(linked, inputs, self._cotangents, create_graph=True, **self._options) if linked else ()
         self._gradients = [(i, g) for i, g in enumerate(found) if g.requires_grad]
 
     def __call__(self, directions: Sequence[Tensor], nested: bool) -> Any:
@@ -169,8 +169,8 @@ class _Linear:
         if self._gradients:
             given = [directions[i] for i, _ in self._gradients]
             found = backward.grad(
-                [g for _, g in self._gradients], self._cotangents, given, create_graph=nested, retain_graph=True, **self._ways
+                [g for _, g in self._gradients], self._cotangents, given, create_graph=nested, retain_graph=True, **self._options
             )
             for i, derivative in zip(self._linked, found, strict=True):
                 out[i] = derivative if nested else derivative.detach()
-        return self._tree.filled(out)
+        return self._tree.unflatten(out)

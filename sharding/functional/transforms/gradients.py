@@ -1,11 +1,11 @@
-"""`grad`, `value_and_grad`, `vjp` over trees of tensors: outside of mapped functions on `ShardedTensor`s, inside on parts.
+"""`grad`, `value_and_grad`, `vjp` over trees of tensors: on `ShardedTensor`s outside of mapped functions, on local parts inside.
 
-Gradients come in the layout (inside: of the type) of what they are gradients of. What is pending at the end is reduced once,
-everything in one bucket per set of axes and dtype.
+Each gradient has the layout (inside: the type) of its argument. Pending gradients are reduced once, at the end, in one bucket per set
+of axes and dtype.
 
-Inside a mapped function the seed of backward depends on the type of the loss. A replicated one seeds 1/n on each of n ranks, so
-that the pending gradient of what is replicated adds up to 1. Types are known while the checker follows; a signature that is
-trusted remembers them.
+Inside a mapped function the seed of backward depends on the type of the loss. A replicated loss seeds 1/n on each of n ranks, so that
+the pending gradient of a replicated value adds up to the gradient. Tracked calls know the types; later calls with the same signature read
+them from the log.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ from ...tensor.autograd import backward
 from ...tensor.autograd.engine_hooks import transforms_active
 from ...tensor.random import replay_random
 from ...tensor.sharded_tensor import ShardedTensor
-from ..captures import Captures, Replaying
+from ..captures import Captures, ReplayCaptures
 from ..collectives.collectives import psum
-from ..collectives.linear_maps import KeepFirst
-from ..named_axes import Mapping, captures_here, current_mapping
-from ..trees import without_none
-from ..types.type_checker import unfollowed
+from ..collectives.linear_maps import KeepFirstMap
+from ..named_axes import AxisEnv, current_axis_env, current_captures
+from ..trees import flatten_without_none
+from ..types.type_checker import untracked
 from ..types.types import ShardingTypeError, Tag, Type
+from .parts import replace_args
 from .pullback import Pullback
 
 
-class _Thread(threading.local):
-    nested = False  # whether what `grad` computes is to be differentiated again
-    depth = 0  # how many functions that are being differentiated this thread is in
+class _GradState(threading.local):
+    nested = False  # whether the results of `grad` are to be differentiated again
+    depth = 0  # number of functions around that are being differentiated
 
 
-_thread = _Thread()
+_thread = _GradState()
 
 
 def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """value_and_grad(f) -> a function that gives (f(...), the gradient of f with respect to an argument).
+    """value_and_grad(f) -> a function that returns (f(...), the gradient of f with respect to an argument).
 
     Args:
         f: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        argnums: the argument or arguments: any trees of tensors, in which None stays None.
-        has_aux: the value is then the pair.
+        argnums: the argument or arguments: any trees of tensors; None in a tree stays None.
+        has_aux: whether f returns a pair, which is then the value.
 
     Returns:
-        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf
-        laid out as the argument's (replicated where that is pending). Where an argument requires grad, the result can be
-        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is outside of any graph.
+        A function of f's arguments. The gradient is a tree like the argument (for several `argnums` a tuple of trees), each leaf with
+        the layout of the argument's (replicated where that is pending). If an argument requires grad, the result can be
+        differentiated again, by `grad` or `backward`, and keeps what that needs; otherwise it is detached.
 
     Raises:
-        TypeError: an argument that is not made of floating tensors; a loss that is no scalar; inside a mapped function
-            (`ShardingTypeError`) a loss that varies or is pending, with what to write.
+        TypeError: an argument that is not made of floating tensors; a loss that is not a scalar; inside a mapped function
+            (`ShardingTypeError`) a loss that varies or is pending.
         RuntimeError: inside a mapped function with check=False, where types are not known.
 
-    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for what is replicated.
+    Communication: that of f and of its backward; at the end one reduction per set of axes and dtype for replicated arguments.
 
     Example:
         >>> loss, grads = sm.value_and_grad(loss_fn)(params, batch)
@@ -77,46 +78,40 @@ def value_and_grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_
 
 def _evaluated(f: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    leaves, tree = without_none([args[i] for i in nums])
+    leaves, tree = flatten_without_none([args[i] for i in nums])
     check_floating("value_and_grad", leaves)
     if transforms_active():
         return _evaluated_inside(f, nums, isinstance(argnums, int), has_aux, args, kwargs)
-    with watched(leaves, (args, kwargs)) as fresh:
-        given = list(args)
-        for i, branch in zip(nums, tree.filled(fresh), strict=True):
-            given[i] = branch
-        value = f(*given, **kwargs)
+    with differentiated(leaves, (args, kwargs)) as fresh:
+        value = f(*replace_args(args, nums, tree.unflatten(fresh)), **kwargs)
         found = _gradients([_checked_loss(value[0] if has_aux else value)], fresh, None)
-        done = pytree.tree_map(finished, value)
-    branches = tree.filled(found)
+        done = pytree.tree_map(detach_unless_nested, value)
+    branches = tree.unflatten(found)
     return done, branches[0] if isinstance(argnums, int) else tuple(branches)
 
 
 def _evaluated_inside(f: Any, nums: Sequence[int], is_one: bool, has_aux: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The same inside a transform."""
-    leaves, tree = without_none([args[i] for i in nums])
-    mapping, records = current_mapping(), []
+    """Evaluate inside a transform."""
+    leaves, tree = flatten_without_none([args[i] for i in nums])
+    env, records = current_axis_env(), []
 
     def run(fresh: list[Tensor]) -> Any:
-        given = list(args)
-        for i, branch in zip(nums, tree.filled(fresh), strict=True):
-            given[i] = branch
-        value = f(*given, **kwargs)
+        value = f(*replace_args(args, nums, tree.unflatten(fresh)), **kwargs)
         loss = _checked_loss(value[0] if has_aux else value)
-        records.append(None if mapping is None else _record(mapping, [loss], fresh, is_loss=True))
+        records.append(None if env is None else _grad_types(env, [loss], fresh, is_loss=True))
         return [loss], value
 
     pulled = Pullback(run, leaves)
-    branches = tree.filled(_pulled(pulled, mapping, records[0], None))
+    branches = tree.unflatten(_pulled(pulled, env, records[0], None))
     return pulled.value, branches[0] if is_one else tuple(branches)
 
 
-def _pulled(pulled: Pullback, mapping: Mapping | None, record: Record | None, given: Sequence[Any] | None) -> list[Tensor]:
-    if mapping is None or record is None:
+def _pulled(pulled: Pullback, env: AxisEnv | None, record: GradTypes | None, given: Sequence[Any] | None) -> list[Tensor]:
+    if env is None or record is None:
         return pulled([None] * len(pulled.outs) if given is None else given)
-    with unfollowed():
-        seeds = _seeds(mapping, record, pulled.outs, given)
-    return _reduced(mapping, record, pulled(seeds))
+    with untracked():
+        seeds = _seeds(env, record, pulled.outs, given)
+    return _reduced(env, record, pulled(seeds))
 
 
 DESCRIBERS[_evaluated_inside.__code__] = lambda frame: "value_and_grad"
@@ -124,7 +119,7 @@ DESCRIBERS[_evaluated.__code__] = lambda frame: "value_and_grad"
 
 
 def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """grad(f) -> a function that gives the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
+    """grad(f) -> a function that returns the gradient of f: `value_and_grad` without the value (with `has_aux`: gradient, aux).
 
     Communication: as `value_and_grad`.
     """
@@ -139,86 +134,86 @@ def grad(f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool 
 
 
 def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) gives the gradient for each primal.
+    """vjp(f, *primals) -> (f(*primals), back), where back(cotangents) returns the gradient for each primal.
 
     Args:
-        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays.
+        f: a function of trees of tensors, which returns a tree (with `has_aux` a pair of that and anything). None in a tree stays None.
         primals: its arguments.
 
     Returns:
-        The result, a function that takes a tree like the result (each cotangent laid out, or of the type, as its result) and can be
+        The result, a function that takes a tree like the result (each cotangent with the layout, or of the type, of its result) and can be
         called any number of times, and with `has_aux` the second of the pair.
 
     Raises: TypeError for primals that are not made of floating tensors.
 
     Communication: that of f; `back`: as `value_and_grad`.
     """
-    leaves, tree = without_none(list(primals))
+    leaves, tree = flatten_without_none(list(primals))
     check_floating("vjp", leaves)
-    mapping = current_mapping()
+    env = current_axis_env()
     if transforms_active():
         return _vjp_inside(f, leaves, tree, has_aux)
-    with watched(leaves, primals) as fresh:
-        value = f(*tree.filled(fresh))
+    with differentiated(leaves, primals) as fresh:
+        value = f(*tree.unflatten(fresh))
         result, *aux = value if has_aux else (value,)
-        results, out_tree = without_none(result)
+        results, out_tree = flatten_without_none(result)
         numbers = [i for i, out in enumerate(results) if isinstance(out, Tensor)]
         outs = [results[i] for i in numbers]
-        record = None if mapping is None else _record(mapping, outs, fresh)
-        nested, done = _thread.nested, pytree.tree_map(finished, result)
+        record = None if env is None else _grad_types(env, outs, fresh)
+        nested, done = _thread.nested, pytree.tree_map(detach_unless_nested, result)
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
         before, _thread.nested = _thread.nested, nested
-        _thread.depth += 1  # what is computed again is as it was
+        _thread.depth += 1  # recomputation runs as the forward did
         try:
             found = _gradients(outs, fresh, [given[i] for i in numbers], record)
         finally:
             _thread.depth -= 1
             _thread.nested = before
-        return tuple(tree.filled(found))
+        return tuple(tree.unflatten(found))
 
     return (done, back, *aux)
 
 
 def _like_tree(cotangents: Any, tree: Any) -> list[Any]:
-    given, given_tree = without_none(cotangents)
+    given, given_tree = flatten_without_none(cotangents)
     if given_tree != tree:
-        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; give a tree like that of the results")
+        raise ValueError(f"vjp: cotangents {given_tree} for results {tree}; pass a tree like that of the results")
     return given
 
 
 def _vjp_inside(f: Callable[..., Any], leaves: list[Any], tree: Any, has_aux: bool) -> tuple[Any, ...]:
-    """The same inside a transform."""
-    mapping, records, at = current_mapping(), [], []
+    """Differentiate inside a transform."""
+    env, records, at = current_axis_env(), [], []
 
     def run(fresh: list[Tensor]) -> Any:
-        value = f(*tree.filled(fresh))
-        outs, _ = without_none(value[0] if has_aux else value)
+        value = f(*tree.unflatten(fresh))
+        outs, _ = flatten_without_none(value[0] if has_aux else value)
         at[:] = [i for i, x in enumerate(outs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
-        records.append(None if mapping is None else _record(mapping, [outs[i] for i in at], fresh))
+        records.append(None if env is None else _grad_types(env, [outs[i] for i in at], fresh))
         return [outs[i] for i in at], value
 
     pulled = Pullback(run, leaves)
     result, *aux = pulled.value if has_aux else (pulled.value,)
-    out_tree = without_none(result)[1]
+    out_tree = flatten_without_none(result)[1]
 
     def back(cotangents: Any) -> tuple[Any, ...]:
         given = _like_tree(cotangents, out_tree)
-        return tuple(tree.filled(_pulled(pulled, mapping, records[0], [given[i] for i in at])))
+        return tuple(tree.unflatten(_pulled(pulled, env, records[0], [given[i] for i in at])))
 
     return (result, back, *aux)
 
 
 def stop_gradient(x: Any) -> Any:
-    """stop_gradient(x) -> the same values, through which no gradient flows; any tree. Communication: none."""
+    """stop_gradient(x) -> the same values, detached; any tree. Communication: none."""
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
 
 
 def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
-    """checkpoint(f) -> f whose intermediate values are not kept for backward, but computed again: `torch.utils.checkpoint`.
+    """checkpoint(f) -> f that recomputes its intermediate values in backward instead of keeping them: `torch.utils.checkpoint`.
 
-    Collectives inside are called again too, with the same axes; random numbers are the same.
+    Collectives inside run again too, over the same axes; random numbers are the same.
 
     Communication: that of f, once more in backward.
 
@@ -237,24 +232,24 @@ remat = checkpoint  # JAX has both names
 
 
 def _contexts() -> tuple[Any, Any]:
-    """The contexts in which a piece runs first, and again."""
-    mapping, captures, (_, replay) = current_mapping(), captures_here(), replay_random()
-    return nullcontext(), _Both(replay, nullcontext() if mapping is None else mapping, captures)
+    """Return the contexts of a piece for its first run and for recomputation."""
+    env, captures, (_, replay) = current_axis_env(), current_captures(), replay_random()
+    return nullcontext(), _ReplayContexts(replay, nullcontext() if env is None else env, captures)
 
 
-class _Both:
-    """The contexts of a piece that runs again as one that can be entered again and again."""
+class _ReplayContexts:
+    """The contexts of a recomputed piece, as one that can be entered repeatedly."""
 
-    def __init__(self, replay: Any, mapping: Any, captures: Captures | None) -> None:
-        self.replay, self.mapping, self.captures = replay, mapping, captures
+    def __init__(self, replay: Any, env: Any, captures: Captures | None) -> None:
+        self.replay, self.env, self.captures = replay, env, captures
         self.stacks: list[ExitStack] = []
 
     def __enter__(self) -> None:
         stack = ExitStack()
         stack.enter_context(self.replay)
-        stack.enter_context(self.mapping.entered() if isinstance(self.mapping, Mapping) else self.mapping)
+        stack.enter_context(self.env.entered() if isinstance(self.env, AxisEnv) else self.env)
         if self.captures is not None:
-            stack.enter_context(Replaying(self.captures))
+            stack.enter_context(ReplayCaptures(self.captures))
         self.stacks.append(stack)
 
     def __exit__(self, *error: Any) -> None:
@@ -272,72 +267,72 @@ def check_floating(name: str, leaves: Sequence[Any]) -> None:
 
 
 @contextmanager
-def watched(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
-    """The leaves as new ones that require grad. Inside another function that is differentiated, and where something in the arguments
-    requires grad already, they stay part of its graph, and what is computed from them does."""
+def differentiated(leaves: Sequence[Tensor], args: Any) -> Iterator[list[Tensor]]:
+    """Yield the leaves as new tensors that require grad. Inside another function that is being differentiated, and if something in the
+    arguments requires grad, they stay part of its graph."""
     before = _thread.nested
     given = any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(args))
     _thread.nested = torch.is_grad_enabled() and (given or _thread.depth > 0)
     _thread.depth += 1
     try:
         with torch.enable_grad():
-            yield [_again(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
+            yield [_copy_with_type(x, _attached if _thread.nested and x.requires_grad else _fresh) for x in leaves]
     finally:
         _thread.depth -= 1
         _thread.nested = before
 
 
-def _again(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Another tensor of the same values, of the same type: its gradient is reduced as that type says."""
-    mapping = current_mapping()
-    if mapping is None or mapping.checker is None:
+def _copy_with_type(x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a new tensor with the same values and type; its gradient is reduced as that type says."""
+    env = current_axis_env()
+    if env is None or env.checker is None:
         return make(x)
-    x = mapping.checker.entered(x)
-    tag = mapping.checker.of(x)
-    with unfollowed():
+    x = env.checker.replace_capture(x)
+    tag = env.checker.tag_of(x)
+    with untracked():
         fresh = make(x)
-        mapping.checker.note(fresh, tag)
+        env.checker.set_tag(fresh, tag)
     return fresh
 
 
 def _attached(x: Tensor) -> Tensor:
-    """The same tensor as another one of its graph."""
+    """Return the tensor as a new one of the same graph."""
     return ShardedTensor._make(x._local.view_as(x._local), x._layout) if isinstance(x, ShardedTensor) else x.view_as(x)
 
 
 def _fresh(x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor):
         return ShardedTensor._make_guarded(x._local.detach().requires_grad_(), x._layout, x._lineage)
-    return x.detach().requires_grad_().view_as(x)  # no leaf: `distribute_tensor`, which would leave it out of the graph, refuses it
+    return x.detach().requires_grad_().view_as(x)  # no leaf, so that `distribute_tensor`, which would cut the graph, refuses it
 
 
-def finished(x: Any) -> Any:
-    """A result, outside of the graph unless another `grad` goes on with it."""
+def detach_unless_nested(x: Any) -> Any:
+    """Return a result, detached unless an outer `grad` differentiates it."""
     return x.detach() if isinstance(x, Tensor) and not _thread.nested else x
 
 
 def is_nested() -> bool:
-    """Whether what is computed is to be differentiated again."""
+    """Return whether results are to be differentiated again."""
     return _thread.nested
 
 
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; reduce it: .sum() or .mean()")
+        raise TypeError(f"the function to differentiate must return a scalar tensor, and it returned {what}; use .sum() or .mean()")
     return loss
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class Record(NamedTuple):
-    """What gradients inside a mapped function need to know of types.
+class GradTypes(NamedTuple):
+    """The types that gradients inside a mapped function depend on.
 
     Attributes:
         outs: for each result, the manual axes on which it is replicated.
         inputs: for each input, those on which it is replicated.
-        types: of the inputs' gradients, while types are followed.
+        types: the types of the inputs' gradients, in a tracked call.
     """
 
     outs: tuple[tuple[str, ...], ...]
@@ -345,12 +340,14 @@ class Record(NamedTuple):
     types: tuple[Type, ...]
 
 
-def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: Record | None = None) -> list[Tensor]:
-    """The gradients of the inputs, each as its input lies; from a scalar, or from given cotangents that lie as their results."""
-    mapping = current_mapping()
-    record = _record(mapping, outs, inputs, given is None) if record is None and mapping is not None else record
-    with unfollowed() if mapping is not None else nullcontext():
-        seeds = given if record is None or mapping is None else _seeds(mapping, record, outs, given)
+def _gradients(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Any] | None, record: GradTypes | None = None
+) -> list[Tensor]:
+    """Return the gradients of the inputs, in their layouts: of a scalar, or for given cotangents in the layouts of the results."""
+    env = current_axis_env()
+    record = _grad_types(env, outs, inputs, given is None) if record is None and env is not None else record
+    with untracked() if env is not None else nullcontext():
+        seeds = given if record is None or env is None else _seeds(env, record, outs, given)
         connected = [(out, seed) for out, seed in zip(outs, seeds or [None] * len(outs), strict=True) if out.requires_grad]
         if not connected:
             return [torch.zeros_like(x) for x in inputs]
@@ -358,14 +355,14 @@ def _gradients(outs: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence
             [out for out, _ in connected], inputs, [seed for _, seed in connected], retain_graph=True if given is not None else None,
             create_graph=_thread.nested, allow_unused=True, materialize_grads=True,
         )  # fmt: skip
-    return list(found) if record is None or mapping is None else _reduced(mapping, record, found)
+    return list(found) if record is None or env is None else _reduced(env, record, found)
 
 
-def _seeds(mapping: Mapping, record: Record, outs: Sequence[Tensor], given: Sequence[Any] | None) -> list[Any]:
-    """What backward starts from on this rank."""
+def _seeds(env: AxisEnv, record: GradTypes, outs: Sequence[Tensor], given: Sequence[Any] | None) -> list[Any]:
+    """Return the seeds of backward on this rank."""
     if given is None:
-        return [_seed(out, 1 / mapping.size(axes)) for out, axes in zip(outs, record.outs, strict=True)]
-    return [KeepFirst(mapping.axes(axes))(g) if axes else g for g, axes in zip(given, record.outs, strict=True)]
+        return [_seed(out, 1 / env.size(axes)) for out, axes in zip(outs, record.outs, strict=True)]
+    return [KeepFirstMap(env.axes(axes))(g) if axes else g for g, axes in zip(given, record.outs, strict=True)]
 
 
 def _seed(loss: Tensor, share: float) -> Any:
@@ -374,12 +371,12 @@ def _seed(loss: Tensor, share: float) -> Any:
     return ShardedTensor._make(backward.seed(loss, None) * share, loss._layout.dual)
 
 
-def _reduced(mapping: Mapping, record: Record, found: Iterable[Tensor]) -> list[Tensor]:
-    """Gradients with what is pending over manual axes added up, in buckets."""
+def _reduced(env: AxisEnv, record: GradTypes, found: Iterable[Tensor]) -> list[Tensor]:
+    """Return the gradients with those that are pending over manual axes summed, in buckets."""
     out = list(found)
-    if mapping.checker is not None:
+    if env.checker is not None:
         for g, type_ in zip(out, record.types, strict=True):
-            mapping.checker.note(g, mapping.checker.gradient(type_))
+            env.checker.set_tag(g, env.checker.grad_tag(type_))
     for axes in dict.fromkeys(record.inputs):
         mine = [i for i, own in enumerate(record.inputs) if own == axes]
         if axes:
@@ -388,40 +385,40 @@ def _reduced(mapping: Mapping, record: Record, found: Iterable[Tensor]) -> list[
     return out
 
 
-def _record(mapping: Mapping, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> Record:
-    """The types of results and inputs: followed, or remembered from when they were.
+def _grad_types(env: AxisEnv, outs: Sequence[Tensor], inputs: Sequence[Tensor], is_loss: bool = False) -> GradTypes:
+    """Return the types of results and inputs, from the checker or from the log.
 
     Raises:
         ShardingTypeError: a loss that is not replicated.
-        RuntimeError: types that nobody knows.
+        RuntimeError: types that are not known.
     """
-    if mapping.checker is None:
-        return _remembered(mapping, outs, inputs)
-    tags = [mapping.checker.of(out) for out in outs]
+    if env.checker is None:
+        return _logged_types(env, outs, inputs)
+    tags = [env.checker.tag_of(out) for out in outs]
     types = [tag.type for tag in tags]
     if is_loss:
-        _check_loss_type(tags[0], [mapping.checker.of(x).type for x in inputs])
-    given = [mapping.checker.of(x).type for x in inputs]
-    duals = tuple(type_.dual_over(frozenset(mapping.names)) for type_ in given)
-    record = Record(tuple(_replicated(mapping, t) for t in types), tuple(_replicated(mapping, t) for t in given), duals)
-    if mapping.recording:
-        mapping.seeds.append(record)
+        _check_loss_type(tags[0], [env.checker.tag_of(x).type for x in inputs])
+    given = [env.checker.tag_of(x).type for x in inputs]
+    duals = tuple(type_.dual_over(frozenset(env.names)) for type_ in given)
+    record = GradTypes(tuple(_replicated(env, t) for t in types), tuple(_replicated(env, t) for t in given), duals)
+    if env.recording:
+        env.type_log.append(record)
     return record
 
 
-def _replicated(mapping: Mapping, type_: Type) -> tuple[str, ...]:
-    return tuple(a for a in mapping.names if a not in type_.varying and a not in type_.pending)
+def _replicated(env: AxisEnv, type_: Type) -> tuple[str, ...]:
+    return tuple(a for a in env.names if a not in type_.varying and a not in type_.pending)
 
 
-def _remembered(mapping: Mapping, outs: Sequence[Any], inputs: Sequence[Any]) -> Record:
-    if mapping.cursor < len(mapping.seeds):
-        record = mapping.seeds[mapping.cursor]
-        mapping.cursor += 1
-        if isinstance(record, Record) and (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
+def _logged_types(env: AxisEnv, outs: Sequence[Any], inputs: Sequence[Any]) -> GradTypes:
+    if env.cursor < len(env.type_log):
+        record = env.type_log[env.cursor]
+        env.cursor += 1
+        if isinstance(record, GradTypes) and (len(record.outs), len(record.inputs)) == (len(outs), len(inputs)):
             return record
     raise RuntimeError(
-        "grad inside a mapped function: the types of its loss and inputs are not known. With check=False nobody follows them; else this "
-        "call was not made when the signature was first seen: use shard_map(check='always')"
+        "grad inside a mapped function: the types of its loss and inputs are not known. check=False does not track types; otherwise this "
+        "call was not made in the first call with this signature: use shard_map(check='always')"
     )
 
 
@@ -431,9 +428,9 @@ def _check_loss_type(tag: Tag, inputs: Sequence[Type]) -> None:
     names = repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
     if type_.varying:
         own = all(type_.varying <= x.varying for x in inputs)
-        which = ", in which the gradient of what varies, as the arguments do, is that of each rank's own loss" if own else ""
+        which = "; then the gradient of a varying value, as the arguments are, is that of each rank's own loss" if own else ""
         raise ShardingTypeError(
-            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has one of its own; which is "
+            f"grad inside a mapped function: the loss {type_}{tag.since(type_.varying)}, so that every rank has its own; which is "
             f"meant? pmean(loss, {names}) for their mean, psum(loss, {names}) for their sum{which}"
         )
     if type_.pending:

@@ -1,4 +1,4 @@
-"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, by one batch of directions (or cotangents)."""
+"""`jacfwd`, `jacrev`, `hessian`: all derivatives of a function of trees, from one batch of directions (or cotangents)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch.utils import _pytree as pytree
 
 from ....kernels.box import slices
 from ...tensor.sharded_tensor import ShardedTensor
-from ..trees import without_none
+from ..trees import flatten_without_none
 from .forward import jvp
 from .gradients import vjp
-from .parts import Results, layout_with, same_type
+from .parts import Results, layout_with, replace_args, same_type
 from .vmap import vmap
 
 Argnums = int | Sequence[int]
 
 
 def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """jacfwd(f) -> a function that gives the Jacobian of f, by forward mode: one direction for every element of the argument, in a batch.
+    """jacfwd(f) -> a function that returns the Jacobian of f, by forward mode: a batch of one direction per element of the argument.
 
     Args:
         fun: a function of trees of real tensors, which returns a tree (with `has_aux` a pair of that and anything).
-        argnums: the argument or arguments with respect to which.
+        argnums: the argument or arguments to differentiate with respect to.
 
     Returns:
         A function of f's arguments. For each leaf `y` of the result a tree like the argument (for several `argnums` a tuple of trees) with
-        a leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` lie as in the result, dims of `x` are whole.
+        a leaf of shape `[*y.shape, *x.shape]` for each leaf `x`. Dims of `y` are split as in the result, dims of `x` are not split.
 
     Raises: TypeError for an argument that is not made of real floating tensors.
 
@@ -59,9 +59,9 @@ def jacfwd(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
 
 
 def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """jacrev(f) -> a function that gives the Jacobian of f, by reverse mode: one cotangent for every element of the result, in a batch.
+    """jacrev(f) -> a function that returns the Jacobian of f, by reverse mode: a batch of one cotangent per element of the result.
 
-    Args and returns: as `jacfwd`, but that dims of `x` lie as in the argument, and dims of `y` are whole.
+    Args and returns: as `jacfwd`, but dims of `x` are split as in the argument, and dims of `y` are not split.
 
     Raises: TypeError for an argument, or a result, that is not made of real floating tensors.
 
@@ -72,18 +72,18 @@ def jacrev(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
         arguments = _Arguments("jacrev", argnums, args, lambda *given: fun(*given, **kwargs))
         result, back, *aux = vjp(arguments.call, *arguments.leaves, has_aux=has_aux)
-        outs, tree = without_none(result)
+        outs, tree = flatten_without_none(result)
         _check_real("jacrev", "result", outs)
-        rows = vmap(lambda *cotangents: back(tree.filled(cotangents)))(*_basis(outs))
+        rows = vmap(lambda *cotangents: back(tree.unflatten(cotangents)))(*_basis(outs))
         by_leaf = [_cut(row, 0, outs) for row in rows]
-        found = tree.filled([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
+        found = tree.unflatten([arguments.tree_of(parts) for parts in zip(*by_leaf, strict=True)])
         return (found, *aux) if has_aux else found
 
     return jacobian
 
 
 def hessian(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Callable[..., Any]:
-    """hessian(f) -> a function that gives the second derivatives of f: `jacfwd(jacrev(f))`.
+    """hessian(f) -> a function that returns the second derivatives of f: `jacfwd(jacrev(f))`.
 
     For each leaf `y` of the result a tree of trees like the argument, with leaves of shape `[*y.shape, *x1.shape, *x2.shape]`.
 
@@ -93,30 +93,24 @@ def hessian(fun: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 
 
 class _Arguments:
-    """The arguments of a function, of which some are to be differentiated.
+    """The arguments of a function, some of which are to be differentiated.
 
     Attributes:
-        leaves: of those, flat.
+        leaves: the leaves of those.
         call: the function of the leaves.
     """
 
     def __init__(self, name: str, argnums: Argnums, args: Sequence[Any], fun: Callable[..., Any]) -> None:
         self.is_one = isinstance(argnums, int)
         nums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        self.leaves, self.tree = without_none([args[i] for i in nums])
+        self.leaves, self.tree = flatten_without_none([args[i] for i in nums])
         _check_real(name, "argument", self.leaves)
 
-        def call(*leaves: Any) -> Any:
-            given = list(args)
-            for i, branch in zip(nums, self.tree.filled(leaves), strict=True):
-                given[i] = branch
-            return fun(*given)
-
-        self.call = call
+        self.call = lambda *leaves: fun(*replace_args(args, nums, self.tree.unflatten(leaves)))
 
     def tree_of(self, leaves: Sequence[Any]) -> Any:
-        """These as the differentiated argument or arguments are."""
-        branches = self.tree.filled(leaves)
+        """Return the leaves as a tree like the differentiated argument or arguments."""
+        branches = self.tree.unflatten(leaves)
         return branches[0] if self.is_one else tuple(branches)
 
 
@@ -128,7 +122,7 @@ def _check_real(name: str, what: str, leaves: Sequence[Any]) -> None:
 
 
 def _basis(leaves: Sequence[Any]) -> list[Any]:
-    """For each leaf a batch of directions, as many as all leaves have elements: the unit ones in its own rows, zeros in the others."""
+    """Return for each leaf a batch of directions, one per element of all leaves: unit ones in its own rows, zeros in the others."""
     total, first, found = sum(x.numel() for x in leaves), 0, []
     for x in leaves:
         found.append(same_type(_unit_rows(x, first, total), x))
@@ -149,13 +143,13 @@ def _unit_rows(x: Any, first: int, total: int) -> Any:
 
 
 def _placed(places: Tensor, first: int, total: int, dtype: torch.dtype) -> Tensor:
-    """Zeros, and in each column a one in the row that is its place."""
+    """Return rows of zeros with a one in each column, in the row of its place."""
     rows = torch.arange(total, device=places.device).view(-1, *[1] * places.ndim)
     return (rows == places + first).to(dtype)
 
 
 def _cut(x: Any, dim: int, leaves: Sequence[Tensor]) -> list[Any]:
-    """The parts of a batch dim that belong to the leaves, each with the dims of its leaf in place of it."""
+    """Split a batch dim into the parts that belong to the leaves, each with the dims of its leaf in place of it."""
     first, found = 0, []
     for leaf in leaves:
         part = x.narrow(dim, first, leaf.numel())

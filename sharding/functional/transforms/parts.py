@@ -1,4 +1,4 @@
-"""Trees of tensors as transforms of torch.func take them: flat lists of parts, from which the same trees are made again."""
+"""Trees of tensors as transforms of torch.func take them: flat lists of local parts, and how to rebuild the trees."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 
 from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import current_mapping
-from ..types.type_checker import unfollowed
+from ..named_axes import current_axis_env
+from ..types.type_checker import untracked
 
 
 def with_part(x: Any, part: Tensor) -> Any:
-    """A tensor like this one with another part of the same layout; with the type that is known of it inside a mapped function."""
+    """Return a tensor like `x` with another local part, and the same layout or type."""
     out = part
     if isinstance(x, ShardedTensor):
         out = ShardedTensor._make(part, x._layout.replace(dtype=part.dtype))
@@ -24,23 +24,23 @@ def with_part(x: Any, part: Tensor) -> Any:
 
 
 def same_type(out: Any, *sources: Any) -> Any:
-    """The same tensor, noted to be of the type of what is made of these."""
-    mapping = current_mapping()
-    if mapping is not None and mapping.checker is not None:
-        checker = mapping.checker
-        with unfollowed():
-            tag = checker.joined(iter(sources), checker.replicated)
-        checker.note(out, tag)
+    """Set the type of a tensor to that of a value computed from the sources, and return it."""
+    env = current_axis_env()
+    if env is not None and env.checker is not None:
+        checker = env.checker
+        with untracked():
+            tag = checker.join_all(iter(sources), checker.replicated)
+        checker.set_tag(out, tag)
     return out
 
 
 class Results(NamedTuple):
-    """What a function has returned.
+    """The results of a function.
 
     Attributes:
-        leaves: its leaves.
-        tree: its shape.
-        at: which leaves are tensors.
+        leaves: their leaves.
+        tree: their tree.
+        at: the indices of the leaves that are tensors.
     """
 
     leaves: list[Any]
@@ -49,7 +49,7 @@ class Results(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> Results:
-        """The results that make up this tree."""
+        """Return the results in this tree."""
         leaves, tree = pytree.tree_flatten(value)
         return Results(leaves, tree, [i for i, x in enumerate(leaves) if isinstance(x, Tensor)])
 
@@ -62,25 +62,33 @@ class Results(NamedTuple):
         return tuple(getattr(x, "_local", x) for x in self.tensors)
 
     def with_parts(self, parts: Sequence[Tensor]) -> Any:
-        """The tree with other parts, laid out alike."""
+        """Return the tree with other parts in the same layouts."""
         return self.rebuilt([with_part(x, part) for x, part in zip(self.tensors, parts, strict=True)])
 
     def rebuilt(self, tensors: Sequence[Any]) -> Any:
-        """The tree with other tensors."""
+        """Return the tree with other tensors."""
         leaves = list(self.leaves)
         for i, x in zip(self.at, tensors, strict=True):
             leaves[i] = x
         return pytree.tree_unflatten(leaves, self.tree)
 
 
+def replace_args(args: Sequence[Any], nums: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return the arguments with those at the positions `nums` replaced."""
+    given = list(args)
+    for i, x in zip(nums, new, strict=True):
+        given[i] = x
+    return given
+
+
 def layout_with(layout: Layout, dim: int, cuts: Any, size: int) -> Layout:
-    """The layout with one more dim, at this place."""
+    """Return the layout with a new dim at this position."""
     spec = layout.spec.of_cuts([*layout.spec.cuts[:dim], cuts, *layout.spec.cuts[dim:]], layout.pending)
     return Layout.of(layout.mesh, spec, (*layout.shape[:dim], size, *layout.shape[dim:]), layout.dtype)
 
 
 def layout_without(layout: Layout, dim: int) -> Layout:
-    """The layout without one of its dims."""
+    """Return the layout without one of its dims."""
     cuts = [cut for d, cut in enumerate(layout.spec.cuts) if d != dim]
     shape = [n for d, n in enumerate(layout.shape) if d != dim]
     return Layout.of(layout.mesh, layout.spec.of_cuts(cuts, layout.pending), shape, layout.dtype)

@@ -1,4 +1,4 @@
-"""Gradients inside a transform: by a level of `torch.func`, which can be batched and carry tangents.
+"""Gradients inside a transform, by `torch.func.vjp`, which can be batched and carry tangents.
 
 Outside of transforms, gradients are those of plain autograd (`gradients.py`). Inside one, a tensor cannot be made to require grad.
 """
@@ -15,22 +15,22 @@ from torch import Tensor
 
 from ...tensor.autograd import backward
 from ...tensor.transforms import on_own_level
-from ..named_axes import current_mapping
-from ..types.type_checker import unfollowed
+from ..named_axes import current_axis_env
+from ..types.type_checker import untracked
 from .parts import Results, with_part
 
 Run = Callable[[list[Any]], tuple[Sequence[Tensor], Any]]
 
 
 class Pullback:
-    """A function of parts, run once, whose gradients can be asked for any number of times.
+    """A function of local parts that has run once, and its gradients for any number of seeds.
 
     Args:
-        run: takes tensors, and returns those to be differentiated and the value, any tree.
+        run: takes tensors, and returns the outputs to differentiate and the value, any tree.
         leaves: the tensors that it takes.
 
     Attributes:
-        outs: what is to be differentiated.
+        outs: the outputs to differentiate.
         value: the value.
     """
 
@@ -50,12 +50,12 @@ class Pullback:
         self.value = kept[1].with_parts(values)
 
     def __call__(self, seeds: Sequence[Any]) -> list[Any]:
-        """The gradients of the leaves, each as its leaf lies.
+        """Return the gradients of the leaves, in their layouts.
 
         Args:
-            seeds: for each of `outs`; None for where backward of a scalar starts from.
+            seeds: for each of `outs`; None for the default seed of a scalar.
         """
-        with unfollowed() if current_mapping() is not None else nullcontext():
+        with untracked() if current_axis_env() is not None else nullcontext():
             parts = tuple(_start(out, seed) for out, seed in zip(self.outs, seeds, strict=True))
             return list(backward._laid_out(self._leaves, self._back(parts)))
 

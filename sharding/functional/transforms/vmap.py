@@ -1,4 +1,4 @@
-"""`vmap`: a function of one example, for all of a batch at once.
+"""`vmap`: run a function of one example on a whole batch at once.
 
     x: [batch, 8, 16] @ P(None, None, "tp")        one example: [8, 16] @ P(None, "tp"), its part batched by torch.func.vmap
     x: [batch, 8, 16] @ P("dp", None, "tp")        the same on the mesh (tp,): each rank of dp has examples of its own
@@ -29,15 +29,15 @@ from ...tensor.autograd.engine_hooks import is_transformed
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
 from ...tensor.transforms import own_level
-from ..inputs import inner_layout, only_axes
-from ..outputs import made_with
+from ..inputs import inner_layout, restrict_to_axes
+from ..outputs import with_lineage
 from ..signature import paths_of
-from ..types.type_checker import unfollowed
-from ..types.types import ShardingTypeError, place
-from .batch import Batch, current_batch, split_over
+from ..types.type_checker import untracked
+from ..types.types import ShardingTypeError, user_location
+from .batch import Batch, current_batch, use_batch
 from .parts import layout_with, layout_without, same_type
 
-Axes = Any  # an int, None, or a tree of them for the upper part of the arguments'
+Axes = Any  # an int, None, or a tree of them that is a prefix of the arguments'
 Cuts = tuple[Cut, ...]
 
 
@@ -51,24 +51,24 @@ def vmap(
     *,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """vmap(f) -> f of a batch: `f` sees one example, and every operator works on all of them at once.
+    """vmap(f) -> f of a batch: `f` receives one example, and every operator works on all of them at once.
 
-    Arguments and results are trees of plain and sharded tensors. What communicates inside `f` (redistributions, mapped functions,
-    collectives by axis name) does so once for the whole batch.
+    Arguments and results are trees of plain and sharded tensors. Communication inside `f` (redistributions, mapped functions, collectives
+    by axis name) is done once for the whole batch.
 
         rank 0   x = [x0 x1]        f(x0) f(x1)
         rank 1   x = [x2 x3]   ->   f(x2) f(x3)        where the mapped dim is split, each rank has its own examples
 
     Args:
-        fun: a function of one example. Where the mapped dim is split over some axes, an example lies on the mesh of the others (on none:
-            plain tensors), and everything sharded that `fun` uses must be an argument.
-        in_axes: the mapped dim of every argument; None for what is the same for all examples. Keyword arguments are mapped over dim 0.
-        out_axes: where the batch is in every result; None for a result that does not depend on the example.
+        fun: a function of one example. If the mapped dim is split over some axes, an example is on the mesh of the others (with none left,
+            a plain tensor), and all sharded tensors that `fun` uses must be arguments.
+        in_axes: the mapped dim of every argument; None for an argument shared by all examples. Keyword arguments are mapped over dim 0.
+        out_axes: the position of the batch dim in every result; None for a result that does not depend on the example.
         axis_name: not supported; a mapped dim has no name for collectives here.
-        axis_size: the number of examples; needed where no argument is mapped.
-        spmd_axis_name: the axis (or axes) over which the mapped dim is to be split, `()` for none; arguments are redistributed for that. By
-            default it is split as in the arguments.
-        randomness: of random operators, as in `torch.func.vmap`: "error", "same" for all examples, or on plain tensors "different".
+        axis_size: the number of examples; required if no argument is mapped.
+        spmd_axis_name: the axis (or axes) that splits the mapped dim, `()` for none; arguments are redistributed. Default: as the arguments
+            are split.
+        randomness: for random operators, as in `torch.func.vmap`: "error", "same" for all examples, or on plain tensors "different".
 
     Returns:
         A function of batches. The batch dim of a result is split as those of the arguments.
@@ -76,8 +76,8 @@ def vmap(
     Raises:
         ValueError: axes that do not fit the arguments; mapped dims of different sizes, or split differently.
         NotImplementedError: `axis_name`.
-        ShardingTypeError: where examples are split, a plain tensor that requires grad and is no argument: its gradient would be that of
-            this rank's examples.
+        ShardingTypeError: examples are split, and a plain tensor that requires grad is not an argument: its gradient would be that of
+            this rank's examples only.
 
     Communication: that of redistributing arguments where mapped dims must be split, and that of `fun`.
 
@@ -101,7 +101,7 @@ class _Batched:
         self.names, self.randomness = names, randomness
         self.name = getattr(fun, "__name__", type(fun).__name__)
         self._seed = seed_of(f"vmap {self.name}")
-        self._looked_at: set[Any] = set()
+        self._searched: set[Any] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -112,12 +112,12 @@ class _Batched:
         leaves = run.laid_out(leaves, axes)
         out = run(leaves, axes, tree)
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
-        return made_with(mixed(self._seed, sharded), out) if sharded else out
+        return with_lineage(mixed(self._seed, sharded), out) if sharded else out
 
     # -- what is mapped ------------------------------------------------------------------------------------------------
 
     def _axes(self, args: Any, kwargs: Any, leaves: list[Any]) -> list[int | None]:
-        """The mapped dim of every leaf, from the front."""
+        """Return the mapped dim of every leaf, counted from the front."""
         given = axes_for("in_axes", tuple(self.in_axes) if isinstance(self.in_axes, list) else self.in_axes, args)
         given += [0] * (len(leaves) - len(given))
         for i, (leaf, axis) in enumerate(zip(leaves, given, strict=True)):
@@ -126,7 +126,7 @@ class _Batched:
             elif not isinstance(leaf, Tensor) or not -leaf.ndim <= axis < leaf.ndim:
                 what = f"has shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {leaf!r}"
                 path = self._paths(args, kwargs)[i]
-                raise ValueError(f"{path} {what}, and in_axes map it over dim {axis}; give None for what all examples take")
+                raise ValueError(f"{path} {what}, and in_axes map it over dim {axis}; pass None for an argument shared by all examples")
             else:
                 given[i] = axis % leaf.ndim
         return given
@@ -138,18 +138,18 @@ class _Batched:
         sizes = {i: leaf.shape[axis] for i, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)) if axis is not None}
         wanted = set(sizes.values()) | (set() if self.axis_size is None else {self.axis_size})
         if not wanted:
-            raise ValueError(f"vmap({self.name}): in_axes={self.in_axes} map no argument; give axis_size=")
+            raise ValueError(f"vmap({self.name}): in_axes={self.in_axes} map no argument; pass axis_size=")
         if len(wanted) > 1:
             paths = self._paths(args, kwargs)
-            told = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
+            listing = ", ".join(f"{paths[i].partition(': ')[2]}: {n}" for i, n in sizes.items())
             also = "" if self.axis_size is None else f"; axis_size={self.axis_size}"
-            raise ValueError(f"vmap({self.name}): mapped dims must have one size ({told}{also})")
+            raise ValueError(f"vmap({self.name}): mapped dims must have one size ({listing}{also})")
         return wanted.pop()
 
-    # -- how it is split -----------------------------------------------------------------------------------------------
+    # -- layouts -------------------------------------------------------------------------------------------------------
 
     def _split(self, leaves: list[Any], axes: list[int | None]) -> tuple[Cuts, DeviceMesh | None]:
-        """How the mapped dim is cut, and on which mesh."""
+        """Return how the mapped dim is split, and on which mesh."""
         sharded = [x for x in leaves if isinstance(x, ShardedTensor)]
         mapped = [(x._layout, axis) for x, axis in zip(leaves, axes, strict=True) if isinstance(x, ShardedTensor) and axis is not None]
         split = [(layout, layout.spec.cuts[axis]) for layout, axis in mapped if layout.spec.cuts[axis]]
@@ -162,9 +162,9 @@ class _Batched:
             same = [cuts for _, cuts in found if tuple(a for cut in cuts for a in cut.axes) == self.names]
             return same[0] if same else (Cut(self.names),), mesh
         if len(found) > 1:
-            told = ", ".join(str(layout) for layout, _ in split)
+            listing = ", ".join(str(layout) for layout, _ in split)
             raise ValueError(
-                f"vmap({self.name}): the mapped dims are split differently ({told}); redistribute them alike, or write spmd_axis_name="
+                f"vmap({self.name}): the mapped dims are split differently ({listing}); redistribute them alike, or pass spmd_axis_name="
             )
         return next(((cuts, mesh) for mesh, cuts in found), ((), None))  # type: ignore[return-value]
 
@@ -174,10 +174,10 @@ class _Batched:
             raise ValueError(f"vmap({self.name}): spmd_axis_name={unknown[0]!r} is not an axis of {mesh}")
 
     def first_time(self, key: Any) -> bool:
-        """Whether a call with this signature has not been looked at for tensors that are no arguments."""
-        if key in self._looked_at:
+        """Return whether this signature has not been searched for captured parameters yet."""
+        if key in self._searched:
             return False
-        self._looked_at.add(key)
+        self._searched.add(key)
         return True
 
 
@@ -186,7 +186,7 @@ class _Run:
 
     Attributes:
         count: this rank's number of examples.
-        batch: how examples are split; None where they are not.
+        batch: how examples are split; None if they are not.
     """
 
     def __init__(self, owner: _Batched, size: int, cuts: Cuts, mesh: DeviceMesh | None) -> None:
@@ -195,19 +195,20 @@ class _Run:
         if mesh is None:
             return
         if mesh.coordinate is None:
-            where = f"rank {mesh.world.rank} is outside {mesh} and has no examples"
-            raise RuntimeError(f"vmap({owner.name}): {where}; call it on the ranks of the mesh")
+            where = f"rank {mesh.world.rank} is not in {mesh} and has no examples"
+            raise RuntimeError(f"vmap({owner.name}): {where}; call it on the ranks of the mesh only")
         axes = tuple(axis for cut in cuts for axis in cut.axes)
         rest = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self.batch = Batch.inside(current_batch(), mesh, axes, mesh[rest] if rest else None)
         self.count = Layout.of(mesh, P.of_cuts([cuts], {}), (size,)).local_shape[0]
 
-    # -- in ------------------------------------------------------------------------------------------------------------
+    # -- arguments -----------------------------------------------------------------------------------------------------
 
     def laid_out(self, leaves: list[Any], axes: list[int | None]) -> list[Any]:
-        """The leaves with the batch cut as it is to be, and everything else whole along its axes; if it is split, tensors as sharded ones.
+        """Return the leaves with the batch dim split as required and no other dim split by its axes; if it is split, plain tensors become
+        `ShardedTensor`s.
 
-        Communication: that of redistributing those that lie otherwise, in buckets.
+        Communication: that of redistributing leaves, in buckets.
         """
         mesh, out = self.mesh, list(leaves)
         if mesh is not None:
@@ -231,12 +232,12 @@ class _Run:
             if layout.mesh is not self.mesh:
                 other = f"{layout} is not on the mesh of the mapped dim, {self.mesh}"
                 raise ValueError(f"vmap({self.owner.name}): {other}; redistribute it there")
-            spec = only_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
+            spec = restrict_to_axes(spec, [a for a in layout.mesh.axis_names if a not in self.batch.axes])
         cuts = [self.cuts if d == axis else cut for d, cut in enumerate(spec.padded(len(layout.shape)).cuts)]
         return layout.replace(P.of_cuts(cuts, dict(spec.unreduced)))
 
     def _example(self, x: Any, axis: int | None) -> tuple[Any, int | None, Layout | None]:
-        """This rank's part with its mapped dim, and how one example lies; None for a plain one."""
+        """Return this rank's part, its mapped dim, and the layout of one example; None for a plain one."""
         if not isinstance(x, ShardedTensor):
             return x, axis, None
         layout, part = x._layout, dispatch.known_local(x)
@@ -245,7 +246,7 @@ class _Run:
                 return part, axis, None
             manual = P.of_cuts([self.cuts if d == axis else () for d in range(x.ndim)], {})
             layout = inner_layout(layout, manual, self.batch.axes, self.batch.inner)
-        elif x.mesh.coordinate is None and axis is not None:  # a part of nothing, for each example
+        elif x.mesh.coordinate is None and axis is not None:  # outside the mesh: an empty part for each example
             return part.unsqueeze(-1).expand(*part.shape, self.count), part.ndim, layout_without(layout, axis)
         return part, axis, layout if axis is None else layout_without(layout, axis)
 
@@ -269,10 +270,10 @@ class _Run:
             return tuple(part for axis, part, _, _ in found[1] if axis is not None) or (batched[0],)
 
         parts, dims = [examples[i][0] for i in mapped], [examples[i][1] or 0 for i in mapped]
-        if not parts:  # axis_size= alone
+        if not parts:  # only axis_size= is given
             parts, dims = [torch.zeros(self.size)], [0]
         nothing = self.count == 0
-        if nothing:  # torch takes no batch of nothing: one example of zeros, which is taken off again
+        if nothing:  # torch takes no empty batch: pass one example of zeros, and remove it from the results
             parts = [_one_of_zeros(x, dim) for x, dim in zip(parts, dims, strict=True)]
         batched = iter(torch.func.vmap(of_one, tuple(dims), randomness=owner.randomness)(*parts))
         out_tree, described = found
@@ -281,19 +282,19 @@ class _Run:
 
     @contextmanager
     def _within(self, inside: list[Any], examples: list[Any]) -> Iterator[None]:
-        """What the function of one example runs in."""
+        """The contexts that the function of one example runs in."""
         if self.batch is None:
             yield
             return
         key = tuple((getattr(x, "shape", None), layout) for x, (_, _, layout) in zip(inside, examples, strict=True))
-        looking = torch.is_grad_enabled() and self.owner.first_time(key)
-        with split_over(self.batch), self.batch.inner or nullcontext(), _Outsiders(inside) if looking else nullcontext():
+        search = torch.is_grad_enabled() and self.owner.first_time(key)
+        with use_batch(self.batch), self.batch.inner or nullcontext(), _ClosedOverParams(inside) if search else nullcontext():
             yield
 
-    # -- out -----------------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def _results(self, out: Any) -> tuple[Any, list[Any]]:
-        """The tree of the results, and for each leaf: where its batch goes, its part, how it lies, the leaf itself."""
+        """Return the tree of the results, and for each leaf: its batch dim, local part, layout, and the leaf itself."""
         leaves, tree = pytree.tree_flatten(out)
         axes = axes_for("out_axes", self.owner.out_axes, out)
         paths = [f"vmap({self.owner.name}): result {path}".rstrip() for path in paths_of(out)]
@@ -307,19 +308,19 @@ class _Run:
         layout, part = (x._layout, dispatch.known_local(x)) if isinstance(x, ShardedTensor) else (None, x)
         if axis is None:
             if torch._C._functorch.maybe_get_level(part) == torch._C._functorch.maybe_current_level():  # type: ignore[attr-defined]
-                raise ValueError(f"{path} depends on the example, and out_axes say None, which is for what does not; give a dim")
+                raise ValueError(f"{path} depends on the example, and its out_axes are None, which is for results that do not; give a dim")
             return None, part, layout, x
         if not -x.ndim - 1 <= axis <= x.ndim:
             raise ValueError(f"{path} has shape {list(x.shape)} for one example, and out_axes put the batch at dim {axis}")
         if self.batch is not None and layout is not None and layout.mesh is not self.batch.inner:
             raise ValueError(
-                f"{path} lies on {layout.mesh}, and examples lie on {self.batch.inner}, since they are split over {list(self.batch.axes)}; "
+                f"{path} is on {layout.mesh}, and examples are on {self.batch.inner}, since they are split over {list(self.batch.axes)}; "
                 "pass sharded tensors as arguments, with None in in_axes"
             )
         return axis % (x.ndim + 1), part, layout, x
 
     def _out(self, out: Tensor, axis: int | None, layout: Layout | None, example: Any, nothing: bool) -> Any:
-        """A result with its batch."""
+        """Return a result with its batch dim."""
         if axis is not None:
             out = out.narrow(0, 0, 0) if nothing else out
             outside = layout is not None and layout.mesh.coordinate is None  # type: ignore[attr-defined]
@@ -336,12 +337,12 @@ class _Run:
 
 
 def _one_of_zeros(x: Tensor, dim: int) -> Tensor:
-    """A batch of one example of zeros, with the empty batch behind it in the graph."""
+    """Return a batch of one example of zeros that depends on the empty batch in the graph."""
     return (x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)]) + x.sum()).to(x.dtype)
 
 
 def _made(part: Any, layout: Layout | None, x: Any) -> Any:
-    """What the function sees of an argument."""
+    """Return what the function receives for an argument."""
     if layout is None:
         return same_type(part, x) if isinstance(part, Tensor) else part
     out = ShardedTensor._make(part, layout)
@@ -360,7 +361,7 @@ def _redistributed(name: str, parts: list[Tensor], pairs: list[tuple[Layout, Lay
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:
-    """The arguments that do not lie as `vmap` wants them, for `sm.implicit` and reports."""
+    """Describe the arguments that must be redistributed, for `sm.implicit` and reports."""
     pairs = frame["pairs"]
     advice = ", ".join(f"{src} to {dst.spec}" for src, dst in pairs)
     return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in pairs), f"Redistribute {advice} before the call")
@@ -369,14 +370,14 @@ def _describe(frame: dict[str, Any]) -> OperatorCall:
 DESCRIBERS[_redistributed.__code__] = _describe
 
 
-class _Outsiders(TorchFunctionMode):
-    """Looks for plain tensors that require grad and are no arguments: where examples are split, each rank would have a gradient of its
-    own examples."""
+class _ClosedOverParams(TorchFunctionMode):
+    """Look for plain tensors that require grad and are not arguments: if examples are split, each rank would compute the gradient of its
+    own examples only."""
 
     def __init__(self, inside: Sequence[Any]) -> None:
         super().__init__()
         self._known = {id(getattr(x, "_local", x)) for x in inside}
-        with unfollowed():
+        with untracked():
             self._first = torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # type: ignore[union-attr]
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -384,8 +385,8 @@ class _Outsiders(TorchFunctionMode):
             for x in tensors_in((*args, *(kwargs or {}).values())):
                 if self._is_from_outside(x):
                     raise ShardingTypeError(
-                        f"{place()}: a tensor of shape {list(x.shape)} that requires grad and is no argument, in a function whose "
-                        "examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
+                        f"{user_location()}: a tensor of shape {list(x.shape)} that requires grad and is not an argument, in a function "
+                        "whose examples vmap has split over ranks: its gradient would be that of each rank's own examples. Pass it as an "
                         "argument, with None in in_axes, or use it detached: x.detach()"
                     )
         return func(*args, **(kwargs or {}))
@@ -400,9 +401,9 @@ class _Outsiders(TorchFunctionMode):
 
 
 def axes_for(what: str, axes: Axes, tree: Any) -> list[int | None]:
-    """The axis of every leaf of a tree, from axes for it or for whole branches of it.
+    """Return the axis of every leaf of a tree, from axes for leaves or whole branches.
 
-    Raises: ValueError where the two trees do not match; TypeError for what is no axis.
+    Raises: ValueError if the two trees do not match; TypeError for an object that is not an axis.
     """
     found: list[int | None] = []
     _spread(what, axes, tree, found)
@@ -414,9 +415,9 @@ def _spread(what: str, axes: Axes, tree: Any, found: list[int | None]) -> None:
         found += [axes] * len(pytree.tree_leaves(tree))
         return
     if not isinstance(axes, (tuple, list, dict)):
-        raise TypeError(f"{what}: {axes!r} is no axis; write an int, None, or a tree of them")
+        raise TypeError(f"{what}: {axes!r} is not an axis; write an int, None, or a tree of them")
     same = type(axes) is dict and isinstance(tree, dict) and axes.keys() == tree.keys()
     if not same and not (isinstance(axes, (tuple, list)) and isinstance(tree, (tuple, list)) and len(axes) == len(tree)):
-        raise ValueError(f"{what}={axes!r} do not match what they describe, {pytree.tree_flatten(tree)[1]}; give one for each branch")
+        raise ValueError(f"{what}={axes!r} do not match the tree {pytree.tree_flatten(tree)[1]}; give one axis for each branch")
     for one, branch in [(axes[k], tree[k]) for k in tree] if same else zip(axes, tree, strict=True):
         _spread(f"{what}[...]", one, branch, found)

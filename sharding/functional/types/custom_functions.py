@@ -1,17 +1,16 @@
-"""Custom functions (`torch.autograd.Function`) inside mapped functions: types are followed through their backward as well.
+"""Check the gradients of custom functions (`torch.autograd.Function`) inside mapped functions.
 
-    forward    x: S  ->  y = psum(x): R          backward    g: U (the dual of R)  ->  what it returns must be S, the dual of x
+    forward    x: S  ->  y = psum(x): R          backward    g: U (the dual of R)  ->  must return S, the dual of x
 
-What an operator's gradient is follows from the operator. What a custom function says is its gradient may be of another type than the dual
-of what went in: the identity as the backward of a psum hands on each rank's share of a gradient as if it were all of it. So while types are
-followed, the backward of every custom function is followed as well when it runs, with gradients of the types dual to its results, and what
-it returns must be
+The gradient of an operator of torch has the right type. A custom function may return one of another type: the identity as the backward
+of a psum returns each rank's share of a gradient as if it were all of it. So types are tracked through the backward of every custom
+function as well, starting from gradients of the types dual to its results. It must return
 
     for an argument that is    varying       varying or replicated: this rank's own gradient
                                replicated    varying or pending: this rank's share
                                pending       replicated
 
-A custom function is known by the autograd node of its results. Its arguments are the values that the node's edges lead to.
+A custom function is identified by the autograd node of its results. Its arguments are the values that the node's edges lead to.
 """
 
 from __future__ import annotations
@@ -27,95 +26,95 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from ..named_axes import Mapping
+from ..named_axes import AxisEnv
 from .types import ShardingTypeError, Tag, Type
 
 if TYPE_CHECKING:
-    from .type_checker import Following
+    from .type_checker import TypeChecker
 
-_INTERNAL = ("torch.", "shardmesh.")  # modules whose functions are known to be right
+_INTERNAL = ("torch.", "shardmesh.")  # modules whose functions need no check
 
 
 def is_custom(node: Any) -> bool:
-    """Whether an autograd node is that of a program's own function."""
+    """Return whether an autograd node is that of a custom function of the program."""
     if not isinstance(node, BackwardCFunction):
         return False
     function = node._forward_cls  # type: ignore[attr-defined]
-    return getattr(function, "is_followed", False) or not f"{function.__module__}.".startswith(_INTERNAL)
+    return getattr(function, "is_type_checked", False) or not f"{function.__module__}.".startswith(_INTERNAL)
 
 
-class Applications:
-    """The applications of custom functions in one call of a mapped function.
+class CustomFunctionCalls:
+    """The calls of custom functions in one call of a mapped function.
 
     Attributes:
-        nodes: by autograd node, what is known of its results.
-        found: by autograd node, the applications.
+        nodes: the tags of results of operators, by autograd node.
+        found: the calls of custom functions, by autograd node.
     """
 
-    def __init__(self, following: Following) -> None:
-        self.following = weakref.ref(following)
+    def __init__(self, checker: TypeChecker) -> None:
+        self.checker = weakref.ref(checker)
         self.nodes: dict[Any, Tag] = {}
-        self.found: dict[Any, Application] = {}
+        self.found: dict[Any, CustomFunctionCall] = {}
 
     def result(self, node: Any, x: Tensor, tag: Tag | None) -> Tag:
-        """What is known of a result of a custom function; `tag` is what its forward has told, if that went through operators."""
-        application = self._application(node)
-        if tag is None:  # one of its arguments, or nobody knows
-            tag = application.joined
-        return application.add(x.output_nr, tag, x.untyped_storage()._cdata)
+        """Return the tag of a result of a custom function; `tag` is what its forward gave, if that used tracked operators."""
+        call = self._call_of(node)
+        if tag is None:  # the result is one of its arguments, or untracked
+            tag = call.joined
+        return call.add(x.output_nr, tag, x.untyped_storage()._cdata)
 
-    def _application(self, node: Any) -> Application:
+    def _call_of(self, node: Any) -> CustomFunctionCall:
         found = self.found.get(node)
         if found is None:
-            following: Any = self.following()
-            found = self.found[node] = Application(node, following, [self._of_edge(*edge) for edge in node.next_functions])
+            checker: Any = self.checker()
+            found = self.found[node] = CustomFunctionCall(node, checker, [self._of_edge(*edge) for edge in node.next_functions])
         return found
 
     def _of_edge(self, node: Any, number: int) -> Tag | None:
-        """What is known of the value that an edge of the graph leads to; None where that does not require grad."""
-        following: Any = self.following()
+        """Return the tag of the value that an edge of the graph leads to; None if it does not require grad."""
+        checker: Any = self.checker()
         if node is None:
             return None
         if hasattr(node, "variable"):
-            return following.of(node.variable)
+            return checker.tag_of(node.variable)
         if is_custom(node):
-            application = self._application(node)
-            return application.outs.get(number) or application.add(number, application.joined)
-        return self.nodes.get(node, following.unknown)
+            call = self._call_of(node)
+            return call.outs.get(number) or call.add(number, call.joined)
+        return self.nodes.get(node, checker.unknown)
 
-    def end(self) -> list[Application]:
-        """The call is over: the applications, and nothing is held on to any longer."""
+    def finish(self) -> list[CustomFunctionCall]:
+        """Return the calls and drop all references to the graph."""
         found = list(self.found.values())
         self.nodes, self.found = {}, {}
         return found
 
 
-class Application:
-    """One application of a custom function.
+class CustomFunctionCall:
+    """One call of a custom function.
 
     Attributes:
-        ins: what is known of each of its arguments that require grad.
-        outs: the same of its results, by number.
-        joined: what is known of what may be any of its arguments.
-        memory: what is known of its results, by their memory: saved for backward they come as other objects.
+        ins: the tags of its arguments that require grad, by number.
+        outs: the tags of its results, by number.
+        joined: the joined tag of all arguments.
+        memory: the tags of its results by memory: saved for backward, they come back as other objects.
         names: the manual axes.
         is_checked: whether its backward has run.
-        must_be_checked: whether later calls need to know what it has told.
+        must_be_checked: whether later calls need to know the result of the check.
     """
 
-    def __init__(self, node: Any, following: Following, ins: Sequence[Tag | None]) -> None:
+    def __init__(self, node: Any, checker: TypeChecker, ins: Sequence[Tag | None]) -> None:
         self.function = node._forward_cls
-        self.must_be_checked = getattr(self.function, "is_followed", False)
+        self.must_be_checked = getattr(self.function, "is_type_checked", False)
         needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
         self.ins: dict[int, Tag] = dict(zip(needed, [tag for tag in ins if tag is not None], strict=True))
-        self.joined = following.looked
+        self.joined = checker.control_tag
         for tag in self.ins.values():
-            self.joined = following.join(self.joined, tag)
+            self.joined = checker.join(self.joined, tag)
         self.outs: dict[int, Tag] = {}
         self.memory: dict[int, Tag] = {}
-        self.names, self.is_checked = following.names, False
-        self.followed = partial(following.of_backward, self.names, following.owner, self.memory)
-        self.mapping: Any = following.mapping
+        self.names, self.is_checked = checker.names, False
+        self.make_checker = partial(checker.for_backward, self.names, checker.owner, self.memory)
+        self.env: Any = checker.env
         reference = weakref.ref(node)
         node.apply = lambda *grads: self.backward(reference(), grads)
 
@@ -126,50 +125,50 @@ class Application:
         return tag
 
     def backward(self, node: Any, grads: Sequence[Any]) -> Any:
-        """Run it with its types followed.
+        """Run the backward while types are tracked.
 
         Raises:
-            ShardingTypeError: on every rank, a gradient that is not of the type dual to its argument's.
+            ShardingTypeError: on every rank, a gradient whose type is not dual to its argument's.
         """
-        following = self.followed()
+        checker = self.make_checker()
         with ExitStack() as stack:
             stack.enter_context(torch._C._EnableTorchFunction())
-            stack.enter_context(_entered(self.mapping, following))
-            given = [following.gradient_of(g, self.outs.get(i)) for i, g in enumerate(grads)]
-            with following:
+            stack.enter_context(_entered(self.env, checker))
+            given = [checker.track_grad(g, self.outs.get(i)) for i, g in enumerate(grads)]
+            with checker:
                 found = type(node).apply(node, *given)
             checked = list(found) if isinstance(found, tuple) else [found]
             for i, tag in self.ins.items():
                 if i < len(checked) and isinstance(checked[i], Tensor):
-                    checked[i] = self._checked(following, node, i, tag, checked[i])
+                    checked[i] = self._checked(checker, node, i, tag, checked[i])
         self.is_checked = True
         return tuple(checked)
 
-    def _checked(self, following: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
-        """The gradient of an argument; as a share where a `custom_vjp` gives the whole one on every rank."""
-        given, found, call = tag.type, following.of(gradient).type, getattr(node, "call", None)
-        shared = () if call is None or call.site is None else call.site.whole.get(i - 1, ())
-        if call is not None and call.site is not None and not shared:
+    def _checked(self, checker: Any, node: Any, i: int, tag: Tag, gradient: Tensor) -> Tensor:
+        """Check and return the gradient of an argument; as a share if a `custom_vjp` returns the whole gradient on every rank."""
+        given, found, call = tag.type, checker.tag_of(gradient).type, getattr(node, "call", None)
+        shared = () if call is None or call.replicated_grads is None else call.replicated_grads.axes.get(i - 1, ())
+        if call is not None and call.replicated_grads is not None and not shared:
             known = given.varying | given.pending | found.varying | found.pending
-            shared = tuple(a for a in self.mapping.names if a in self.names and a not in known)
+            shared = tuple(a for a in self.env.names if a in self.names and a not in known)
             if shared:
-                call.site.whole[i - 1] = shared
+                call.replicated_grads.axes[i - 1] = shared
                 gradient = call.as_share(gradient, shared)
         for axis in sorted(self.names - set(shared)):
             if axis in given.pending:
-                wrong = axis in found.varying | found.pending and not following.met_unknown
+                wrong = axis in found.varying | found.pending and not checker.saw_unknown
                 needed, advice = "is the same on every rank, as that of a pending value is", f"return psum(gradient, {axis!r})"
             elif axis in given.varying:
                 wrong = axis in found.pending
-                needed, advice = "is this rank's own, and no share of a sum", f"return psum(gradient, {axis!r}), as the gradient of psum is"
+                needed, advice = "is this rank's own, not a share of a sum", f"return psum(gradient, {axis!r}), as the gradient of psum is"
             else:
                 wrong = axis not in found.varying | found.pending and not gradient.is_meta and bool(gradient.any())
-                needed = "is this rank's share of a sum, which is taken later, once for all uses"
-                advice = f"return the share without a psum of its own, or of a whole gradient pcast(gradient, {axis!r}, to='unreduced')"
+                needed = "is this rank's share of a sum, which is reduced later, once for all uses"
+                advice = f"return the share without a psum, or for a whole gradient pcast(gradient, {axis!r}, to='unreduced')"
             if wrong:
                 raise ShardingTypeError(
-                    f"{self._name(call)}: the gradient of argument {self._argument(call, i)} {_said(found, axis)}, and the argument "
-                    f"{_said(given, axis)}: its gradient must be one that {needed}; {advice}"
+                    f"{self._name(call)}: the gradient of argument {self._argument(call, i)} {_describe_type(found, axis)}, and the "
+                    f"argument {_describe_type(given, axis)}: its gradient must be one that {needed}; {advice}"
                 )
         return gradient
 
@@ -178,13 +177,13 @@ class Application:
 
     def _name(self, call: Any) -> str:
         if call is not None:
-            return call.described()
+            return call.bwd_location()
         code = inspect.unwrap(self.function.backward).__code__
         return f"{code.co_filename}:{code.co_firstlineno}: backward of {self.function.__qualname__}"
 
 
 def _argument(function: Any, i: int) -> str:
-    """An argument of forward by its name, or its number."""
+    """Return the name of an argument of forward, or its number."""
     names = list(inspect.signature(function.forward).parameters.values())
     if function.setup_context is torch.autograd.Function.setup_context:
         names = names[1:]  # without ctx
@@ -192,22 +191,22 @@ def _argument(function: Any, i: int) -> str:
     return repr(names[i].name) if is_named else str(i)
 
 
-def _said(type_: Type, axis: str) -> str:
+def _describe_type(type_: Type, axis: str) -> str:
     kind = "varies" if axis in type_.varying else "is pending" if axis in type_.pending else "is replicated"
     return f"{kind} over {axis!r}"
 
 
 class _entered:
-    """A context in which a mapping is the current one, and types are followed by this."""
+    """A context in which `env` is the current one and `checker` tracks types."""
 
-    def __init__(self, mapping: Mapping, following: Any) -> None:
-        self.mapping, self.following, self.entered = mapping, following, mapping.entered()
+    def __init__(self, env: AxisEnv, checker: Any) -> None:
+        self.env, self.checker, self.entered = env, checker, env.entered()
 
     def __enter__(self) -> None:
         self.entered.__enter__()
-        self.before, self.mapping.checker = self.mapping.checker, self.following
-        self.recording, self.mapping.recording = self.mapping.recording, False
+        self.before, self.env.checker = self.env.checker, self.checker
+        self.recording, self.env.recording = self.env.recording, False
 
     def __exit__(self, *error: Any) -> None:
-        self.mapping.checker, self.mapping.recording = self.before, self.recording
+        self.env.checker, self.env.recording = self.before, self.recording
         self.entered.__exit__(*error)

@@ -1,14 +1,14 @@
-"""Following types through a mapped function: a torch function mode that looks at every operator as it runs.
+"""`TypeChecker`: a torch function mode that tracks the types of values through every operator of a mapped function.
 
     y = x @ w          x varies over dp, w is replicated: y varies over dp, "since matmul at train.py:12, of argument 0"
     y = psum(y, "dp")  replicated again
 
-A tensor carries what is known of it as an attribute; one without is a constant of the function and replicated. Memory that
-something varying was written into varies, under whatever view it is read.
+A tensor stores its type as an attribute, its tag. A tensor without a tag is a constant of the function, and replicated. Memory that a
+varying value was written into varies under every view of it.
 
-Numbers are not followed. When the program turns a varying tensor into a number (`.item()`, `if x:`), whatever it makes from
-then on may depend on that, and counts as varying; what a psum makes of it is the same on every rank all the same. Which of two
-such results the program returns may depend on the number too: so ranks also compare the values of replicated results the first time.
+Python numbers have no tags. Once the program turns a varying tensor into a number (`.item()`, `if x:`), every later result may depend on
+it and counts as varying, except that a psum of it is the same on every rank. Which of two such results the program returns may
+depend on the number too, so ranks also compare the values of replicated results the first time.
 """
 
 from __future__ import annotations
@@ -26,178 +26,174 @@ from ...ops.plain_operands import tensors_in
 from ...ops.strategy import name_of
 from ...tensor.autograd import engine_hooks
 from ...tensor.sharded_tensor import ShardedTensor
-from ..named_axes import Mapping, captures_here
-from .custom_functions import Application, Applications, is_custom
+from ..named_axes import AxisEnv, current_captures
+from .custom_functions import CustomFunctionCall, CustomFunctionCalls, is_custom
 from .pending import share_of_gradient, stays_pending
 from .special_operators import SPECIAL, special_of
-from .types import REPLICATED, Origin, ShardingTypeError, Tag, Type, place
+from .types import REPLICATED, ShardingTypeError, Tag, Type, TypeOrigin, user_location
 
 _NO_TENSORS = frozenset({int, bool, float, str, torch.Size, torch.dtype, torch.device, type(None), torch.layout})
-unfollowed = torch._C.DisableTorchFunction  # a context in which operators are not followed
+untracked = torch._C.DisableTorchFunction  # a context in which types are not tracked
 
 
 transforms_active = engine_hooks.transforms_active
 
 
-class Following(TorchFunctionMode):
-    """The types of all values of one call of a mapped function.
+class TypeChecker(TorchFunctionMode):
+    """Track the types of all values of one call of a mapped function.
 
     Attributes:
         names: the manual axes.
-        trusts: whether nothing is checked.
+        captures_only: whether only captured tensors are looked for, and types are not checked.
         uneven: whether parts of some argument differ in shape.
-        looked: what the program knows in numbers: the type of everything that it looked at.
-        numbers: the same, and that of everything whose shape depends on values.
-        random: the type of what random operators give.
-        unknown: what a tensor may be that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
-        in_backward: whether it follows the backward of a custom function.
-        met_unknown: whether that has met a value of which nothing is known.
-        customs: the applications of custom functions.
+        control_tag: the type of everything that the program has read as a number.
+        number_tag: the same, joined with the type of everything whose shape depends on values.
+        random_type: the type of the results of random operators.
+        unknown: the tag of a tensor that no operator has made: a constant, or one that a transform of torch.func has unwrapped.
+        tracks_backward: whether this is the backward of a custom function.
+        saw_unknown: whether that backward has used a value of unknown type.
+        custom_calls: the calls of custom functions.
     """
 
-    trusts = in_backward = met_unknown = False
+    captures_only = tracks_backward = saw_unknown = False
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__()
         self.uneven = False
         self.names = frozenset(names)
-        self.mapping: Any = None
+        self.env: Any = None
         self.owner: object = object()  # of the tags of its values
         self.replicated = Tag(REPLICATED, {}, self.owner)
-        self.looked = self.replicated
-        self.unknown = self.numbers = self.replicated
-        self.random = Type.of(self.names)  # of what random operators give
+        self.control_tag = self.replicated
+        self.unknown = self.number_tag = self.replicated
+        self.random_type = Type.of(self.names)
         self._memory: dict[int, Tag] = {}
-        self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory, which the tensor keeps alive
+        self._written: dict[int, tuple[Tag, Tensor]] = {}  # by memory; the tensor keeps it alive
         self._unwrapped: dict[int, tuple[Tag, Tensor]] = {}
-        self.customs = Applications(self) if torch.is_grad_enabled() else None
+        self.custom_calls = CustomFunctionCalls(self) if torch.is_grad_enabled() else None
 
     @classmethod
-    def of_backward(cls, names: frozenset[str], owner: object, memory: dict[int, Tag]) -> Following:
-        """Who follows the backward of a custom function whose forward this class has followed.
+    def for_backward(cls, names: frozenset[str], owner: object, memory: dict[int, Tag]) -> TypeChecker:
+        """Return a checker for the backward of a custom function whose forward was tracked.
 
         Args:
             names: the manual axes.
-            owner: of the tags of forward's values.
-            memory: what is known of what lies where.
+            owner: the owner of the tags of forward's values.
+            memory: the tags of forward's results by memory.
         """
         found = cls(())
-        found.names, found.owner, found.in_backward, found.customs = names, owner, True, None
-        found.replicated = found.looked = found.numbers = Tag(REPLICATED, {}, owner)
-        found.unknown, found.random = found.varying(Origin("what nobody has followed"), Type.of(names)), Type.of(names)
+        found.names, found.owner, found.tracks_backward, found.custom_calls = names, owner, True, None
+        found.replicated = found.control_tag = found.number_tag = Tag(REPLICATED, {}, owner)
+        found.unknown, found.random_type = found.make_tag(TypeOrigin("a value of unknown type"), Type.of(names)), Type.of(names)
         found._memory = memory
         return found
 
-    # -- what is known -------------------------------------------------------------------------------------------------
+    # -- tags ----------------------------------------------------------------------------------------------------------
 
-    def varying(self, origin: Origin, type_: Type) -> Tag:
-        """The tag of what is of this type, for this reason."""
+    def make_tag(self, origin: TypeOrigin, type_: Type) -> Tag:
+        """Return a tag of this type with one origin for all its axes."""
         return self.replicated if type_ is REPLICATED else Tag(type_, dict.fromkeys(type_.varying | type_.pending, origin), self.owner)
 
-    def argument(self, leaf: Any) -> Tag:
-        """What is known already of an argument of a mapped function inside another one."""
-        tag = getattr(leaf, "_mapped_tag", None)
-        return self.replicated if tag is None or tag.owner is not self.owner else self.of(leaf)
+    def argument_tag(self, leaf: Any) -> Tag:
+        """Return the tag that an argument has in the outer mapped function; replicated if there is none."""
+        tag = getattr(leaf, "_type_tag", None)
+        return self.replicated if tag is None or tag.owner is not self.owner else self.tag_of(leaf)
 
-    def gradient(self, type_: Type) -> Tag:
-        """The tag of a gradient."""
-        return self.varying(Origin("the gradient of what is not replicated", place()), type_)
+    def grad_tag(self, type_: Type) -> Tag:
+        """Return the tag of a gradient of this type."""
+        return self.make_tag(TypeOrigin("the gradient of a value that is not replicated", user_location()), type_)
 
-    def without(self, names: Sequence[str], x: Any) -> Tag:
-        """What is known of a result, for the function around the one that made these axes manual."""
-        tag = self.joined(tensors_in((x,)), self.looked)
+    def tag_outside(self, names: Sequence[str], x: Any) -> Tag:
+        """Return the tag of a result in the outer function, where these axes are not manual."""
+        tag = self.join_all(tensors_in((x,)), self.control_tag)
         return tag.retyped(Type.of(tag.type.varying - set(names), tag.type.pending - set(names)))
 
     @contextmanager
-    def inside(self, mapping: Mapping) -> Iterator[None]:
-        """Inside, the axes of this mapping are manual, and it is the one of custom functions."""
-        before, self.names, self.mapping = (self.names, self.mapping), self.names | frozenset(mapping.names), mapping
+    def bind(self, env: AxisEnv) -> Iterator[None]:
+        """Inside, the axes of `env` are manual too, and custom functions belong to it."""
+        before, self.names, self.env = (self.names, self.env), self.names | frozenset(env.names), env
         try:
             yield
         finally:
-            self.names, self.mapping = before
+            self.names, self.env = before
 
-    def end(self) -> Sequence[Application]:
-        """The call is over: the custom functions that were applied in it."""
-        return () if self.customs is None else self.customs.end()
+    def finish(self) -> Sequence[CustomFunctionCall]:
+        """End the call; return the calls of custom functions in it."""
+        return () if self.custom_calls is None else self.custom_calls.finish()
 
-    def set(self, x: Any, tag: Tag) -> None:
-        """From now on this is known of `x`."""
-        x._mapped_tag = tag
+    def has_tag(self, x: Tensor) -> bool:
+        """Return whether a tensor is an argument, or the result of an operator that was tracked."""
+        tag = getattr(x, "_type_tag", None)
+        return tag is not None and (tag if tag.original is None else tag.original).owner is self.owner
 
-    def knows(self, x: Tensor) -> bool:
-        """Whether an operator that was followed, or an argument's entry, has made a tensor."""
-        tag = getattr(x, "_mapped_tag", None)
-        return tag is not None and (tag if tag.kept is None else tag.kept).owner is self.owner
+    def tag_of(self, x: Tensor) -> Tag:
+        """Return the tag of a tensor.
 
-    def of(self, x: Tensor) -> Tag:
-        """What is known of a tensor.
-
-        Raises: ShardingTypeError for a tensor from outside that requires grad.
+        Raises: ShardingTypeError for a tensor that requires grad and is neither an argument nor made here.
         """
-        tag = getattr(x, "_mapped_tag", None)
+        tag = getattr(x, "_type_tag", None)
         if tag is None or tag.owner is not self.owner:
-            tag = self._of_loose(x, tag)
+            tag = self._tag_of_provisional(x, tag)
         if self._written:
-            tag = self._with_written(x, tag)
+            tag = self._with_writes(x, tag)
         return tag
 
-    def _of_loose(self, x: Tensor, tag: Tag | None) -> Tag:
-        kept = tag.kept if tag is not None and tag.kept is not None and tag.kept.owner is self.owner else None
-        customs = None if self.customs is None or isinstance(x, ShardedTensor) else self.customs
-        with unfollowed():
-            node = None if customs is None or engine_hooks.is_transformed(x) else x.grad_fn
-        if customs is not None and node is not None and is_custom(node):
-            x._mapped_tag = kept = customs.result(node, x, kept)  # type: ignore[attr-defined]
-        return self._of_unknown(x) if kept is None else kept
+    def _tag_of_provisional(self, x: Tensor, tag: Tag | None) -> Tag:
+        kept = tag.original if tag is not None and tag.original is not None and tag.original.owner is self.owner else None
+        custom_calls = None if self.custom_calls is None or isinstance(x, ShardedTensor) else self.custom_calls
+        with untracked():
+            node = None if custom_calls is None or engine_hooks.is_transformed(x) else x.grad_fn
+        if custom_calls is not None and node is not None and is_custom(node):
+            x._type_tag = kept = custom_calls.result(node, x, kept)  # type: ignore[attr-defined]
+        return self._tag_of_unknown(x) if kept is None else kept
 
-    def _of_unknown(self, x: Tensor) -> Tag:
-        with unfollowed():
+    def _tag_of_unknown(self, x: Tensor) -> Tag:
+        with untracked():
             if engine_hooks.is_transformed(x):
-                return self.of(engine_hooks.untransformed(x))
+                return self.tag_of(engine_hooks.untransformed(x))
             found = self._unwrapped.get(_memory(x)) if self._unwrapped and not isinstance(x, ShardedTensor) else None
             if found is not None:
-                self.note(x, found[0])
+                self.set_tag(x, found[0])
                 return found[0]
-            if self.in_backward:
-                return self._of_saved(x)
+            if self.tracks_backward:
+                return self._tag_of_saved(x)
             outside = x.is_leaf or self.unknown.type is REPLICATED
             if outside and x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and self._is_refused(x):
-                raise FromOutsideError(_from_outside(x))
-            if x.is_leaf and not x.requires_grad and (captures := captures_here()) is not None:
+                raise CapturedTensorError(_captured_message(x))
+            if x.is_leaf and not x.requires_grad and (captures := current_captures()) is not None:
                 captures.constants.append(ref(x))
-        self.note(x, self.unknown)
+        self.set_tag(x, self.unknown)
         return self.unknown
 
     def _is_refused(self, x: Tensor) -> bool:
-        """Whether a tensor that requires grad, and that no operator here has made, cannot be used as it is."""
+        """Return whether a tensor that requires grad, and that no operator here has made, cannot be used as it is."""
         return True
 
-    def _of_saved(self, x: Tensor) -> Tag:
-        """What is known of a result that was saved for backward, or comes from anywhere."""
+    def _tag_of_saved(self, x: Tensor) -> Tag:
+        """Return the tag of a tensor in backward, which may be a saved result of forward."""
         found = None if isinstance(x, ShardedTensor) else self._memory.get(_memory(x))
-        self.met_unknown = self.met_unknown or found is None
+        self.saw_unknown = self.saw_unknown or found is None
         return self.unknown if found is None else found
 
-    def gradient_of(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
-        """The gradient of a result, as another object that its type is noted on; that of one that nobody used is zero."""
+    def track_grad(self, g: Tensor | None, out: Tag | None) -> Tensor | None:
+        """Return the gradient of a result as a new object with a tag of the dual type; `out` is None for a result that nobody used."""
         if g is None or g.layout is not torch.strided:
             return g
-        with unfollowed():
+        with untracked():
             fresh = g.view_as(g)
-        self.note(fresh, self.replicated if out is None else self.gradient(out.type.dual_over(self.names)))
+        self.set_tag(fresh, self.replicated if out is None else self.grad_tag(out.type.dual_over(self.names)))
         return fresh
 
-    def joined(self, items: Iterator[Tensor], found: Tag) -> Tag:
-        """What is known of a value that is made of these."""
+    def join_all(self, items: Iterator[Tensor], found: Tag) -> Tag:
+        """Return the tag of a value that is computed from these."""
         for x in items:
-            tag = self.of(x)
+            tag = self.tag_of(x)
             if tag is not found:
                 found = self.join(found, tag)
         return found
 
     def join(self, one: Tag, other: Tag) -> Tag:
-        """What is known of a value that is made of two; where it varies is told by the first that does."""
+        """Return the tag of a value that is computed from two; the first that varies gives the origin."""
         if one.type is REPLICATED:
             return other
         if other.type is REPLICATED or other.type is one.type:
@@ -216,8 +212,8 @@ class Following(TorchFunctionMode):
         try:
             if special is not None:
                 return special(self, func, args, kwargs or {})
-            tag = self._of_operands(args, kwargs)  # first, since what comes from outside must go in before the operator runs
-        except FromOutsideError:
+            tag = self._operands_tag(args, kwargs)  # first: captured tensors must be replaced before the operator runs
+        except CapturedTensorError:
             replaced = self._with_captures(func, args, kwargs or {})
             if replaced is None:
                 raise
@@ -225,162 +221,162 @@ class Following(TorchFunctionMode):
         result = func(*args, **kwargs) if kwargs else func(*args)
         if type(result) in _NO_TENSORS:
             return result
-        if not tag.settled:
-            tag = self._settled(func, args, kwargs or {}, tag)
+        if not tag.is_final:
+            tag = self._final_tag(func, args, kwargs or {}, tag)
         if type(result) is Tensor and not transforms_active():
-            result._mapped_tag = tag if self.customs is None else self._made(result, tag)  # type: ignore[attr-defined]
+            result._type_tag = tag if self.custom_calls is None else self._tag_node(result, tag)  # type: ignore[attr-defined]
         else:
-            self.note(result, tag)
+            self.set_tag(result, tag)
         if kwargs and ("out" in kwargs or kwargs.get("inplace") is True):
-            self.wrote(result)
+            self.record_write(result)
         return result
 
     def _with_captures(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The arguments with what the function closes over as it goes in; None where there is nothing of that kind."""
-        captures = captures_here()
+        """Return the arguments with local parts in place of captured tensors; None if there are none."""
+        captures = current_captures()
         return None if captures is None else captures.replaced(func, args, kwargs)
 
-    def entered(self, x: Any) -> Any:
-        """The tensor, or if the function closes over it, how it goes in."""
-        captures = captures_here()
-        return x if captures is None else captures.of(x)
+    def replace_capture(self, x: Any) -> Any:
+        """Return the local part of a captured tensor; any other tensor itself."""
+        captures = current_captures()
+        return x if captures is None else captures.local(x)
 
-    def made(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
-        """What is known of an operator's results."""
-        tag = self._of_operands(args, kwargs)
-        return tag if tag.settled else self._settled(func, args, kwargs or {}, tag)
+    def result_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
+        """Return the tag of an operator's results."""
+        tag = self._operands_tag(args, kwargs)
+        return tag if tag.is_final else self._final_tag(func, args, kwargs or {}, tag)
 
-    def _of_operands(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
-        """What is known of an operator's operands together."""
-        tag, owner = self.looked, self.owner
+    def _operands_tag(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tag:
+        """Return the joined tag of an operator's operands."""
+        tag, owner = self.control_tag, self.owner
         for x in args:
             kind = type(x)
-            if kind is Tensor:  # this: `joined`, without a call for what is known already
-                known = getattr(x, "_mapped_tag", None)
+            if kind is Tensor:  # `join_all`, without a call where the tag is known
+                known = getattr(x, "_type_tag", None)
                 if known is None or known.owner is not owner or self._written:
-                    known = self.of(x)
+                    known = self.tag_of(x)
                 if known is not tag:
                     tag = self.join(tag, known)
             elif kind not in _NO_TENSORS:
-                tag = self.joined(tensors_in((x,)), tag)
+                tag = self.join_all(tensors_in((x,)), tag)
         if kwargs:
-            tag = self.joined(tensors_in(kwargs.values()), tag)
+            tag = self.join_all(tensors_in(kwargs.values()), tag)
         return tag
 
-    def _settled(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+    def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         if tag.type.pending:
-            tag = self._of_pending(func, args, kwargs, tag)
-        return tag if all(origin.place for origin in tag.origins.values()) else self._begun(func, tag)
+            tag = self._pending_tag(func, args, kwargs, tag)
+        return tag if all(origin.location for origin in tag.origins.values()) else self._with_location(func, tag)
 
-    def _begun(self, func: Any, tag: Tag) -> Tag:
-        """The same, with this operator as the place where it began to vary, if it did by an argument."""
-        here = place()
-        origins = {a: o if o.place else Origin(name_of(func), here, str(o)) for a, o in tag.origins.items()}
+    def _with_location(self, func: Any, tag: Tag) -> Tag:
+        """Return the tag with this operator's line as the origin where so far it is an argument."""
+        here = user_location()
+        origins = {a: o if o.location else TypeOrigin(name_of(func), here, str(o)) for a, o in tag.origins.items()}
         return Tag(tag.type, origins, self.owner)
 
-    def _of_pending(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
-        """The same where an operand is pending: over each axis it goes through, if the operator is linear in it.
+    def _pending_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+        """Return the tag of a result with a pending operand, which must be pending over each axis in which the operator is linear.
 
-        Raises: ShardingTypeError where it is not, or may be given a number that differs between the ranks whose shares it works on.
+        Raises: ShardingTypeError if the operator is not linear, or takes a number that may differ between the ranks.
         """
-        numbers = self.numbers.type.varying | (self.names if self.uneven else frozenset())
+        numbers = self.number_tag.type.varying | (self.names if self.uneven else frozenset())
         if tag.type.pending & numbers and any(type(x) in (int, float, complex) for x in (*args, *kwargs.values())):
             axes = sorted(tag.type.pending & numbers)
-            raise ShardingTypeError(_by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.numbers))
-        passes = share_of_gradient if self.in_backward else stays_pending
+            raise ShardingTypeError(_by_a_number(func, axes, self.pending_since(axes[0], args, kwargs), self.number_tag))
+        passes = share_of_gradient if self.tracks_backward else stays_pending
         kept = frozenset(a for a in tag.type.pending if passes(self, a, func, args, kwargs))
         return tag.retyped(Type.of(tag.type.varying - tag.type.pending, kept))
 
     def pending_since(self, axis: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-        """Where the first operand that is pending over an axis began to be, for a message."""
-        tags = (self.of(x) for x in tensors_in((*args, *kwargs.values())))
+        """Return where the first operand that is pending over an axis became so, for a message."""
+        tags = (self.tag_of(x) for x in tensors_in((*args, *kwargs.values())))
         return next((tag.since((axis,)) for tag in tags if axis in tag.type.pending), "")
 
-    def note(self, result: Any, tag: Tag) -> None:
-        """Note the same of every tensor of a result; inside a transform of torch.func, also of what comes out of it."""
+    def set_tag(self, result: Any, tag: Tag) -> None:
+        """Set the tag of every tensor of a result; inside a transform of torch.func, also of what the transform unwraps from it."""
         if isinstance(result, Tensor):
-            result._mapped_tag = tag  # type: ignore[attr-defined]
+            result._type_tag = tag  # type: ignore[attr-defined]
             if engine_hooks.is_transformed(result):
                 self._remember(result, tag)
-            elif self.customs is not None and not isinstance(result, ShardedTensor):
-                result._mapped_tag = self._made(result, tag)  # type: ignore[attr-defined]
+            elif self.custom_calls is not None and not isinstance(result, ShardedTensor):
+                result._type_tag = self._tag_node(result, tag)  # type: ignore[attr-defined]
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self.note(part, tag)
+                self.set_tag(part, tag)
 
-    def _made(self, x: Tensor, tag: Tag) -> Tag:
-        """The tag for a result of an operator: its node is known by it, or, made without gradients, it may yet get one."""
+    def _tag_node(self, x: Tensor, tag: Tag) -> Tag:
+        """Return the tag for a result, and remember it by autograd node; without a node it may still get one, so the tag is provisional."""
         node = x.grad_fn
         if node is None:
-            return tag if torch.is_grad_enabled() else tag.loose
-        self.customs.nodes[node] = tag  # type: ignore[union-attr]
+            return tag if torch.is_grad_enabled() else tag.provisional
+        self.custom_calls.nodes[node] = tag  # type: ignore[union-attr]
         return tag
 
     def _remember(self, x: Tensor, tag: Tag) -> None:
-        """What a transform of torch.func unwraps later is a new object: it is known by its memory, or else may be anything that the
-        transform has made."""
-        with unfollowed():
+        """Remember the tag by memory: a tensor that a transform of torch.func unwraps later is a new object, and may be any value
+        that the transform has made."""
+        with untracked():
             memory = _memory(x)
             before, _ = self._unwrapped.get(memory, (self.replicated, None))
             self._unwrapped[memory] = (self.join(before, tag), x)
         self.unknown = self.join(self.unknown, tag)
 
-    def has_written(self, x: Tensor) -> bool:
-        """Whether what varies has been written into the memory of a tensor."""
+    def was_written(self, x: Tensor) -> bool:
+        """Return whether a varying value was written into the memory of a tensor."""
         return not isinstance(x, ShardedTensor) and _memory(x) in self._written
 
-    def wrote(self, x: Any) -> None:
-        """`x` has been written to: so have all tensors that share its memory."""
-        tag = getattr(x, "_mapped_tag", self.replicated)
+    def record_write(self, x: Any) -> None:
+        """Record that `x` was written to, and with it all tensors that share its memory."""
+        tag = getattr(x, "_type_tag", self.replicated)
         if tag.type is not REPLICATED and not isinstance(x, ShardedTensor):
-            with unfollowed():
+            with untracked():
                 self._written[_memory(x)] = (tag, x)
 
-    def _with_written(self, x: Tensor, tag: Tag) -> Tag:
-        """What is known of a tensor, and of what has been written into its memory."""
-        with unfollowed():
+    def _with_writes(self, x: Tensor, tag: Tag) -> Tag:
+        """Return the tag of a tensor joined with that of values written into its memory."""
+        with untracked():
             found = None if isinstance(x, ShardedTensor) else self._written.get(_memory(x))
         return tag if found is None or found[0].type is tag.type else self.join(tag, found[0])
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    def look(self, func: Any, tag: Tag) -> None:
-        """The program turns a value into a number, and may go on as that says."""
-        if tag.type.pending and self.in_backward:  # to compute with it by other means, or to look for what is not finite
-            tag = self.varying(Origin(name_of(func), place()), Type.of(tag.type.varying | tag.type.pending))
+    def record_read(self, func: Any, tag: Tag) -> None:
+        """Record that the program reads a value as a number, which its control flow may depend on."""
+        if tag.type.pending and self.tracks_backward:  # for computation outside torch, or checks for non-finite values
+            tag = self.make_tag(TypeOrigin(name_of(func), user_location()), Type.of(tag.type.varying | tag.type.pending))
         if tag.type.pending:
             raise ShardingTypeError(
-                f"{place()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds a share of it; "
-                "psum it first"
+                f"{user_location()}: {name_of(func)} of a value that {tag.type}{tag.since(tag.type.pending)}: each rank holds only a share "
+                "of the sum; psum it first"
             )
-        if not tag.type.varying <= self.looked.type.varying:
-            why = f"{name_of(func)}, after which the program may go its own way on every rank (to print a value, print the tensor),"
-            self.looked = self.join(self.looked, self.varying(Origin(why, place()), tag.type))
-        self.numbers = self.join(self.numbers, self.looked)
+        if not tag.type.varying <= self.control_tag.type.varying:
+            why = f"{name_of(func)}, after which control flow may differ between ranks (to print a value, print the tensor),"
+            self.control_tag = self.join(self.control_tag, self.make_tag(TypeOrigin(why, user_location()), tag.type))
+        self.number_tag = self.join(self.number_tag, self.control_tag)
 
 
-class Trusting(Following):
-    """Follows who has made what, so that tensors from outside are found, and believes the rest."""
+class CaptureTracker(TypeChecker):
+    """Track which tensors the function has made, to find captured ones; do not check types."""
 
-    trusts = True
+    captures_only = True
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names)
-        self.customs = None
+        self.custom_calls = None
 
-    def _settled(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
+    def _final_tag(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tag: Tag) -> Tag:
         return tag
 
-    def look(self, func: Any, tag: Tag) -> None:
-        """Numbers are not followed."""
+    def record_read(self, func: Any, tag: Tag) -> None:
+        """Ignore reads: types are not checked."""
 
     def _is_refused(self, x: Tensor) -> bool:
-        captures = captures_here()
+        captures = current_captures()
         return captures is not None and captures.is_captured(x)
 
 
-class FromOutsideError(ShardingTypeError):
-    """A tensor that requires grad and that no operator of the mapped function has made."""
+class CapturedTensorError(ShardingTypeError):
+    """A tensor that requires grad and is neither an argument nor made by the mapped function."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -393,13 +389,13 @@ def _memory(x: Tensor) -> int:
 def _by_a_number(func: Any, axes: Sequence[str], since: str, numbers: Tag) -> str:
     names, read = ", ".join(map(repr, axes)), numbers.since(axes)
     return (
-        f"{place()}: {name_of(func)} of a value that is pending over {names}{since} and a number, which may differ between ranks"
+        f"{user_location()}: {name_of(func)} of a value that is pending over {names}{since} and a number, which may differ between ranks"
         f"{read or ', since they have read lengths of parts'}: the shares would not add up; psum over {names} first"
     )
 
 
-def _from_outside(x: Tensor) -> str:
+def _captured_message(x: Tensor) -> str:
     return (
-        f"{place()}: a tensor of shape {list(x.shape)} that requires grad comes into a mapped function from outside: its gradient would be "
-        "each rank's own. Pass it as an argument by position (with a spec of its own), or use it detached: x.detach()"
+        f"{user_location()}: a mapped function uses a tensor of shape {list(x.shape)} that requires grad and is not an argument: its "
+        "gradient would be each rank's own. Pass it by position (with a spec of its own), or use it detached: x.detach()"
     )

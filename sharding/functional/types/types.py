@@ -1,8 +1,8 @@
 """Types of values inside a mapped function: along each manual axis a value varies, is replicated, or is pending.
 
-    x: S over dp, R over tp        w: R        x @ w: S over dp (whoever meets a varying value varies)
+    x: S over dp, R over tp        w: R        x @ w: S over dp (an operator with a varying operand varies)
 
-A type says over which axes a value varies and over which it is pending; over all others it is replicated.
+A type lists the axes over which a value varies and those over which it is pending; over all others it is replicated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ....mesh.comm.call_site import user_line
 
 @dataclass(frozen=True, eq=False)
 class Type:
-    """Interned: equal types are one object.
+    """The axes over which a value varies or is pending. Types are interned: equal ones are one object.
 
     Attributes:
         varying: the axes along which ranks have data of their own (S).
@@ -29,20 +29,20 @@ class Type:
 
     @staticmethod
     def of(varying: frozenset[str], pending: frozenset[str] = frozenset()) -> Type:
-        """The type that varies over these axes and is pending over those."""
+        """Return the type that varies over `varying` and is pending over `pending`."""
         key = (varying, pending)
         found = _types.get(key)
         return found if found is not None else _types.setdefault(key, Type(*key))
 
     def join(self, other: Type) -> Type:
-        """The type of what is made of both; pending axes are not joined, but looked at one by one (`pending.py`)."""
+        """Return the type of a value computed from both; pending axes need a check of the operator as well (`pending.py`)."""
         found = self._joins.get(other)
         if found is None:
             found = self._joins[other] = Type.of(self.varying | other.varying, self.pending | other.pending)
         return found
 
     def dual_over(self, names: frozenset[str]) -> Type:
-        """The type of the gradient: S <-> S, R <-> U."""
+        """Return the type of the gradient: S <-> S, R <-> U."""
         return Type.of(self.varying, names - self.varying - self.pending)
 
     def __str__(self) -> str:
@@ -59,58 +59,58 @@ def _names(axes: frozenset[str]) -> str:
     return ", ".join(map(repr, sorted(axes)))
 
 
-class Origin(NamedTuple):
-    """Where a value began to vary, or to be pending.
+class TypeOrigin(NamedTuple):
+    """Why and where a value varies or is pending.
 
     Attributes:
-        what: the argument or the operator.
-        place: "file:line"; empty for an argument.
-        since: what varied before, where it did.
+        cause: the argument or the operator.
+        location: "file:line"; empty for an argument.
+        since: the origin of the operand, if it was an argument.
     """
 
-    what: str
-    place: str = ""
+    cause: str
+    location: str = ""
     since: str = ""
 
     def __str__(self) -> str:
-        return self.what + (f" at {self.place}" if self.place else "") + (f", of {self.since}" if self.since else "")
+        return self.cause + (f" at {self.location}" if self.location else "") + (f", of {self.since}" if self.since else "")
 
 
 class Tag:
-    """What is known of a value.
+    """The type of a value and how it came about.
 
     Attributes:
         type: its type.
-        origins: by axis, where it began not to be replicated.
-        owner: who knows it.
-        settled: whether what any operator makes of it alone is known by the same tag: nothing is pending, and no origin is an
-            argument, whose place will be the first operator that takes it.
-        kept: of a tag without owner: the tag itself. What is made without gradients may turn out to be the result of a custom function.
+        origins: for each axis over which it is not replicated, why.
+        owner: an object that identifies the checker that set the tag.
+        is_final: whether the result of any operator on this value alone has the same tag: nothing is pending, and no origin is an
+            argument, which the location of the first operator would replace.
+        original: of a provisional tag: the tag itself. A result made without gradients may turn out to be that of a custom function.
     """
 
-    __slots__ = ("_loose", "kept", "origins", "owner", "settled", "type")
+    __slots__ = ("_provisional", "is_final", "original", "origins", "owner", "type")
 
-    def __init__(self, type_: Type, origins: dict[str, Origin], owner: object) -> None:
+    def __init__(self, type_: Type, origins: dict[str, TypeOrigin], owner: object) -> None:
         self.type, self.origins, self.owner = type_, origins, owner
-        self.settled = not type_.pending and all(origin.place for origin in origins.values())
-        self.kept: Tag | None = None
-        self._loose: Tag | None = None
+        self.is_final = not type_.pending and all(origin.location for origin in origins.values())
+        self.original: Tag | None = None
+        self._provisional: Tag | None = None
 
     @property
-    def loose(self) -> Tag:
-        """The same without an owner, so that whoever meets it looks again."""
-        if self._loose is None:
-            self._loose = Tag(self.type, self.origins, None)
-            self._loose.kept = self
-        return self._loose
+    def provisional(self) -> Tag:
+        """The same tag without an owner, so that the checker examines the tensor again."""
+        if self._provisional is None:
+            self._provisional = Tag(self.type, self.origins, None)
+            self._provisional.original = self
+        return self._provisional
 
     def since(self, axes: Iterable[str]) -> str:
-        """Where it began not to be replicated over the first of these axes over which it is not, for a message."""
+        """Return where the value became varying or pending over the first of these axes, for a message."""
         found = [axis for axis in sorted(axes) if axis in self.origins]
         return f" since {self.origins[found[0]]}" if found else ""
 
     def retyped(self, type_: Type) -> Tag:
-        """The same of a value of another type, which is not replicated over no more axes."""
+        """Return the tag with another type, with the origins of the axes that it still has."""
         kept = type_.varying | type_.pending
         return Tag(type_, {axis: origin for axis, origin in self.origins.items() if axis in kept}, self.owner)
 
@@ -122,6 +122,6 @@ class ShardingTypeError(RuntimeError):
     """
 
 
-def place() -> str:
-    """The user's file and line."""
+def user_location() -> str:
+    """Return the user's file and line."""
     return "{}:{}".format(*user_line())

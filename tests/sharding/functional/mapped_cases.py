@@ -39,7 +39,7 @@ def mapped(case: Case, mesh: sm.DeviceMesh) -> Callable[..., Any]:
 
 
 def ours(case: Case) -> Answer:
-    """What becomes of the case on this rank. The function is called twice: the types are followed, then trusted."""
+    """What becomes of the case on this rank. The function is called twice: the types are tracked, then trusted."""
     mesh = sm.init_device_mesh(DEVICE, case.mesh, axis_names=case.axes)
     xs = [laid_out(mesh, tensor_of(x, seed), P(*x.spec)) for seed, x in enumerate(case.inputs)]
     by = [xs[i].requires_grad_() for i in case.differentiable]

@@ -1,4 +1,4 @@
-"""Calls of mapped functions: what they communicate, what they refuse and say, what they leave behind."""
+"""Calls of mapped functions: communication, errors, and state after the call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.functional.named_axes import current_mapping
+from shardmesh.sharding.functional.named_axes import current_axis_env
 from tests.device import DEVICE
 from tests.sharding.functional.helpers import leaf, put, same, same_gradients, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
@@ -19,11 +19,11 @@ def mean_loss(x, w):
     return sm.psum((x @ w).square().sum(), "a")
 
 
-# -- what is moved -----------------------------------------------------------------------------------------------------
+# -- communication -----------------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
-def test_a_known_signature_communicates_what_the_function_does_and_nothing_else(mesh):
+def test_a_cached_call_adds_no_communication(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     x, w = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True)
     counts = []
@@ -39,7 +39,7 @@ def test_a_known_signature_communicates_what_the_function_does_and_nothing_else(
 
 
 @every_rank(2)
-def test_without_checks_types_are_not_followed_and_shapes_exchanged_once(mesh):
+def test_check_false_exchanges_shapes_once(mesh):
     mapped = sm.shard_map(lambda x: x.exp(), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check=False)
     for expected in (1, 0, 0):
         with collectives() as records:
@@ -49,7 +49,7 @@ def test_without_checks_types_are_not_followed_and_shapes_exchanged_once(mesh):
 
 
 @every_rank(2)
-def test_arguments_that_lie_otherwise_are_redistributed(mesh):
+def test_arguments_with_other_layouts_are_redistributed(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P(None, "a"), grad=True), put(mesh, W, P("a"), grad=True), leaf(X), leaf(W)
@@ -63,7 +63,7 @@ def test_arguments_that_lie_otherwise_are_redistributed(mesh):
 
 
 @every_rank(2)
-def test_several_arguments_are_redistributed_in_one_go(mesh):
+def test_several_arguments_are_redistributed_in_one_bucket(mesh):
     mapped = sm.shard_map(lambda x, y, w: (x + y) @ w, mesh=mesh, in_specs=(P("a"), P("a"), P()), out_specs=P("a"))
     given = [put(mesh, X, P(None, "a")), put(mesh, 2 * X, P(None, "a")), put(mesh, W)]
     mapped(*given)
@@ -89,7 +89,7 @@ def test_redistribution_of_arguments_is_implicit(mesh):
         same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())  # what f itself calls is explicit
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def identity(mesh, in_specs=P("a"), out_specs=P("a"), **more):
@@ -111,13 +111,13 @@ WRONG = {
     "sharded, in a tree": (lambda m: identity(m, ({"w": None},))({"w": put(m, X)}), TypeError, "argument 0['w'] is sharded"),
     "a pending maximum": (lambda m: identity(m, P(unreduced={"a": "max"}))(X), ValueError, "a max is pending over 'a'"),
     "another mesh": (
-        lambda m: identity(m)(put(sm.init_device_mesh(DEVICE, (2,), axis_names=("b",)), X)), ValueError, "argument 0 lies on",
+        lambda m: identity(m)(put(sm.init_device_mesh(DEVICE, (2,), axis_names=("b",)), X)), ValueError, "argument 0 is on",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_calls(name):
+def test_invalid_calls_raise(name):
     program, kind, text = WRONG[name]
     assert text in same_error((2,), program, kind)
 
@@ -132,7 +132,7 @@ WRONG_RESULTS = {
 
 
 @pytest.mark.parametrize("name", WRONG_RESULTS)
-def test_wrong_out_specs(name):
+def test_invalid_out_specs_raise(name):
     program, kind, text = WRONG_RESULTS[name]
     assert text in same_error((2,), program, kind, silent=False)
 
@@ -164,7 +164,7 @@ def test_ranks_outside_the_mesh():
         half = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("x",))
         mapped = sm.shard_map(lambda x: sm.psum(x.sum(), "x"), mesh=half, in_specs=P("x"), out_specs=P())
         if half.coordinate is None:
-            with pytest.raises(RuntimeError, match=r"rank \d is outside"):
+            with pytest.raises(RuntimeError, match=r"rank \d is not in"):
                 mapped(X)
         else:
             same(mapped(X), X.sum())
@@ -183,24 +183,24 @@ def test_results_whose_shape_depends_on_the_data(mesh):
 
 
 @every_rank(2)
-def test_results_of_another_number_or_kind_than_before(mesh):
+def test_results_unlike_the_previous_calls_raise(mesh):
     what = []
     mapped = sm.shard_map(lambda x: what[-1](x), mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     x = put(mesh, X, P("a"))
     what.append(lambda x: x + 1)
     same(mapped(x), X + 1)
     what.append(lambda x: (x, x))
-    with pytest.raises(TypeError, match="returned 2 results, and 1 when"):
+    with pytest.raises(TypeError, match="returned 2 results, and 1 in the previous call"):
         mapped(x)
     what.append(lambda x: (x > 0))
     same(mapped(x), X > 0)  # another dtype needs no one else
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- state after a call ------------------------------------------------------------------------------------------------
 
 
 @every_rank(2)
-def test_an_exception_leaves_nothing(mesh):
+def test_an_exception_resets_state(mesh):
     fail = [True]
 
     @sm.shard_map(mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
@@ -215,7 +215,7 @@ def test_an_exception_leaves_nothing(mesh):
         for _ in range(2):
             with pytest.raises(KeyError, match="mine"):
                 f(x, w)
-            assert current_mapping() is None
+            assert current_axis_env() is None
             assert not torch.overrides._get_current_function_mode_stack()
             with pytest.raises(sm.UnboundAxisError):
                 sm.psum(X, "a")
@@ -224,7 +224,7 @@ def test_an_exception_leaves_nothing(mesh):
 
 
 @every_rank(2)
-def test_a_type_error_is_raised_again_at_the_next_call(mesh):
+def test_a_type_error_is_raised_at_every_call(mesh):
     mapped = sm.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("a"), out_specs=P())
     texts = []
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_with_and_without_grad(mesh):
 
 
 def test_evaluation_first():
-    """What was seen without grad says nothing of a call with grad, in which a captured parameter has to go in."""
+    """A call without grad is no precedent for one with grad, in which a captured parameter becomes an argument."""
 
     @every_rank(2)
     def program(mesh):
@@ -332,7 +332,7 @@ def test_in_place_writes_reach_the_argument(mesh):
 
 
 @every_rank(2)
-def test_the_gradient_of_a_result_that_nobody_uses(mesh):
+def test_the_gradient_of_an_unused_result(mesh):
     mapped = sm.shard_map(lambda x, w: (x * w, sm.psum(x.sum(), "a")), mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()))
     for _ in range(2):
         x, w = put(mesh, X, P("a"), grad=True), put(mesh, X[:1], grad=True)

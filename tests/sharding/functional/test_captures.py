@@ -41,7 +41,7 @@ def with_argument(mesh, spec, f):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("check", [True, "always", "values", False])
-def test_a_sharded_tensor_goes_in_as_it_lies(spec, check):
+def test_a_captured_sharded_tensor_keeps_its_layout(spec, check):
     f = linear_score if spec.unreduced else score
 
     @every_rank(2, 2)
@@ -105,7 +105,7 @@ def test_a_plain_tensor_counts_as_replicated(mesh):
 
 
 @every_rank(4)
-def test_a_capture_goes_in_once(mesh):
+def test_a_capture_is_prepared_once(mesh):
     """One reduction of its gradient, however often it is used."""
     w, x = leaf(W), put(mesh, X, P("a"))
     f = sm.shard_map(lambda x: sm.psum((x @ w + x @ w.sin() + x @ (w * w)).sum(), "a"), mesh=mesh, in_specs=P("a"), out_specs=P())
@@ -185,7 +185,7 @@ def test_an_argument_of_a_nested_function(mesh):
 
 
 @every_rank(2)
-def test_pieces_that_are_computed_again(mesh):
+def test_recomputed_pieces(mesh):
     w, plain, x = put(mesh, W, P(None, "a"), grad=True), leaf(values(5)), put(mesh, X, P("a"))
 
     def f(x, w, plain):
@@ -200,7 +200,7 @@ def test_pieces_that_are_computed_again(mesh):
 
 @every_rank(2)
 def test_gradients_inside(mesh):
-    """`sm.grad` inside, of what is closed over, and through a loss that closes over it."""
+    """`sm.grad` inside, of captures, and through a loss with captures."""
     w, x = put(mesh, W, P()), put(mesh, X, P("a"))
     wanted = leaf(W)
     (X @ wanted).square().sum().backward()
@@ -229,7 +229,7 @@ def test_collectives_of_captures(mesh):
 
 @every_rank(2)
 def test_the_part_itself(mesh):
-    """`to_local` of what is closed over is what goes in, with its type and gradient."""
+    """`to_local` of a capture is its local part, with its type and gradient."""
     w, x = put(mesh, W, P(None, "a"), grad=True), put(mesh, X, P())
     f = sm.shard_map(lambda x: x @ w.to_local(), mesh=mesh, in_specs=P(), out_specs=P(None, "a"))
     f(x).sum().backward()
@@ -239,7 +239,7 @@ def test_the_part_itself(mesh):
 
 
 @every_rank(2)
-def test_a_constant_that_comes_to_require_grad(mesh):
+def test_a_constant_that_later_requires_grad(mesh):
     c, x = values(5), put(mesh, X, P("a"))
     f = sm.shard_map(lambda x: x * c, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     f(x)
@@ -249,7 +249,7 @@ def test_a_constant_that_comes_to_require_grad(mesh):
     torch.testing.assert_close(c.grad, X.sum(0))
 
 
-# -- what is checked ---------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def refused(capture, f, kind=sm.ShardingTypeError, out_specs=P("a"), **more):
@@ -272,10 +272,10 @@ def test_plain_captures_that_differ():
 
     text = refused(own, lambda x, w: x * w)
     assert "a tensor of f64[5] that requires grad, which it closes over at" in text
-    assert "at (0, 1) it is not" in text
+    assert "at (0, 1) it differs" in text
 
 
-def test_plain_captures_that_come_to_differ():
+def test_plain_captures_that_later_differ():
     def program(mesh):
         w = leaf(values(5))
         f = sm.shard_map(lambda x: x * w, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check="values")
@@ -287,7 +287,7 @@ def test_plain_captures_that_come_to_differ():
     assert "which it closes over" in same_error((2,), program, sm.ReplicaError, silent=False)
 
 
-def test_ranks_that_close_over_different_things():
+def test_ranks_with_different_captures_raise():
     def program(mesh):
         w, here = leaf(values(5)), mesh.get_rank()
         sm.shard_map(lambda x: x * w if here else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(put(mesh, X, P("a")))
@@ -302,12 +302,12 @@ def test_a_capture_on_another_mesh():
 
 
 @pytest.mark.parametrize("write", [lambda w: w.add_(1), lambda w: torch.add(w, 1, out=w), lambda w: w.__setitem__(0, 1.0)])
-def test_a_capture_is_not_written_to(write):
+def test_writing_to_a_capture_raises(write):
     text = refused(lambda mesh: put(mesh, W, P("b")), lambda x, w: (write(w), x)[1])
     assert "writes to a tensor that the mapped function closes over; write to a clone of it" in text
 
 
-def test_a_capture_met_for_the_first_time_by_a_call_that_is_known():
+def test_a_new_capture_in_a_cached_call():
     def program(mesh):
         w, here = put(mesh, X, P("a")), {"it": False}
         f = sm.shard_map(lambda x: x * w if here["it"] else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))

@@ -39,7 +39,7 @@ class Turning:
 
 
 @every_rank(2)
-def test_true_trusts_the_second_call(mesh):
+def test_check_true_does_not_check_the_second_call(mesh):
     mapped = over(mesh, Turning())
     x = put(mesh, X, P("a"))
     same(mapped(x, W), W * 2)
@@ -48,7 +48,7 @@ def test_true_trusts_the_second_call(mesh):
 
 
 @every_rank(2)
-def test_always_checks_the_second_call(mesh):
+def test_check_always_checks_the_second_call(mesh):
     mapped = over(mesh, Turning(), check="always")
     x = put(mesh, X, P("a"))
     same(mapped(x, W), W * 2)
@@ -58,7 +58,7 @@ def test_always_checks_the_second_call(mesh):
 
 
 @every_rank(2)
-def test_always_tells_errors_at_every_call_and_true_does_not(mesh):
+def test_check_always_shares_errors_at_every_call(mesh):
     x = put(mesh, X, P("a"))
     for check, more in (("always", ["all_gather_object"]), (True, [])):
         mapped = over(mesh, lambda x, w: sm.psum(x @ w, "a"), check=check)
@@ -69,7 +69,7 @@ def test_always_tells_errors_at_every_call_and_true_does_not(mesh):
 
 
 @every_rank(2)
-def test_false_is_off(mesh):
+def test_check_false_is_off(mesh):
     mapped = over(mesh, lambda x, w: w * x.sum(), check=False)
     x = put(mesh, X, P("a"))
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_all_ranks_raise_the_same_text():
     assert len(set(texts)) == 1
 
 
-def test_one_rank_alone_is_wrong():
+def test_an_error_on_one_rank_is_raised_on_all():
     def one(x, w):
         return x.sum() * w if _rank() == 1 else w
 

@@ -52,7 +52,7 @@ def test_a_branch_inside_a_mapped_function(mesh):
         same(total(put(mesh, X, P("a"))), X[:2] + X[2:])
 
 
-def test_a_collective_that_only_some_ranks_come_to():
+def test_a_collective_that_only_some_ranks_reach_raises():
     def program(mesh):
         @sm.shard_map(mesh=mesh, in_specs=P("a"), out_specs=P("a"))
         def uneven(x):
@@ -149,16 +149,16 @@ def test_scan_inside_and_under_transforms(mesh):
         (lambda: sm.switch(0, []), ValueError, "at least one branch"),
         (lambda: sm.switch(torch.tensor(0.5), [torch.sin], X), TypeError, "must be an integer scalar"),
         (lambda: sm.while_loop(lambda x: x.sum() < 9, lambda x: x.int(), torch.ones(2)), TypeError, r"is float32\[2\] and int32\[2\]"),
-        (lambda: sm.fori_loop(0, 2, lambda i, x: (x, x), X), TypeError, "fori_loop: values that must be alike"),
+        (lambda: sm.fori_loop(0, 2, lambda i, x: (x, x), X), TypeError, "fori_loop: the two values must have the same tree"),
         (lambda: sm.scan(lambda c, x: c, X[0], X), TypeError, "must return a pair"),
         (lambda: sm.scan(lambda c, x: (c[:1], x), X[0], X), TypeError, r"scan: leaf 0 .* float64\[3\] and float64\[1\]"),
         (lambda: sm.scan(lambda c, x: (c, x), X[0]), ValueError, "give xs or length="),
         (lambda: sm.scan(lambda c, x: (c, x), X[0], (X, X[:2])), ValueError, r"lengths \[2, 4\]"),
-        (lambda: sm.scan(lambda c, x: (c, x), X[0], 3), ValueError, "has no dim to go along"),
+        (lambda: sm.scan(lambda c, x: (c, x), X[0], 3), ValueError, "has no dim to scan over"),
         (lambda: sm.vmap(lambda r: sm.cond(r.sum() > 0, lambda r: r, lambda r: r[:1], r))(X), TypeError, r"cond: leaf 0"),
     ],
 )
-def test_what_does_not_fit(call, kind, match):
+def test_mismatched_arguments_raise(call, kind, match):
     with pytest.raises(kind) as raised:
         call()
     assert re.search(match, str(raised.value)), raised.value

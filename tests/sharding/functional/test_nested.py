@@ -58,7 +58,7 @@ def test_recursion_and_methods(mesh):
 
 
 @every_rank(2, 2)
-def test_a_nested_function_that_is_kept_is_known_too(mesh):
+def test_a_nested_function_is_cached_too(mesh):
     """In the steady state neither function tells shapes; types go through the inner one."""
     inner = sm.shard_map(lambda y: sm.psum(y.square().sum(), "b"), in_specs=P("b"), out_specs=P())
     outer = sm.shard_map(lambda x: sm.psum(inner(x), "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})

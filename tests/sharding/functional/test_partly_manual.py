@@ -64,7 +64,7 @@ def test_a_dim_that_both_kinds_of_axes_split(mesh):
 
 
 @every_rank(2, 2)
-def test_a_dim_that_the_other_axis_splits_first_is_cut_again(mesh):
+def test_a_dim_that_a_global_axis_splits_first(mesh):
     """Manual axes cut first: P(("b", "a")) becomes P(("a", "b")), which moves."""
     f = over_a(mesh, P("a"), P("a"))(lambda x: x * 2)
     whole = values(8, 4)
@@ -153,7 +153,7 @@ def test_wrong_axes_and_results():
     def unknown(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"a", "z"})(X)
 
-    assert "axis_names=['a', 'z'], and the axes of the mesh are ['a', 'b']" in same_error((2, 2), unknown, ValueError)
+    assert "axis_names=['a', 'z'] must name one or more axes of the mesh, ['a', 'b']" in same_error((2, 2), unknown, ValueError)
 
     def none(mesh):
         sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=())(X)
@@ -181,7 +181,7 @@ def test_wrong_axes_and_results():
 
 
 @every_rank(2, 2)
-def test_the_other_axes_are_made_manual_inside(mesh):
+def test_a_nested_function_makes_the_other_axes_manual(mesh):
     @over_a(mesh, (P("a"), P()), P())
     def outer(x, w):
         inner = sm.shard_map(
@@ -196,7 +196,7 @@ def test_the_other_axes_are_made_manual_inside(mesh):
 
 
 @every_rank(2, 2)
-def test_an_axis_is_made_manual_once(mesh):
+def test_an_axis_cannot_be_made_manual_twice(mesh):
     again = sm.shard_map(lambda x: x, mesh=mesh, in_specs=P(), out_specs=P())
     outer = sm.shard_map(lambda x: again(x).to_local(), mesh=mesh, in_specs=P(), out_specs=P())
     with pytest.raises(ValueError, match="'a' is manual already"):

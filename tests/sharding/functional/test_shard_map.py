@@ -66,7 +66,7 @@ def test_placements_for_specs(mesh):
 
 
 @every_rank(2)
-def test_specs_left_out_are_those_of_the_arguments(mesh):
+def test_in_specs_default_to_the_arguments_layouts(mesh):
     @sm.shard_map(out_specs=P())
     def loss(x, w, scale):
         assert tuple(x.shape) == (3, 4)
@@ -79,7 +79,7 @@ def test_specs_left_out_are_those_of_the_arguments(mesh):
 
 
 @every_rank(2)
-def test_the_mesh_that_is_meant(mesh):
+def test_default_mesh(mesh):
     mapped = sm.shard_map(lambda x: sm.psum(x, "a"), in_specs=P(), out_specs=P())
     with sm.set_mesh(mesh):
         same(mapped(X), 2 * X)
@@ -153,7 +153,7 @@ def test_keyword_arguments(mesh):
     for scale in (2, 3, 2):
         same(mapped(x, scale=scale), X * scale)
         same(mapped(x, scale=scale, shift=1), X * scale + 1)
-    with pytest.raises(TypeError, match="shift= holds a ShardedTensor"):
+    with pytest.raises(TypeError, match="shift= contains a ShardedTensor"):
         mapped(x, scale=1, shift=x)
 
 
@@ -263,7 +263,7 @@ def test_parts_of_given_sizes(mesh):
 
 
 @every_rank(3)
-def test_results_of_other_lengths_than_chunk_cuts_need_sizes(mesh):
+def test_results_not_split_like_chunk_need_sizes(mesh):
     def repeated(x):
         return x[:1].expand(2, 4) if x.shape[0] else x
 
@@ -336,7 +336,7 @@ def test_other_dtypes(mesh):
 
 @every_rank(2)
 def test_pending_in_and_out(mesh):
-    """What is pending outside goes in as each rank's share, and a share leaves as pending."""
+    """A pending argument is passed as each rank's share, and a share is returned as pending."""
     mapped = sm.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P(unreduced="a"), out_specs=P(unreduced="a"))
     partial = sm.shard_map(lambda x, w: x @ w, mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(unreduced="a"))
     for _ in range(2):

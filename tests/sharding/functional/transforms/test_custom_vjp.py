@@ -78,7 +78,7 @@ def test_three_orders_on_plain_and_sharded_tensors(spec: P | None) -> None:
 
 
 @every_rank(2)
-def test_trees_and_gradients_laid_out_in_any_way(mesh: sm.DeviceMesh) -> None:
+def test_trees_and_gradients_in_any_layout(mesh: sm.DeviceMesh) -> None:
     """A plain gradient, one laid out otherwise, and none."""
     rule = made(
         lambda p, k: {"y": p["w"] * p["x"] * p["z"], "k": k},
@@ -125,7 +125,7 @@ def test_names() -> None:
 
 
 @every_rank(3)
-def test_inside_as_a_share_or_summed_by_hand(mesh: sm.DeviceMesh) -> None:
+def test_inside_with_share_or_whole_gradients(mesh: sm.DeviceMesh) -> None:
     """The gradient of what is replicated may be this rank's share, or the whole; also at calls that are not followed any longer."""
     summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
     for rule in (TIMES, summed):
@@ -139,7 +139,7 @@ def test_inside_as_a_share_or_summed_by_hand(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(3)
 def test_a_first_call_without_backward(mesh: sm.DeviceMesh) -> None:
-    """What its gradients are is known only when they have been asked for: calls are followed until then."""
+    """Its gradients are known only once backward has run: calls are tracked until then."""
     summed = made(lambda w, x: w * x, lambda w, x: (w * x, (w, x)), lambda kept, g: (sm.psum((g * kept[1]).sum(0), "a"), g * kept[0]))
     loss = sm.shard_map(lambda w, x: sm.psum(summed(w, x).sum(), "a"), mesh=mesh, in_specs=(P(), P("a")), out_specs=P())
     w, x = put(mesh, W, grad=True), put(mesh, X, P("a"), grad=True)
@@ -166,7 +166,7 @@ def test_inside_of_grad_inside(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2, 1)
-def test_beside_axes_that_are_not_manual_and_recomputed(mesh: sm.DeviceMesh) -> None:
+def test_with_global_axes_and_recomputation(mesh: sm.DeviceMesh) -> None:
     f = sm.checkpoint(lambda x: sm.psum(EXP(x).sum(), "a"))
     for axes in ({"a"}, {"a", "b"}):
         mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names=axes)
@@ -181,7 +181,7 @@ def error_of(rule: Any, *args: Any, kind: type[Exception] = TypeError) -> str:
     return same_error((2,), lambda mesh: sm.grad(lambda *xs: rule(*xs).sum(), tuple(range(len(args))))(*args), kind)
 
 
-def test_what_bwd_returns_is_checked() -> None:
+def test_wrong_results_of_bwd_raise() -> None:
     def rule(back: Any) -> Any:
         def named(w: Any, x: Any) -> Any:
             return w["k"] * x
@@ -192,15 +192,15 @@ def test_what_bwd_returns_is_checked() -> None:
     short = error_of(rule(lambda kept, g: (g,)), *args)
     assert "test_custom_vjp.py:" in short
     assert "bwd of custom_vjp(named) returned a tuple of 1, and named has 2 arguments to differentiate (w, x)" in short
-    assert "gives argument 'w' a gradient that is no tree like it" in error_of(rule(lambda kept, g: (g, g)), *args)
+    assert "gives argument 'w' a gradient that is not a tree like it" in error_of(rule(lambda kept, g: (g, g)), *args)
     assert "gives argument 'x' 'g' as its gradient" in error_of(rule(lambda kept, g: (None, "g")), *args)
     wrong = error_of(rule(lambda kept, g: ({"k": g[0]}, g)), *args, kind=ValueError)
     assert "gives argument 'w'['k'], of shape [6, 4], a gradient of shape [4]" in wrong
 
 
-def test_what_else_is_refused() -> None:
+def test_other_invalid_uses_raise() -> None:
     assert "fwd returned a tensor of shape [6, 4]; return a pair" in error_of(made(torch.exp, torch.exp, lambda y, g: (g,)), X)
-    with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) is called and has no gradient yet; exp.defvjp"):
+    with pytest.raises(AttributeError, match=r"custom_vjp\(exp\) was called before exp.defvjp\(fwd, bwd\)"):
         sm.custom_vjp(_exp)(X)
     with pytest.raises(ValueError, match="nondiff_argnames has 'q', and the arguments are"):
         sm.custom_vjp(_exp, nondiff_argnames=["q"])

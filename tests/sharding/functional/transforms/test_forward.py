@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import leaf, put, same, values
-from tests.sharding.functional.test_grad import inside, same_trees
+from tests.sharding.functional.transforms.test_gradients import inside, same_trees
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, same_error
 
 X, W, V = values(4, 3), values(3, 2, seed=1), values(4, 3, seed=2)
@@ -39,7 +39,7 @@ class Cube(torch.autograd.Function):
 
 
 @every_rank(2)
-def test_a_tangent_travels_as_its_value(mesh):
+def test_tangents_have_the_layout_of_their_values(mesh):
     x, v = put(mesh, X, P("a")), put(mesh, V, P("a"))
     with collectives() as records:
         out, tangent = sm.jvp(lambda x: x.sin().sum().redistribute(P()), (x,), (v,))
@@ -52,7 +52,7 @@ def test_a_tangent_travels_as_its_value(mesh):
 
 @every_rank(2)
 def test_has_aux_and_constants(mesh):
-    x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent that lies otherwise
+    x, v = put(mesh, X, P("a")), put(mesh, V)  # a tangent in another layout
     g = lambda x: ({"y": x * 2, "n": 3, "count": (x > 0).sum()}, {"x": x + 1, "s": "text"})  # noqa: E731
     out, tangent, aux = sm.jvp(g, (x,), (v,), has_aux=True)
     same(tangent["y"], 2 * V)
@@ -65,7 +65,7 @@ def test_has_aux_and_constants(mesh):
 
 
 @every_rank(2)
-def test_what_is_pending(mesh):
+def test_pending_primals_and_results(mesh):
     for kind in ("sum", "avg", "max", "min", "product"):
         x = put(mesh, X).redistribute(P(unreduced={"a": kind}))
         out, tangent = sm.jvp(lambda x: x.redistribute(P()), (x,), (put(mesh, V),))
@@ -99,7 +99,7 @@ def test_no_grad_and_expanded_tensors(mesh):
 
 
 @pytest.mark.parametrize("shape", [(3,), (5,), (1,), (2, 2)])
-def test_parts_that_are_not_even(shape):
+def test_uneven_parts(shape):
     def program(mesh):
         for spec in (P("a"), P(None, "a")):
             x, v, w = put(mesh, X, spec), put(mesh, V, spec), put(mesh, W, P("a"))
@@ -115,18 +115,18 @@ def test_parts_that_are_not_even(shape):
 @pytest.mark.parametrize(
     ("call", "kind", "match"),
     [
-        (lambda x: sm.jvp(torch.sin, (x,), (x, x)), ValueError, "give a tree like that of the primals"),
+        (lambda x: sm.jvp(torch.sin, (x,), (x, x)), ValueError, "pass a tree like that of the primals"),
         (lambda x: sm.jvp(torch.sin, (x,), (x[:1],)), ValueError, r"a tangent of shape \[1, 3\] for a primal of shape \[4, 3\]"),
         (lambda x: sm.jvp(torch.sin, (x,), (1.0,)), ValueError, "a tangent of shape None"),
         (lambda x: sm.jvp(torch.sin, (X,), (x,)), TypeError, "its primal is a plain tensor"),
         (lambda x: sm.jvp(torch.sin, (x.long(),), (x,)), TypeError, "only floating tensors have gradients"),
-        (lambda x: sm.jvp(lambda x: "text", (x,), (x,)), TypeError, "in which there is no tensor"),
-        (lambda x: sm.linearize(torch.sin, x)[1](x, x), ValueError, "(?s)linearize: .* give a tree like that of the primals"),
+        (lambda x: sm.jvp(lambda x: "text", (x,), (x,)), TypeError, "which contains no tensor"),
+        (lambda x: sm.linearize(torch.sin, x)[1](x, x), ValueError, "(?s)linearize: .* pass a tree like that of the primals"),
         (lambda x: sm.jacfwd(torch.sin)(x.long()), TypeError, "jacfwd: leaf 0 of the argument is a torch.int64 tensor"),
         (lambda x: sm.jacrev(lambda x: x > 0)(x), TypeError, "jacrev: leaf 0 of the result is a torch.bool tensor"),
     ],
 )
-def test_what_does_not_fit(call, kind, match):
+def test_mismatched_arguments_raise(call, kind, match):
     text = same_error((2,), lambda mesh: call(put(mesh, X, P("a"))), kind, silent=False)
     assert re.search(match, text), text
 
@@ -211,7 +211,7 @@ def test_a_function_of_plain_tensors_over_a_mapped_one(mesh):
 
 
 @every_rank(2)
-def test_gradients_go_through_what_a_closure_holds(mesh):
+def test_gradients_of_captured_tensors(mesh):
     """The inner gradient is with respect to a constant, and depends on what the outer one is with respect to."""
     x, w = put(mesh, X, P("a")), put(mesh, W)
     loss = lambda x, w: (x @ w).sin().sum()  # noqa: E731

@@ -23,11 +23,11 @@ def f(x, w):
 
 WANTED = vmap(f, (0, None))(X, W)
 
-# -- how the batch lies ------------------------------------------------------------------------------------------------
+# -- layout of the batch -----------------------------------------------------------------------------------------------
 
 
 @every_rank(2, 2)
-def test_the_batch_of_the_result_lies_as_that_of_the_arguments(mesh):
+def test_the_batch_dim_of_results_is_split_as_in_the_arguments(mesh):
     for spec in (P(), P(None, "a"), P(None, "a", "b"), P("a"), P("a", "b"), P("b", None, "a"), P(("b", "a"))):
         y = sm.vmap(f, (0, None))(put(mesh, X, spec), put(mesh, W))
         same(y, WANTED)
@@ -48,7 +48,7 @@ def test_spmd_axis_name(mesh):
 
 
 @every_rank(2)
-def test_nothing_moves_where_nothing_must(mesh):
+def test_no_communication_without_redistribution(mesh):
     xs, w = put(mesh, X, P("a")), put(mesh, W)
     with collectives() as records:
         sm.vmap(f, (0, None))(xs, w)
@@ -65,7 +65,7 @@ def test_redistributing_arguments_is_implicit_communication(mesh):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_batches_that_are_not_even(batch):
+def test_uneven_batches(batch):
     xs = values(batch, 2, 8)
 
     def program(mesh):
@@ -164,7 +164,7 @@ def test_one_collective_for_all_examples(mesh):
     same(sm.vmap(mapped, (0, None))(X, W), WANTED)  # plain
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def refused(mesh_shape, call, kind, match, silent=True):
@@ -178,11 +178,11 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(f)(x, w), ValueError, r"mapped dims must have one size \(argument \[0\]: 4, argument \[1\]: 8\)"),
         (lambda mesh, x, w: sm.vmap(f, (3, None))(x, w), ValueError, r"has shape \[4, 6, 8\], and in_axes map it over dim 3"),
         (lambda mesh, x, w: sm.vmap(f, (0, None, 0))(x, w), ValueError, "in_axes=.* do not match"),
-        (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is no axis"),
-        (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; give axis_size="),
+        (lambda mesh, x, w: sm.vmap(f, (0, "b"))(x, w), TypeError, "'b' is not an axis"),
+        (lambda mesh, x, w: sm.vmap(f, None)(x, w), ValueError, "map no argument; pass axis_size="),
         (lambda mesh, x, w: sm.vmap(lambda x, n: x, 0)(x, 3), ValueError, r"argument \[1\] is 3, and in_axes map it"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), axis_name="i")(x, w), NotImplementedError, "axis_name='i'"),
-        (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and out_axes say None"),
+        (lambda mesh, x, w: sm.vmap(f, (0, None), None)(x, w), ValueError, "result depends on the example, and its out_axes are None"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), 2)(x, w), ValueError, r"result has shape \[3\] for one example"),
         (lambda mesh, x, w: sm.vmap(lambda x: "y")(x), TypeError, "neither a tensor nor a number"),
         (lambda mesh, x, w: sm.vmap(f, (0, None), spmd_axis_name="z")(x, w), ValueError, "spmd_axis_name='z' is not an axis of"),
@@ -191,7 +191,7 @@ def refused(mesh_shape, call, kind, match, silent=True):
         (lambda mesh, x, w: sm.vmap(lambda x: w * 2)(x), ValueError, "they are split over.*pass sharded tensors as arguments"),
     ],
 )
-def test_what_does_not_fit(call, kind, match):
+def test_mismatched_arguments_raise(call, kind, match):
     refused((2, 2), call, kind, match)
 
 
@@ -204,14 +204,14 @@ def test_specs_that_name_the_axis_of_the_batch():
     refused((2,), call, ValueError, silent=False, match=r"specs name 'a', over which vmap has split its examples.*spmd_axis_name=\(\)")
 
 
-def test_a_tensor_with_a_gradient_that_is_no_argument():
+def test_a_captured_tensor_that_requires_grad_raises():
     w = leaf(W)
 
     def call(mesh, x, _):
         same(sm.vmap(lambda x: f(x, w.detach()))(x), WANTED)
         sm.vmap(lambda x: f(x, w * 1))(x)
 
-    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is no argument"
+    match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is not an argument"
     refused((2,), call, sm.ShardingTypeError, match, silent=False)
 
 
@@ -224,7 +224,7 @@ def test_random_numbers_that_are_the_same_for_all_examples(mesh):
 
 
 @every_rank(2)
-def test_an_error_inside_leaves_nothing_behind(mesh):
+def test_an_exception_inside_resets_state(mesh):
     x, w = put(mesh, X, P("a")), put(mesh, W)
 
     def fails(x, w):

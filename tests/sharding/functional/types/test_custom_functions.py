@@ -78,19 +78,19 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
     return same_error((2,), program, sm.ShardingTypeError, silent=False)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("calls_before", [0, 3])
 @pytest.mark.parametrize("check", [True, "always", "values"])
-def test_a_sum_whose_backward_is_the_identity(check: bool | str, calls_before: int) -> None:
+def test_sum_with_identity_backward_raises(check: bool | str, calls_before: int) -> None:
     text = refused(lambda w, x: Sum.apply((x * w).square().sum()), calls_before, check=check)
     assert "backward of Sum: the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'" in text
     assert "test_custom_functions.py:" in text
     assert "return psum(gradient, 'a')" in text
 
 
-def test_an_identity_whose_backward_is_a_sum() -> None:
+def test_identity_with_sum_backward() -> None:
     """On a value that is replicated: the gradient of that is a share, which is summed in any case."""
     for f in (lambda w, x: sm.psum((Copy.apply(w) * x).sum(), "a"), lambda w, x: sm.psum((CopyAsIs.apply(Copy.apply(w)) * x).sum(), "a")):
         text = refused(f)
@@ -116,7 +116,7 @@ def test_operators_that_are_not_linear_in_a_share() -> None:
     assert "pending over 'a'" in refused(lambda w, x: (Regularised.apply(w)).sum() + sm.psum(x.sum(), "a"))
 
 
-# -- what is right -----------------------------------------------------------------------------------------------------
+# -- correct functions -------------------------------------------------------------------------------------------------
 
 RIGHT = {
     "psum": (lambda w, x: SumAsPsum.apply((x * w).square().sum()), lambda w, x: (x * w).square().sum()),
@@ -134,8 +134,8 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_right_is_as_before(name: str) -> None:
-    """Twice: the second call is not followed."""
+def test_correct_functions_are_unchanged(name: str) -> None:
+    """Call it twice: the second call is not tracked."""
     mapped, plain = RIGHT[name]
     w, x = W.clone().requires_grad_(), X.clone().requires_grad_()
     loss = plain(w, x)
@@ -161,7 +161,7 @@ def test_second_derivatives(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2)
-def test_a_gradient_that_is_asked_for_again(mesh: sm.DeviceMesh) -> None:
+def test_retained_graph(mesh: sm.DeviceMesh) -> None:
     x = put(mesh, X, P("a"), grad=True)
     loss = sm.shard_map(lambda x: SumAsPsum.apply(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P())(x)
     loss.backward(retain_graph=True)
@@ -170,14 +170,14 @@ def test_a_gradient_that_is_asked_for_again(mesh: sm.DeviceMesh) -> None:
 
 
 @every_rank(2)
-def test_known_calls_are_followed_no_longer(mesh: sm.DeviceMesh) -> None:
+def test_cached_calls_are_not_tracked(mesh: sm.DeviceMesh) -> None:
     """Nothing is communicated for it, ever."""
     seen: list[bool] = []
 
     def f(x: Any) -> Any:
-        from shardmesh.sharding.functional.named_axes import current_mapping
+        from shardmesh.sharding.functional.named_axes import current_axis_env
 
-        seen.append(current_mapping().checker is not None)  # type: ignore[union-attr]
+        seen.append(current_axis_env().checker is not None)  # type: ignore[union-attr]
         return SumAsPsum.apply(x.square().sum())
 
     mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P())
@@ -192,7 +192,7 @@ def test_known_calls_are_followed_no_longer(mesh: sm.DeviceMesh) -> None:
     assert launched(records).count("all_gather_object") == 1
 
 
-def test_without_the_checker_nothing_is_followed() -> None:
+def test_check_false_tracks_nothing() -> None:
     """As in JAX with check_vma=False: the program is trusted."""
 
     def program(mesh: sm.DeviceMesh) -> None:

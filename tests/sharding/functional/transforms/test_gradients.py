@@ -121,7 +121,7 @@ def test_unused_and_mixed_dtypes(mesh):
 
 
 @every_rank(2)
-def test_arguments_that_require_grad_already_are_left_alone(mesh):
+def test_arguments_that_require_grad_are_not_modified(mesh):
     params, x = pytree.tree_map(lambda t: t.requires_grad_(), params_on(mesh)), put(mesh, X, P("a"), grad=True)
     same_trees(sm.grad(loss_of)(params, x), plain_grads(loss_of, PARAMS, X)[1])
     assert x.grad is None
@@ -159,7 +159,7 @@ def test_losses_of_every_layout(mesh):
         same(found, 2 * X)
 
 
-def test_what_cannot_be_differentiated():
+def test_arguments_that_cannot_be_differentiated_raise():
     def not_scalar(mesh):
         sm.grad(lambda x: x * 2)(put(mesh, X, P("a")))
 
@@ -257,7 +257,7 @@ def test_inside(mesh):
 
 
 @every_rank(2)
-def test_inside_with_respect_to_what_varies(mesh):
+def test_inside_with_respect_to_a_varying_value(mesh):
     mapped = inside(mesh, lambda w, x: sm.grad(lambda w, x: sm.psum((x @ w).square().sum(), "a"), argnums=(0, 1))(w, x), (P(), P("a")))
     leaves = [leaf(W), leaf(X)]
     wanted = torch.autograd.grad((leaves[1] @ leaves[0]).square().sum(), leaves)

@@ -1,4 +1,4 @@
-"""What the functional API says to calls that cannot be meant."""
+"""Error messages of the functional API for invalid calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refused(f: Any, kind: type[Exception] = sm.ShardingTypeError, in_specs: Any 
 
 
 @pytest.mark.parametrize("name", [0, None, (0,), 1.5])
-def test_axis_names_that_are_none(name: Any) -> None:
+def test_invalid_axis_names(name: Any) -> None:
     text = refused(lambda mesh, x: sm.psum(x, name), TypeError)
     assert text.startswith(f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names")
     assert "['a']" in text
@@ -48,13 +48,13 @@ def _identity(mesh: sm.DeviceMesh, **specs: Any) -> Any:
     return sm.shard_map(identity, mesh=mesh, **{"in_specs": P("a"), "out_specs": P("a"), **specs})
 
 
-def test_a_loss_of_each_ranks_own_weights() -> None:
+def test_error_for_a_loss_of_varying_weights() -> None:
     def own(mesh: sm.DeviceMesh, x: Any) -> Any:
         w = sm.pcast(torch.ones(4, dtype=torch.float64), "a", to="varying")
         return sm.grad(lambda w: (x * w).sum())(w)
 
     text = refused(own)
-    assert "psum(loss, 'a') for their sum, in which the gradient of what varies, as the arguments do, is that of each rank's own" in text
+    assert "psum(loss, 'a') for their sum; then the gradient of a varying value, as the arguments are, is that of each rank's own" in text
 
 
 @every_rank(2)
@@ -68,7 +68,7 @@ def test_each_ranks_own_gradient_is_that_of_the_sum(mesh: sm.DeviceMesh) -> None
 
 
 @every_rank(2)
-def test_results_that_are_no_tensors(mesh: sm.DeviceMesh) -> None:
+def test_error_for_results_that_are_not_tensors(mesh: sm.DeviceMesh) -> None:
     x = put(mesh, X, P("a"))
     (value, nothing), (tangent, neither) = sm.jvp(lambda x: (x * 2, None), (x,), (x,))
     assert nothing is neither is None
@@ -78,9 +78,9 @@ def test_results_that_are_no_tensors(mesh: sm.DeviceMesh) -> None:
     torch.testing.assert_close(back((x, None))[0].full_tensor(), 2 * X)
 
 
-def test_tangents_unlike_their_primals() -> None:
+def test_error_for_mismatched_tangents() -> None:
     assert same_error((2,), lambda mesh: sm.jvp(torch.sin, (X,), (None,)), ValueError) == (
-        "jvp: tangents [None] for primals [*]; give a tree like that of the primals"
+        "jvp: tangents [None] for primals [*]; pass a tree like that of the primals"
     )
     text = same_error((2,), lambda mesh: sm.jvp(torch.sin, (X,), (X[0],)), ValueError)
     assert text == "jvp: a tangent of shape [4] for a primal of shape [6, 4]"

@@ -1,4 +1,4 @@
-"""What a checker of types could miss: values that come from elsewhere, and changes that no operator shows."""
+"""Values that the type checker could miss: random numbers, untracked functions, and changes without an operator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import put, same, values
-from tests.sharding.functional.test_checks import accepted, over, refused
+from tests.sharding.functional.types.test_type_checker import accepted, over, refused
 from tests.sharding.ranks import same_error
 
 X, W = values(6, 4), values(4, 4, seed=1)
@@ -103,7 +103,7 @@ UNSEEN = (positive_rows, selected_length, written_argument, written_part_of_an_a
 
 
 @pytest.mark.parametrize("f", [*UNSEEN, running_mean_of_a_module])
-def test_ways_round_the_types(f):
+def test_escapes_from_type_tracking(f):
     refused(f)
 
 

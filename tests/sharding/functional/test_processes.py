@@ -30,23 +30,23 @@ PROGRAMS = {
         "test_a_dim_that_both_kinds_of_axes_split",
         "test_uneven_parts",
         "test_pending_over_either_kind_of_axis",
-        "test_the_other_axes_are_made_manual_inside",
+        "test_a_nested_function_makes_the_other_axes_manual",
     ],
     "test_calls": [
-        "test_a_known_signature_communicates_what_the_function_does_and_nothing_else",
-        "test_arguments_that_lie_otherwise_are_redistributed",
+        "test_a_cached_call_adds_no_communication",
+        "test_arguments_with_other_layouts_are_redistributed",
         "test_results_whose_shape_depends_on_the_data",
-        "test_an_exception_leaves_nothing",
+        "test_an_exception_resets_state",
         "test_shapes_in_alternation",
         "test_double_backward",
     ],
     "test_check_modes": [
-        "test_always_checks_the_second_call",
+        "test_check_always_checks_the_second_call",
         "test_values_compares_arguments",
         "test_values_compares_the_replicas_of_each_part",
         "test_values_of_every_kind",
     ],
-    "test_grad": [
+    "transforms.test_gradients": [
         "test_trees_over_a_global_function",
         "test_a_parameter_used_many_times_and_several_in_one_bucket",
         "test_over_a_mapped_function",
@@ -54,8 +54,8 @@ PROGRAMS = {
         "test_inside_over_two_axes",
         "test_inside_nested_and_outside_again",
     ],
-    "test_vjp_jvp": ["test_vjp_inside", "test_jvp_inside", "test_jvp"],
-    "test_transforms": [
+    "transforms.test_vjp_jvp": ["test_vjp_inside", "test_jvp_inside", "test_jvp"],
+    "transforms.test_torch_transforms": [
         "test_vmap_of_rows_and_of_columns",
         "test_gradients_of_each_row",
         "test_a_collective_under_grad",
@@ -64,17 +64,17 @@ PROGRAMS = {
         "test_functional_call_of_a_module",
     ],
     "transforms.test_vmap": [
-        "test_the_batch_of_the_result_lies_as_that_of_the_arguments",
+        "test_the_batch_dim_of_results_is_split_as_in_the_arguments",
         "test_spmd_axis_name",
         "test_plain_and_sharded_together",
         "test_a_mapped_function_whose_mesh_has_the_axis_of_the_batch",
         "test_one_collective_for_all_examples",
-        "test_an_error_inside_leaves_nothing_behind",
+        "test_an_exception_inside_resets_state",
         "test_transforms_of_torch_around_are_refused",
     ],
     "transforms.test_forward": [
-        "test_a_tangent_travels_as_its_value",
-        "test_what_is_pending",
+        "test_tangents_have_the_layout_of_their_values",
+        "test_pending_primals_and_results",
         "test_an_operator_without_a_forward_derivative",
         "test_linearize_inside",
         "test_jacobians_of_trees",
@@ -87,7 +87,7 @@ X, W = values(6, 4), values(4, 5, seed=1)
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("module", PROGRAMS)
-def test_programs_run_alike_on_real_processes(world4, module):
+def test_programs_match_on_gloo_processes(world4, module):
     taken = world4(run_programs, f"tests.sharding.functional.{module}", PROGRAMS[module])
     assert taken[0] == len(PROGRAMS[module])
 
@@ -178,7 +178,7 @@ def _many_under_way() -> None:
 
 
 @pytest.mark.parametrize("program", [_overlap, _many_under_way])
-def test_collectives_under_way(world4, program):
+def test_async_collectives(world4, program):
     world4(program)
 
 

@@ -92,11 +92,11 @@ def written(x, w):
 CASES = {
     result_varies: (VARYING, rf"varies over 'a', and out_specs .* It varies since matmul {HERE}, of argument 0"),
     result_pending: (VARYING, rf"is pending over 'a', .* It is pending since pcast to 'unreduced' {HERE}"),
-    argument_pending: (PENDING, r"relu of a value that is pending over 'a' since argument 0, each rank"),
+    argument_pending: (PENDING, r"relu of a value that is pending over 'a' since argument 0: each rank"),
     not_linear: (VARYING, rf"exp of a value that is pending over 'a' since pcast to 'unreduced' {HERE}"),
     gathered_pending: (VARYING, rf"all_gather over 'a' of a value that is pending over 'a' since pcast to 'unreduced' {HERE}"),
     largest_of_pending: (VARYING, rf"pmax over 'a' of a value that is pending over 'b' since pcast to 'unreduced' {HERE}"),
-    pcast_of_varying: (VARYING, rf"of a value that varies over 'a' since mul {HERE}, of argument 0; it can leave"),
+    pcast_of_varying: (VARYING, rf"of a value that varies over 'a' since mul {HERE}, of argument 0; return it under"),
     looked_at_pending: (VARYING, rf"item of a value that is pending over 'a' since pcast to 'unreduced' {HERE}: each rank"),
     by_a_number: (VARYING, rf"since pcast .* {HERE} and a number, which may differ between ranks since item, .* {HERE}: "),
     loss_varies: (VARYING, rf"the loss varies over 'a' since matmul {HERE}, of argument 0, so that every rank"),
@@ -104,12 +104,12 @@ CASES = {
     jvp_of_varying: (VARYING, rf"varies over 'a', .* It varies since sin {HERE}, of argument 0"),
     vmap_of_varying: (VARYING, rf"varies over 'a', .* It varies since (matmul|mv) {HERE}, of argument 0"),
     scan_of_varying: (VARYING, rf"varies over 'a', .* It varies since \w+ {HERE}, of argument 0"),
-    written: (VARYING, rf"argument 1 is the same .* written to with what is not, since sum {HERE}, of argument 0"),
+    written: (VARYING, rf"argument 1 is the same .* a value that is not was written to it, since sum {HERE}, of argument 0"),
 }
 
 
 @pytest.mark.parametrize("body", CASES, ids=lambda body: body.__name__)
-def test_an_error_says_since_where(body):
+def test_error_names_the_origin_of_a_type(body):
     in_specs, match = CASES[body]
 
     def program(mesh):
@@ -120,7 +120,7 @@ def test_an_error_says_since_where(body):
     assert re.search(match, re.sub(r"\S*/(test_origins\.py)", r"\1", text)), text
 
 
-def test_a_branch_on_a_varying_value_is_named():
+def test_error_names_a_branch_on_a_varying_value():
     def body(x):
         y = x.sum()
         if y > 0:
@@ -131,4 +131,4 @@ def test_a_branch_on_a_varying_value_is_named():
         sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())(put(mesh, X, P("a")))
 
     text = same_error((2,), program, sm.ShardingTypeError, silent=False)
-    assert re.search(r"since __bool__, after which the program may go its own way on every rank .*test_origins\.py:\d+", text), text
+    assert re.search(r"since __bool__, after which control flow may differ between ranks .*test_origins\.py:\d+", text), text

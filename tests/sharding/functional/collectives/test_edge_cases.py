@@ -1,4 +1,4 @@
-"""Every collective on odd things, against the plain definitions (`oracle.py`): axes of one rank, three axes, views, scalars, pending
+"""Every collective on edge cases, against the plain definitions (`oracle.py`): axes of one rank, three axes, views, scalars, pending
 values, other dtypes on the way; and what is refused.
 """
 
@@ -89,7 +89,7 @@ VIEWS: dict[str, tuple[Shape, Callable[[Any], Any]]] = {
 @every
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(what, view):
-    """Tensors that do not lie one element after the other; and one without elements."""
+    """Tensors that are not contiguous, and one without elements."""
     shape, make = VIEWS[view]
     program = every_collective(4, "a")[what]
     check_case(Case((4,), lambda c, x: program(c, make(x)), (all_ranks((4,), shape),)), check="always")
@@ -120,7 +120,7 @@ def test_pshuffle_and_ppermute(perm):
 
 
 def pending_programs(axis: AxisName) -> dict[str, tuple[Program, tuple[Any, ...]]]:
-    """Programs of a value that is a pending sum, and how their results lie."""
+    """Programs of a pending sum, and the specs of their results."""
     return {
         "psum": (lambda c, x: c.psum(x, axis), (None,)),
         "psum of twice": (lambda c, x: c.psum(x + x, axis), (None,)),
@@ -234,7 +234,7 @@ def with_dtypes(what: str) -> Program:
         (lambda x: sm.psum(x, ("a", "a")), "each once"),
     ],
 )
-def test_refusals(program, words):
+def test_invalid_arguments_raise(program, words):
     """The same error on every rank, before anything moves."""
 
     def on(mesh: sm.DeviceMesh) -> None:

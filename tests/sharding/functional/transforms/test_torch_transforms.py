@@ -20,7 +20,7 @@ X, W = values(6, 4), values(4, 5, seed=1)
 
 
 def twice(mesh, f, args, wanted, *, in_specs=(P("a"), P()), out_specs=P("a"), **more):
-    """The mapped function gives what is wanted, when types are followed and when they are trusted."""
+    """The mapped function gives the expected result, both tracked and trusted."""
     mapped = sm.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **more)
     for _ in range(2):
         found = mapped(*[put(mesh, t, spec) for t, spec in zip(args, in_specs, strict=True)])
@@ -101,7 +101,7 @@ def test_one_collective_for_the_whole_batch(mesh):
 @every_rank(2)
 def test_types_under_vmap(mesh):
     wrong = sm.shard_map(lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_transforms.py:\d+"):
+    with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"):
         wrong(put(mesh, X, P("a")), put(mesh, W))
     shares = lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x)  # noqa: E731
     twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))
@@ -294,7 +294,7 @@ def test_the_second_call_is_compiled(mesh):
     for _ in range(3):
         same(mapped(put(mesh, X, P("a")), put(mesh, W)), local_body(X, W))
         counts.append(len(graphs))
-    assert counts[0] == 0, "types are followed operator by operator"
+    assert counts[0] == 0, "types are tracked operator by operator"
     assert counts[1] == counts[2] > 0
 
 

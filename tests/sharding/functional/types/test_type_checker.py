@@ -172,22 +172,22 @@ BEGAN = {
 
 
 @pytest.mark.parametrize("name", BEGAN)
-def test_the_line_where_it_began_to_vary(name):
+def test_error_names_the_line_that_made_a_value_vary(name):
     text = refused(BEGAN[name])
     assert f"result varies over 'a', and out_specs P({'' if 'P()' in text else 'None'}" in text
-    assert f"test_checks.py:{line_of(name)}" in text, text
+    assert f"test_type_checker.py:{line_of(name)}" in text, text
     assert f"shard_map({BEGAN[name].__name__})" in text
 
 
-def test_the_argument_that_it_came_from():
+def test_error_names_the_argument():
     text = refused(of_an_argument)
-    assert re.search(r"exp at \S+test_checks.py:\d+, of argument 0", text), text
+    assert re.search(r"exp at \S+test_type_checker.py:\d+, of argument 0", text), text
     meeting = refused(of_a_meeting)
-    assert f"test_checks.py:{line_of('of a meeting, of a sum')}" in meeting
+    assert f"test_type_checker.py:{line_of('of a meeting, of a sum')}" in meeting
     assert "sum at" in meeting
 
 
-def test_the_argument_in_a_tree():
+def test_error_names_the_argument_in_a_tree():
     def program(mesh):
         mapped = sm.shard_map(lambda tree: tree["x"][1] * 2, mesh=mesh, in_specs=({"x": (P(), P("a")), "y": P()},), out_specs=P())
         mapped({"x": (X, X), "y": X})
@@ -195,15 +195,15 @@ def test_the_argument_in_a_tree():
     assert "argument 0['x'][1]" in same_error((2,), program, sm.ShardingTypeError, silent=False)
 
 
-def test_the_result_in_a_tree():
+def test_error_names_the_result_in_a_tree():
     assert "result [1]['y']" in refused(lambda x, w: (w, {"y": x}), P())
 
 
-def test_an_argument_returned_as_it_came():
+def test_an_argument_returned_unchanged():
     assert "argument 0" in refused(lambda x, w: x)
 
 
-# -- what is wrong besides ---------------------------------------------------------------------------------------------
+# -- other errors ------------------------------------------------------------------------------------------------------
 
 
 def test_pending_values():
@@ -218,8 +218,8 @@ def test_pending_values():
     refused(lambda x, w: sm.pmax(sm.pcast(w, "a", to="unreduced"), "a"))
 
 
-def test_a_replicated_value_is_no_share():
-    assert "would have 'a' sum it up" in refused(lambda x, w: w, P(unreduced="a"))
+def test_a_replicated_result_is_not_a_pending_sum():
+    assert "declare it a sum over 'a'" in refused(lambda x, w: w, P(unreduced="a"))
     assert torch.equal(accepted(lambda x, w: sm.pcast(w, "a", to="unreduced"), P(unreduced="a"))[0], W)
 
 
@@ -230,14 +230,14 @@ def test_linear_operators_take_pending_values():
         torch.testing.assert_close(result, W)
 
 
-def test_numbers_of_replicated_values_say_nothing():
+def test_reading_a_replicated_value_does_not_change_types():
     for result in accepted(lambda x, w: w * w.sum().item() + (1 if w.sum() > 0 else 2) + torch.tensor(w.tolist()).sum()):
         torch.testing.assert_close(result, W * W.sum() + (1 if W.sum() > 0 else 2) + W.sum())
     for result in accepted(lambda x, w: w[int(sm.axis_size("a")) - 1] * sm.psum(x, "a").sum().item()):
         torch.testing.assert_close(result, W[2] * X.sum())
 
 
-def test_after_a_look_collectives_make_whole_again():
+def test_a_collective_after_a_read_is_replicated():
     def f(x, w):
         n = x.shape[0] + 0 * x.sum().item()
         return sm.psum(w * n, "a")
@@ -254,7 +254,7 @@ def test_a_choice_between_replicated_values():
     assert "by its type it is the same on every rank" in refused(f)
 
 
-def test_after_a_look_results_may_leave_as_varying():
+def test_results_after_a_read_may_vary():
     for result in accepted(lambda x, w: x * x.sum().item(), P("a")):
         torch.testing.assert_close(result, torch.cat([part * part.sum() for part in X.chunk(3)]))
 
@@ -287,16 +287,16 @@ def test_custom_functions():
 
 
 def unseen(x):
-    """A tensor that requires grad and that nobody has seen made."""
+    """Return a tensor that requires grad and whose operator was not tracked."""
     with torch._C.DisableTorchFunction():
         return x * 2
 
 
-def test_tensors_from_outside():
+def test_untracked_tensors_that_require_grad():
     captured = leaf(W)
     text = refused(lambda x, w: sm.psum(unseen((x @ w).detach().requires_grad_()).sum(), "a"))
-    assert "comes into a mapped function from outside" in text
-    assert "test_checks.py:" in text
+    assert "that requires grad and is not an argument" in text
+    assert "test_type_checker.py:" in text
     for result in accepted(lambda x, w: sm.psum((x @ captured.detach()).sum(), "a")):
         torch.testing.assert_close(result, (X @ W).sum())
 

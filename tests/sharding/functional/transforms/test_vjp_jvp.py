@@ -8,7 +8,7 @@ import torch
 import shardmesh as sm
 from shardmesh import P
 from tests.sharding.functional.helpers import leaf, put, same, values
-from tests.sharding.functional.test_grad import inside, plain_grads, same_trees
+from tests.sharding.functional.transforms.test_gradients import inside, plain_grads, same_trees
 from tests.sharding.ranks import every_rank
 
 X, W = values(6, 4), values(4, 5, seed=1)
@@ -26,7 +26,7 @@ def test_vjp(mesh):
     wanted = torch.autograd.grad([plain["y"], plain["n"]], leaves, [given, torch.tensor(2.0).double()])
     for _ in range(2):
         same_trees(back({"y": put(mesh, given, P("a")), "n": put(mesh, torch.tensor(2.0).double())}), wanted, [w, x])
-    with pytest.raises(ValueError, match="give a tree like that of the results"):
+    with pytest.raises(ValueError, match="pass a tree like that of the results"):
         back(put(mesh, given))
     out, back, aux = sm.vjp(lambda w: (w * 2, "more"), w, has_aux=True)
     assert aux == "more"
@@ -41,7 +41,7 @@ def test_jvp(mesh):
     plain, wanted = torch.func.jvp(lambda w: f(w, X), (W,), (tangent,))
     same_trees(out, plain)
     same_trees(found, wanted)
-    with pytest.raises(ValueError, match="give a tree like that of the primals"):
+    with pytest.raises(ValueError, match="pass a tree like that of the primals"):
         sm.jvp(lambda w: w, (w,), (w, w))
 
 

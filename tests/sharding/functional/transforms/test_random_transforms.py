@@ -215,7 +215,7 @@ def test_transform_of_mapped_functions(transform):
 
         def program(mesh, case=case, xs=xs, vs=vs, w=w, of_xs=of_xs, of_w=of_w, wanted=wanted):
             mapped = sm.shard_map(case.body, mesh=mesh, in_specs=case.in_specs, out_specs=case.out_specs)
-            for _ in range(2):  # types are followed, and trusted
+            for _ in range(2):  # tracked, then trusted
                 compared(run(OURS, mapped, put(mesh, xs, of_xs), put(mesh, vs, of_xs), put(mesh, w, of_w)), wanted)
 
         try:

@@ -29,7 +29,7 @@ LAYOUTS = {"whole": WHOLE, "split": WHOLE | {"x": P("tp"), "v": P("tp"), "xs": P
 @pytest.fixture(scope="module")
 def jax() -> dict[str, list[np.ndarray]]:
     command = [sys.executable, "-m", "tests.sharding.functional.jax_transforms"]
-    return pickle.loads(subprocess.run(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, check=True).stdout)
+    return pickle.loads(subprocess.run(command, cwd=Path(__file__).parents[4], stdout=subprocess.PIPE, check=True).stdout)
 
 
 @pytest.mark.one_in(2, each=["name"])

@@ -146,7 +146,7 @@ def is_late(program: Program, end: Outcome) -> bool:
 
 
 @pytest.mark.parametrize("part", [*range(ALWAYS), *(pytest.param(i, marks=pytest.mark.slow) for i in range(ALWAYS, SLICES))])
-def test_programs_have_the_gradient_of_the_single_process_or_a_type_error(part: int) -> None:
+def test_random_programs_match_one_process_or_raise_a_type_error(part: int) -> None:
     found = judged(range(part * LENGTH, (part + 1) * LENGTH))
     ends = [(program, end) for program, _, end in found if end.kind in ("wrong", "failed") or is_late(program, end)]
     bad = [f"{program}# {end.kind}: {end.text}" for program, end in ends]

@@ -1,4 +1,4 @@
-"""Mapped functions that write to their arguments in place: never so that copies of them come to differ."""
+"""In-place writes to arguments of mapped functions: copies of an argument never differ afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def over(mesh: sm.DeviceMesh, spec: P, out: P, **more: Any) -> Any:
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", ["plain", "replicated", "in the other dim"])
 @pytest.mark.parametrize("check", [True, "always", "values"])
-def test_a_part_of_what_every_rank_has(kind: str, mode: Any, check: bool | str) -> None:
+def test_a_write_to_a_part_of_a_replicated_argument_raises(kind: str, mode: Any, check: bool | str) -> None:
     """The function would write to another part of the copy on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
@@ -39,10 +39,10 @@ def test_a_part_of_what_every_rank_has(kind: str, mode: Any, check: bool | str) 
     text = same_error((2, 2), program, sm.ShardingTypeError, silent=False)
     assert "argument 0 is the same on every rank" in text
     assert "was written to in place" in text
-    assert "write to a clone of it, or pass a ShardedTensor that lies as P('a'" in text
+    assert "write to a clone of it, or pass a ShardedTensor with the spec P('a'" in text
 
 
-def test_what_only_one_rank_has_or_all_write_alike() -> None:
+def test_equal_writes_and_writes_to_split_arguments_are_allowed() -> None:
     def program(mesh: sm.DeviceMesh) -> None:
         x = put(mesh, X, P("a"))
         same(over(mesh, P("a"), P("a"))(x).sum(0), 2 * X.sum(0))
