@@ -1,11 +1,11 @@
-"""Operators on `ShardedTensor`s: a cached decision, then the same torch function on the local tensors.
+"""Operators on `ShardedTensor`s: a cached strategy, then the same torch function on the local tensors.
 
-    torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  decision, found in a dictionary or made once:
+    torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  strategy, found in a dictionary or made once:
         which operands must be redistributed first, and to which layout
         what to call on the local tensors
         the layout of each result
 
-`decide` makes the decision, from the operator's rule.
+`choose_strategy` makes the strategy, from the operator's rule.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
-from .lineage import carrying, drawn, mixed, piece_of, seed_of, with_drawn
+from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
-from .strategy import FOUND, Decision, common_name, decide, name_of, with_values
+from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
 _ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
@@ -98,22 +98,22 @@ def torch_function(
                 key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
-        decision = operands[0]._layout.decisions.get(tuple(key)) if operands else None
+        strategy = operands[0]._layout.decisions.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
-        decision = None
-    if decision is None:
-        decision = _decided(func, args, kwargs, key, operands)
-    if decision.direct:
-        out = decision.wrap(decision.func(*local_args, **local_kwargs))
-        out._lineage = mixed(decision.seed, operands)
+        strategy = None
+    if strategy is None:
+        strategy = _make_strategy(func, args, kwargs, key, operands)
+    if strategy.direct:
+        out = strategy.wrap(strategy.func(*local_args, **local_kwargs))
+        out._lineage = mixed(strategy.seed, operands)
         return out
-    if decision.run is _on_wrappers:
-        return _on_wrappers(decision, args, kwargs)
-    lineage, before = mixed(decision.seed, operands), drawn.last
-    result = decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
+    if strategy.run is _on_wrappers:
+        return _on_wrappers(strategy, args, kwargs)
+    lineage, before = mixed(strategy.seed, operands), drawn.last
+    result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)
     if drawn.last is not before:
         return _with_lineage(True, result, with_drawn(lineage, before), operands)
-    return _with_lineage(decision.in_place, result, lineage, operands)
+    return _with_lineage(strategy.in_place, result, lineage, operands)
 
 
 # -- reading the arguments ---------------------------------------------------------------------------------------------
@@ -184,73 +184,73 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def _decided(
+def _make_strategy(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
-) -> Decision:
-    """A new decision, kept for the next call with this key."""
+) -> OpStrategy:
+    """A new strategy, kept for the next call with this key."""
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     if has_tensor_as_number(func, kwargs):
-        decision = Decision(func, (), False, None)
-        decision.run = _run_with_numbers
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_numbers
     elif any(k is _PLAIN for k in key):
         if not operands:
             plain_operands.refuse(next(filter(plain_operands.is_plain_operand, plain_operands.tensors_in((*args, *kwargs.values())))), func)
-        decision = Decision(func, (), False, None)
-        decision.run = _run_beside_plain
+        strategy = OpStrategy(func)
+        strategy.run = _run_beside_plain
     elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
-        decision = Decision(func, (), False, None)
-        decision.run = _on_wrappers
+        strategy = OpStrategy(func)
+        strategy.run = _on_wrappers
     elif (public := public_call(func)) is not None:
-        decision = Decision(func, (), False, None)
-        decision.form, decision.run = public, _run_form
+        strategy = OpStrategy(func)
+        strategy.decomposition, strategy.run = public, _run_form
     elif kwargs.get("out") is not None:
-        decision = Decision(func, (), False, None)
-        decision.run = _into_out
+        strategy = OpStrategy(func)
+        strategy.run = _into_out
     else:
-        decision = _settled(decide(func, args, kwargs, operands, key))
-        if decision.form is None and _is_outside(operands[0]._layout):
-            decision.run = partial(nonmember.run, func)
-    decision.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
+        strategy = _settled(choose_strategy(func, args, kwargs, operands, key))
+        if strategy.decomposition is None and _is_outside(operands[0]._layout):
+            strategy.run = partial(nonmember.run, func)
+    strategy.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
     if operands:
-        with suppress(TypeError):  # an argument that cannot be hashed: decide anew each time
-            keep(operands[0]._layout.decisions, tuple(key), decision)
-    return decision
+        with suppress(TypeError):  # an argument that cannot be hashed: choose_strategy anew each time
+            keep(operands[0]._layout.decisions, tuple(key), strategy)
+    return strategy
 
 
-def _settled(decision: Decision) -> Decision:
-    """The decision, with the shortest way to run it."""
-    decision.run = _run
-    if decision.form is not None:
-        decision.run = _run_form
-        return decision
-    special = decision.moves or decision.in_place or type(decision.outputs) is not Layout
-    if not special and not _is_outside(decision.outputs):
-        decision.direct = True
-        decision.wrap = wrapper(decision.outputs)
-    return decision
+def _settled(strategy: OpStrategy) -> OpStrategy:
+    """The strategy, with the shortest way to run it."""
+    strategy.run = _run
+    if strategy.decomposition is not None:
+        strategy.run = _run_form
+        return strategy
+    special = strategy.moves or strategy.in_place or type(strategy.outputs) is not Layout
+    if not special and not _is_outside(strategy.outputs):
+        strategy.direct = True
+        strategy.wrap = wrapper(strategy.outputs)
+    return strategy
 
 
-def _run_beside_plain(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    args, kwargs = plain_operands.replicated(decision.func, args, kwargs)
-    return torch_function(ShardedTensor, decision.func, (), args, kwargs)
+def _run_beside_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
+    return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
 
 
-def _run_with_numbers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    return torch_function(ShardedTensor, decision.func, (), args, with_numbers(decision.func, kwargs))
+def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_function(ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs))
 
 
 def _moved(
-    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with every operand's local tensor in the layout that the decision asks for."""
-    pairs = zip(operands, decision.targets, strict=True)
+    """The arguments with every operand's local tensor in the layout that the strategy asks for."""
+    pairs = zip(operands, strategy.targets, strict=True)
     moved = []
     for x, target in pairs:
-        with carrying(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+        with comm_context(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
             moved.append(redistribute_local(x._local, x._layout, target))
-    if decision.detached_view:
+    if strategy.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
 
@@ -271,10 +271,10 @@ def _base(local: Tensor) -> Tensor:
 
 
 def _run_form(
-    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
 ) -> Any:
-    with carrying(operands[0]._layout.mesh.world, mixed(decision.seed, operands)):
-        return decision.form(*args, **kwargs)  # type: ignore[misc]
+    with comm_context(operands[0]._layout.mesh.world, mixed(strategy.seed, operands)):
+        return strategy.decomposition(*args, **kwargs)  # type: ignore[misc]
 
 
 def _with_lineage(has_written: bool, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
@@ -286,23 +286,23 @@ def _with_lineage(has_written: bool, result: Any, lineage: int, operands: Sequen
 
 
 def _run(
-    decision: Decision,
+    strategy: OpStrategy,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     local_args: Sequence[Any],
     local_kwargs: dict[str, Any],
     operands: list[Any],
 ) -> Any:
-    """Whatever a decision may ask for, beyond calling the function and wrapping its result."""
-    if decision.moves:
-        local_args, local_kwargs = _moved(decision, args, kwargs, operands)
-    if decision.in_place:
+    """Whatever a strategy may ask for, beyond calling the function and wrapping its result."""
+    if strategy.moves:
+        local_args, local_kwargs = _moved(strategy, args, kwargs, operands)
+    if strategy.in_place:
         check_base(operands[0])
-    result = decision.func(*local_args, **local_kwargs)
-    if decision.in_place:
+    result = strategy.func(*local_args, **local_kwargs)
+    if strategy.in_place:
         operands[0]._sync_requires_grad()  # it may require grad from now on
         return operands[0]
-    outputs = decision.outputs
+    outputs = strategy.outputs
     if type(outputs) is Layout:
         return wrap(result, outputs)
     if outputs is None:
@@ -310,7 +310,7 @@ def _run(
     if outputs is FOUND:
         like = operands[0]._layout
         return nonmember.each_tensor(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
-    return decision.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+    return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
 
 
 def _is_outside(layout: Layout) -> bool:
@@ -407,19 +407,19 @@ def check_bases(tensors: Iterable[Any]) -> None:
         )
 
 
-def _into_out(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     """`torch.f(x, out=y)`: the result, copied into y as y lies. As in torch, not differentiable."""
     out = kwargs["out"]
-    result = decision.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    result = strategy.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     if not isinstance(out, ShardedTensor) or not isinstance(result, ShardedTensor) or out.shape != result.shape:
         raise NotImplementedError(
-            f"{name_of(decision.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
+            f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
         )
     if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
-        raise RuntimeError(f"{name_of(decision.func)}: out= has no gradient, and one of the arguments requires grad")
+        raise RuntimeError(f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires grad")
     return out.copy_(result)
 
 
-def _on_wrappers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _on_wrappers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     with _no_torch_function():
-        return decision.func(*args, **kwargs)
+        return strategy.func(*args, **kwargs)

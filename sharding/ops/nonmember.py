@@ -21,14 +21,14 @@ from ..tensor.autograd.engine_hooks import transforming
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import Linear, under_transforms
 from .rules.registry import RESULT_IS_VIEW, functions
-from .strategy import FOUND, Decision, name_of, with_values
+from .strategy import FOUND, OpStrategy, name_of, with_values
 
 _CASTS = frozenset(functions("to", "type"))
 
 
 def run(
     func: Callable[..., Any],
-    decision: Decision,
+    strategy: OpStrategy,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     local_args: Any,
@@ -40,17 +40,17 @@ def run(
     Raises:
         NotImplementedError: the shape of a result depends on values.
     """
-    _check_shapes_known(decision)
+    _check_shapes_known(strategy)
     first = operands[0]
     if func in RESULT_IS_VIEW or func in _CASTS:  # what requires grad depends on the first operand alone
-        return _wrapped(decision, _example(decision), first, lambda t: first._local.view_as(first._local).to(t.dtype))
+        return _wrapped(strategy, _example(strategy), first, lambda t: first._local.view_as(first._local).to(t.dtype))
     if not _in_graph(operands):
-        return first if decision.in_place else _wrapped(decision, _example(decision), first, _part_on(first))
+        return first if strategy.in_place else _wrapped(strategy, _example(strategy), first, _part_on(first))
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
-    if not decision.in_place:
-        return _wrapped(decision, result, first, _part_on(first))
+    if not strategy.in_place:
+        return _wrapped(strategy, result, first, _part_on(first))
     first._local.copy_(_part_on(first)(whole[0]))
     first._sync_requires_grad()
     return first
@@ -111,33 +111,33 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
     return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
 
 
-def _check_shapes_known(decision: Decision) -> None:
-    if decision.outputs is FOUND and decision.example is None:
+def _check_shapes_known(strategy: OpStrategy) -> None:
+    if strategy.outputs is FOUND and strategy.example is None:
         raise NotImplementedError(
-            f"{name_of(decision.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
+            f"{name_of(strategy.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
             "does not have them"
         )
 
 
-def _example(decision: Decision) -> Any:
+def _example(strategy: OpStrategy) -> Any:
     """Meta tensors like the operator's results."""
-    if decision.outputs is FOUND:
-        return decision.example
-    if decision.outputs is None or decision.in_place:
+    if strategy.outputs is FOUND:
+        return strategy.example
+    if strategy.outputs is None or strategy.in_place:
         return None
-    return decision.outputs.meta if type(decision.outputs) is Layout else [layout.meta for layout in decision.outputs]
+    return strategy.outputs.meta if type(strategy.outputs) is Layout else [layout.meta for layout in strategy.outputs]
 
 
-def _wrapped(decision: Decision, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
+def _wrapped(strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
     """The whole results as `ShardedTensor`s of which this rank has an empty part."""
-    if decision.outputs is FOUND:
+    if strategy.outputs is FOUND:
         return each_tensor(result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)))
-    if decision.outputs is None:
+    if strategy.outputs is None:
         return None
-    if type(decision.outputs) is Layout:
-        return ShardedTensor._make(part(result), decision.outputs)
-    parts = zip(result, decision.outputs, strict=True)
-    return decision.container([ShardedTensor._make(part(t), layout) for t, layout in parts])
+    if type(strategy.outputs) is Layout:
+        return ShardedTensor._make(part(result), strategy.outputs)
+    parts = zip(result, strategy.outputs, strict=True)
+    return strategy.container([ShardedTensor._make(part(t), layout) for t, layout in parts])
 
 
 def whole_like(tensor: Tensor, layout: Layout) -> Layout:

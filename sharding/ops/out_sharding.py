@@ -128,7 +128,7 @@ def _targets(
     named = dict(zip(kwargs, strategy.meta_numbers(kwargs.values()), strict=True))
     args, kwargs = strategy.with_values(strategy.meta_numbers(args), named, metas)
     made = None
-    if func not in HANDLERS and strategy.form_for(func, args, kwargs) is None:
+    if func not in HANDLERS and strategy.decomposition_for(func, args, kwargs) is None:
         made = strategy.rule_for(func, args, kwargs, metas)
     wanted = _wanted(func, strategy.meta_result(func, made, args, kwargs), layouts[0], out)
     if made is None or not wanted:

@@ -37,6 +37,7 @@ from ..tensor.autograd import engine_hooks
 from ..tensor.from_dtensor import is_dtensor
 from ..tensor.prepared import is_prepared
 from ..tensor.sharded_tensor import ShardedTensor
+from .implicit_comm import implicit
 from .rules.registry import writes_first_operand
 from .strategy import name_of
 
@@ -111,8 +112,6 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
 
 
 def _compare(what: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    from .implicit_comm import implicit  # which watches the dispatch, which asks here
-
     group = mesh.group()
     copies = [Copy(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:

@@ -27,7 +27,7 @@ _Version = tuple[int, int] | None  # None: unknown
 
 def _version(x: ShardedTensor) -> _Version:
     """Return what changes when x is written; None for an inference tensor, which does not count its writes."""
-    return None if x._local.is_inference() else (x._local._version, x._touched)
+    return None if x._local.is_inference() else (x._local._version, x._data_accesses)
 
 
 class SlicedFrom:

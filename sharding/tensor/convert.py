@@ -105,9 +105,6 @@ def from_local(
     return ShardedTensor._make_guarded(_Enter.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
 
-ShardedTensor.from_local = staticmethod(from_local)
-
-
 class _Enter(torch.autograd.Function):
     """From local to sharded: nothing forward, the gradient's reduction backward.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,18 @@ from ...mesh.comm.group import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import captures_here
 from ..layout.layout import Layout, told_apart
-from ..layout.spec import Sharding, SpecLike
+from ..layout.spec import P, Sharding, SpecLike
 from ..ops import dispatch
-from ..ops.lineage import carrying, mixed
+from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute, start_redistribute_many
 from ..redistribute.cross_mesh import redistribute_across
+from ..redistribute.redistribution_map import runner
 from . import from_dtensor
-from .autograd.engine_hooks import transforms_active
+from .autograd.engine_hooks import any_requires_grad, transforming, transforms_active
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
+
+_PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: placements on the tensor's own mesh
 
 
 class Resharding:
@@ -103,46 +107,70 @@ def redistribute(
         >>> whole = coming.wait()
         >>> elsewhere = x.redistribute(other_mesh, [Shard(0)])
     """
-    if type(x) is not ShardedTensor and from_dtensor.is_dtensor(x):
-        x = from_dtensor.from_dtensor(x)
+    if type(x) is not ShardedTensor:
+        x = _as_sharded(x)
     if (captures := captures_here()) is not None:
         captures.check_inside(x, "redistribute")
-    local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
+    local, layout = x._local, x._layout
+    if not local.requires_grad and any_requires_grad(x):
+        local = dispatch.known_local(x)
+    mesh, spec = layout.mesh, where[0] if len(where) == 1 else None
+    if type(spec) not in _PLACEMENTS or device_mesh is not None:
+        mesh, spec = _mesh_and_placements(x, where, device_mesh, placements)
+    src = layout if forward_dtype is None else layout.replace(dtype=forward_dtype)
+    target = Layout.of(mesh, spec, layout.shape, src.dtype)
     if target.mesh is not layout.mesh:
         _check_plain(
-            layout, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
+            src, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
-        moved = redistribute_across(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
-        return _made(x, _unshared(moved, local), target)
-    if target is x._layout and out is None:
+        moved = redistribute_across(local.to(src.dtype), src, target, backward_dtype=backward_dtype)
+    elif target is layout and out is None:
         return Resharding(lambda: x) if async_op else x
-    plain = not (async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None)
-    if plain:  # the common way, and the shortest
-        with carrying(layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
-            moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
-        return _made(x, _unshared(moved, local), target)
+    elif async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None:
+        start = partial(
+            start_redistribute, src=src, dst=target, backward_dtype=backward_dtype, max_bytes=max_bytes,
+            accumulate_dtype=accumulate_dtype, transport=transport,
+        )  # fmt: skip
+        tensors = [local]
+        del local  # with `donate` the list has the only reference, so that memory is freed as soon as it is not needed
+        finish = _start(x, tensors, target, start, donate, out)
+        return Resharding(finish) if async_op else finish()
+    else:
+        with comm_context(mesh.world, x._lineage):  # type: ignore[union-attr]
+            if src is target or local.requires_grad or transforming():
+                moved = redistribute_local(local, src, target, backward_dtype=backward_dtype)
+            else:
+                moved = runner(src, target)(local)
+    result = ShardedTensor._make(_unshared(moved, local), target)
+    result._lineage = x._lineage
+    return result
+
+
+def _start(
+    x: ShardedTensor,
+    tensors: list[Tensor],
+    target: Layout,
+    start: Callable[..., Callable[[], Tensor]],
+    donate: bool,
+    out: ShardedTensor | None,
+) -> Callable[[], ShardedTensor]:
+    """Launch the collectives of a redistribution with options; return what waits for them and gives the result."""
     _check_writable(x, target, donate, out)
-    kept, into = None if donate else local, None if out is None else dispatch.known_local(out)
-    tensors = [local]
-    del local
+    kept, lineage = None if donate else tensors[0], x._lineage
+    into = None if out is None else dispatch.known_local(out)
     if donate:
         DonatedTensor.take(x)
-    lineage = x._lineage
-    with carrying(layout.mesh.world, lineage):  # type: ignore[attr-defined]
-        wait = start_redistribute(
-            tensors, layout, target,
-            backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
-            own=donate, out=into,
-        )  # fmt: skip
+    with comm_context(target.mesh.world, lineage):  # type: ignore[attr-defined]
+        wait = start(tensors, own=donate, out=into)
 
     def finish() -> ShardedTensor:
         moved = wait()
-        found = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
-        found._lineage = lineage
-        return found
+        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        result._lineage = lineage
+        return result
 
-    return Resharding(finish) if async_op else finish()
+    return finish
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
@@ -188,26 +216,29 @@ def redistribute_many(
         raise ValueError(
             f"{len(tensors)} tensors and {len(placements)} placements; give one P or list of placements for each tensor"
         )
-    prepared = [_prepared(x, _wanted(x, (where,), None, None), forward_dtype) for x, where in zip(tensors, placements, strict=True)]
-    targets = [target for _, _, target in prepared]
-    for x, target in zip(tensors, targets, strict=True):
+    locals_, pairs = [], []
+    for x, spec in zip(tensors, placements, strict=True):
+        src = x._layout.replace(dtype=forward_dtype)
+        target = Layout.of(*_mesh_and_placements(x, (spec,), None, None), src.shape, src.dtype)
+        locals_.append(dispatch.known_local(x))
+        pairs.append((src, target))
+    for x, (_, target) in zip(tensors, pairs, strict=True):
         _check_writable(x, target, donate, None)
     if donate and len({id(x) for x in tensors}) < len(tensors):
         raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
-    kept = [None if donate else local for local, _, _ in prepared]
-    locals_, pairs = [local for local, _, _ in prepared], [(layout, target) for _, layout, target in prepared]
-    del prepared
+    kept = [None if donate else local for local in locals_]
     lineages = [x._lineage for x in tensors]
-    with carrying(current_world(), mixed(0, tensors)):
+    with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
         wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
 
     def finish() -> list[ShardedTensor]:
-        moved = [ShardedTensor._make(_unshared(out, local), to) for out, local, to in zip(wait(), kept, targets, strict=True)]
-        for x, lineage in zip(moved, lineages, strict=True):
-            x._lineage = lineage
-        return moved
+        results = []
+        for moved, local, lineage, (_, target) in zip(wait(), kept, lineages, pairs, strict=True):
+            results.append(ShardedTensor._make(_unshared(moved, local), target))
+            results[-1]._lineage = lineage
+        return results
 
     return Resharding(finish) if async_op else finish()
 
@@ -215,10 +246,24 @@ def redistribute_many(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(
+def _as_sharded(x: Any) -> ShardedTensor:
+    """Convert a DTensor of torch's.
+
+    Raises:
+        TypeError: no sharded tensor.
+        RuntimeError: a donated one.
+    """
+    if from_dtensor.is_dtensor(x):
+        return from_dtensor.from_dtensor(x)
+    if isinstance(x, DonatedTensor):
+        x.clone()  # raises, as every use does
+    raise TypeError(f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with distribute_tensor first")
+
+
+def _mesh_and_placements(
     x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, placements: SpecLike
 ) -> tuple[DeviceMesh, SpecLike]:
-    """The mesh and the placements that were asked for.
+    """Return the mesh and the placements that the arguments of `redistribute` name.
 
     Raises:
         TypeError: too many arguments.
@@ -242,16 +287,6 @@ def _wanted(
     return to, x._layout.spec if placements is None else placements
 
 
-def _prepared(
-    x: ShardedTensor, wanted: tuple[DeviceMesh, SpecLike], forward_dtype: torch.dtype | None
-) -> tuple[Tensor, Layout, Layout]:
-    """This rank's part (cast when it is packed), its layout in the dtype in which it travels, and the wanted one."""
-    local, layout = dispatch.known_local(x), x._layout
-    if forward_dtype is not None and forward_dtype != layout.dtype:
-        layout = layout.replace(dtype=forward_dtype)
-    return local, layout, Layout.of(*wanted, layout.shape, layout.dtype)
-
-
 def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     """Raises: ValueError for any option on the way to another mesh."""
     given = [name for name, value in options.items() if value is not None and value is not False]
@@ -263,28 +298,20 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
         )
 
 
-def _made(x: ShardedTensor, moved: Tensor, target: Layout) -> ShardedTensor:
-    """The same values in another layout."""
-    out = ShardedTensor._make(moved, target)
-    out._lineage = x._lineage
-    return out
-
-
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
-    """The result, copied if it lies in the memory of the part before; of donated memory, if it is but a piece."""
+    """Return the result of a move, copied if it shares memory with the part before (`local`, None if that was donated).
+
+    Of donated memory it is copied if it is a piece that would keep the rest alive.
+    """
     if transforms_active():
         return moved  # a new tensor
     storage = moved.untyped_storage()
     if local is None:
-        piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
-        return moved.clone(memory_format=torch.contiguous_format) if piece else moved
-    shared = _place(storage) == _place(local.untyped_storage())
+        shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
+    else:
+        before = local.untyped_storage()  # a storage without memory (empty, or on "meta") is known by its object
+        shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
-
-
-def _place(storage: Any) -> int:
-    """Where a storage lies; one on "meta" lies nowhere and is told by its own number."""
-    return storage.data_ptr() or storage._cdata
 
 
 def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ....mesh.comm.group import World, current_world
 from ....mesh.monitor.recording.recorder import Note
 from ...layout.layout import Layout, told_apart
-from ...ops.lineage import carrying, mixed, seed_of, unpacked
+from ...ops.lineage import comm_context, mixed, seed_of, unpacked
 from ...redistribute.autograd import redistribute_grad, redistribute_local
 from ...redistribute.bucket import many_runner
 from ..sharded_tensor import ShardedTensor
@@ -293,7 +293,7 @@ def _start_bucket(
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
-    with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
+    with comm_context(world, mixed(unpacked(world.carried.lineage), leaves)):
         own = own and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
         wait = many_runner(pairs).start([origin for origin, _ in known], own=own, note=note)
     return lambda: [
@@ -353,7 +353,7 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
 # -- `.grad` -----------------------------------------------------------------------------------------------------------
 
 
-def read(x: ShardedTensor) -> ShardedTensor | None:
+def get_grad(x: ShardedTensor) -> ShardedTensor | None:
     """The gradient of `x` as it stands: reduced, with what is still pending added as pending. No communication."""
     done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
     if fresh is None:
@@ -372,7 +372,7 @@ def _arrived(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
     return kept
 
 
-def write(x: ShardedTensor, value: Tensor | None) -> None:
+def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     """Replace the gradient of `x`."""
     if value is not None and not isinstance(value, ShardedTensor):
         raise TypeError(

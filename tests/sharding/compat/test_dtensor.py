@@ -253,7 +253,7 @@ def _(mesh):
 
 @difference("`data_ptr()`")
 def _(mesh):
-    with pytest.raises(RuntimeError, match="no single piece of memory"):
+    with pytest.raises(RuntimeError, match="not one block of memory"):
         place(mesh, numbers(5)).data_ptr()
 
 

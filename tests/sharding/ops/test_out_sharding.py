@@ -225,7 +225,7 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
             (lambda: call(F.relu, x, inplace=True, out_sharding=P()), ValueError, "writes into a tensor that has a layout"),
             (lambda: call(torch.numel, x, out_sharding=P()), TypeError, "the result is 16, which lies nowhere; call numel itself"),
             (lambda: call(torch.matmul, x, torch.ones(4, 4), out_sharding=P()), RuntimeError, "mixes a plain tensor"),
-            (lambda: call(torch.matmul, x, elsewhere, out_sharding=P()), ValueError, "operands lie on two meshes"),
+            (lambda: call(torch.matmul, x, elsewhere, out_sharding=P()), ValueError, "operands are on two meshes"),
             (lambda: call(torch.matmul, x, sm.ones((3, 3), mesh), out_sharding=P()), RuntimeError, "same reduction dim"),
         ]:
             with sm.comm_budget(launches=0), pytest.raises(error, match=text) as raised:
