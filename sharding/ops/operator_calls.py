@@ -1,4 +1,4 @@
-"""Which operator a frame of the dispatch runs, for reports, budgets and `implicit`: its name, its operands, and how to avoid moving them."""
+"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and `implicit`."""
 
 from __future__ import annotations
 

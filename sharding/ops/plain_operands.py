@@ -35,9 +35,9 @@ from ..layout.layout import dtype_name
 from ..layout.spec import P
 from ..tensor.autograd import engine_hooks
 from ..tensor.from_dtensor import is_dtensor
-from ..tensor.prepared import is_prepared
 from ..tensor.sharded_tensor import ShardedTensor
 from .implicit_comm import implicit
+from .prepared_modules import is_prepared
 from .rules.registry import writes_first_operand
 from .strategy import name_of
 

@@ -174,7 +174,8 @@ _ALL_SHARDS = "The part of every rank of the mesh, in mesh order; `data` is None
 
 for _method in (
     full_tensor, addressable_data, item, tolist, numpy, __array__, __float__, __int__, __index__, __complex__, __bool__, __format__,
-    __contains__, __iter__, __reversed__, __repr__, requires_grad_, backward, leaf_grads.register_hook, leaf_grads.register_post_accumulate_grad_hook, redistribute, convert.to_local,
+    __contains__, __iter__, __reversed__, __repr__, requires_grad_, backward, leaf_grads.register_hook,
+    leaf_grads.register_post_accumulate_grad_hook, redistribute, convert.to_local,
 ):  # fmt: skip
     setattr(ShardedTensor, _method.__name__, _method)
 
