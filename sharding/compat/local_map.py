@@ -15,7 +15,7 @@ from ..functional.shard_map import Mapped
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..layout.spec import P, SpecLike
-from ..tensor.convert import leaving
+from ..tensor.convert import with_grad_layout
 from ..tensor.sharded_tensor import ShardedTensor
 
 Placed = Sequence[SpecLike] | None
@@ -118,7 +118,7 @@ class _Flat:
 
 def _with_gradient(part: Any, layout: Layout | None, grad_place: SpecLike) -> Any:
     """The part, whose gradient lies as the placements say."""
-    return part if layout is None or grad_place is None else leaving(part, layout, layout.replace(grad_place))
+    return part if layout is None or grad_place is None else with_grad_layout(part, layout, layout.replace(grad_place))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def _(mesh):
     assert mine.tolist() == [rank, rank]
     (x * x).sum().backward()
     assert mine.grad is not None
-    with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* asks for .*3: \['f32', \d\]"):
+    with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]"):
         sm.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
 
 
