@@ -281,7 +281,9 @@ def distribute_tensor(
 
 def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
     if rank is not None and not 0 <= rank < mesh.size():
-        raise ValueError(f"src_data_rank must be None or at least 0 and less than {mesh.size()}, the number of ranks of {mesh}, got {rank}")
+        raise ValueError(
+            f"src_data_rank {rank} is out of range: {mesh} has {mesh.size()} ranks; give an index from 0 to {mesh.size() - 1}, or None"
+        )
 
 
 def _check_leaf(tensor: Tensor) -> None:

@@ -46,7 +46,9 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     """
     if _is_tree(mesh):
         if spec is not None:
-            raise TypeError(f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: give either shardings, or a mesh and specs")
+            raise TypeError(
+                f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: give either shardings, or a mesh and specs"
+            )
         mesh, spec = None, mesh
     if x is None or not (_is_tree(x) or _is_tree(spec)):
         return None if x is None else put(x, mesh, spec, src_data_rank=src_data_rank)

@@ -1,4 +1,4 @@
-"""Redistribution of `ShardedTensor`s: one, many at once, now or under way."""
+"""`redistribute` and its variants: move one `ShardedTensor` or many to another layout, now or asynchronously."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: pl
 
 
 class Resharding:
-    """A redistribution under way, from `redistribute(..., async_op=True)`: `wait()` gives the tensor."""
+    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The redistributed tensor (or the list of them); the same object at every call.
+        """Return the redistributed tensor (or the list of them); the same object at every call.
 
-        Raises: what went wrong in the collective.
+        Raises: the error of the collective.
         """
         if self._finish is not None:
             self._result = self._finish()
@@ -45,7 +45,7 @@ class Resharding:
         return self._result
 
     def __repr__(self) -> str:
-        return f"Resharding({'under way' if self._finish is not None else self._result!r})"
+        return f"Resharding({'in flight' if self._finish is not None else self._result!r})"
 
 
 def redistribute(
@@ -66,38 +66,39 @@ def redistribute(
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which brings its mesh
-            along.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which has its own
+            mesh.
         placements: the same by name.
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
-            the same ranks in another order. Then all ranks of both call this, and backward; those outside a mesh hold
+            the same ranks in another order. Then all ranks of both meshes call this, and backward; ranks outside a mesh hold
             empty parts.
-        async_op: return a handle while the (last) collective is under way; its `wait()` gives the tensor.
-        forward_dtype: cast to this dtype before moving; the result has it.
-        backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
-        max_bytes: the most that a rank may hold at a time (its part before, its part after, buffers); exchanges are
-            done in rounds until they fit. Backward is not limited.
-        accumulate_dtype: torch.float32 to have sums of 16-bit floats added up in fp32 and rounded once, while they travel
+        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the tensor.
+        forward_dtype: cast to this dtype before communicating; the result has it.
+        backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the dtype of `x`.
+        max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part after, buffers); exchanges are
+            split into rounds until they fit. Backward is not limited.
+        accumulate_dtype: torch.float32 to sum 16-bit floats in fp32 and round once, while they are communicated
             in 16 bits: half the bytes of casting first. No effect on other dtypes.
-        transport: "int8" or "fp8" to let 16- and 32-bit floats travel in 8 bits, in blocks of 128 with a scale each, and sums
-            be formed in fp32: 1.03 bytes an element. In each step of the plan that moves, an element of a block whose largest
-            is m is off by at most m / 252 ("int8"), or by x / 16 or m / 425,984, whichever is more ("fp8"); inf and NaN arrive.
-            Replicas are equal, bit for bit. Gradients travel back whole.
-        donate: `x` is not needed any more: its memory is reused where that saves a copy (a reduction in place, a
-            reduce_scatter into its own input) and freed otherwise. `x` raises from then on.
-        out: a contiguous tensor of the wanted layout that the result is put into and that is returned. An all_gather
-            whose parts lie one after the other arrives in it directly, and a part that is a view of its place in `out`
-            is not copied either.
+        transport: "int8" or "fp8" to communicate 16- and 32-bit floats in 8 bits, in blocks of 128 with a scale each, and sum
+            in fp32: 1.03 bytes per element. In each communicating step of the plan, the error of an element x of a block with
+            maximum m is at most m / 252 ("int8"), or the larger of x / 16 and m / 425,984 ("fp8"); inf and NaN are kept.
+            Replicas are equal, bit for bit. Gradients are communicated unquantized.
+        donate: `x` is not used any more: its memory is reused where that saves a copy (a reduction in place, a
+            reduce_scatter into its own input) and freed otherwise. Using `x` afterwards raises.
+        out: a contiguous tensor of the target layout that receives the result and is returned. An all_gather
+            of consecutive parts writes into it directly, and a part that is already a view of its place in `out`
+            is not copied.
 
     Returns:
-        The tensor in its new layout; never sharing memory with `x` unless donated. With `async_op`, a `Resharding`.
+        The tensor in its new layout; it shares no memory with `x` unless donated. With `async_op`, a `Resharding`.
 
     Raises:
-        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, the dtype or what is
-            pending cannot be quantised, a tensor that requires grad is donated or has `out`, or the mesh is another one and
-            more than the plain move is asked for.
+        TypeError: `x` is not a sharded tensor.
+        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, the dtype or the
+            pending reduction cannot be quantized, a tensor that requires grad is donated or has `out`, or an option other than
+            the dtypes is given for another mesh.
 
-    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of what is pending,
+    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of pending values,
         and one all_to_all over the ranks of both.
 
     Example:
@@ -174,7 +175,7 @@ def _start(
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec says: `redistribute` by JAX's name. Communication: the plan's."""
+    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name. Communication: the plan's."""
     return redistribute(x, spec)
 
 
@@ -187,13 +188,13 @@ def redistribute_many(
     backward_dtype: torch.dtype | None = None,
     donate: bool = False,
 ) -> Any:
-    """redistribute_many(xs, placements) -> [each x laid out as its placements say], in as few collectives as possible.
+    """redistribute_many(xs, placements) -> [each x laid out as its placements], in as few collectives as possible.
 
         x: dp reduce_scatter   \
         y: dp reduce_scatter    >   one reduce_scatter over dp, one all_gather over tp
         z: tp all_gather       /
 
-    Collectives over the same ranks, of the same kind and dtype, become one; so they do in backward. The tensors may lie
+    Collectives over the same ranks, of the same kind and dtype, become one, in backward too. The tensors may be
     on different meshes of one world (each stays on its own).
 
     Args:
@@ -205,7 +206,7 @@ def redistribute_many(
         The tensors in their new layouts, in order. With `async_op`, a `Resharding` whose `wait()` gives the list.
 
     Raises:
-        ValueError: another number of placements than tensors; or as `redistribute`, for one of them.
+        ValueError: another number of placements than tensors, or as for `redistribute`.
 
     Communication: one collective per group, kind of collective, reduction and dtype, for each stage of the plans.
 
@@ -288,7 +289,7 @@ def _mesh_and_placements(
 
 
 def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
-    """Raises: ValueError for any option on the way to another mesh."""
+    """Raise a ValueError for an option that a redistribution to another mesh does not support."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         here, there = told_apart(layout.mesh, target.mesh)
@@ -315,14 +316,14 @@ def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
 
 
 def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:
-    """Raises: ValueError for `donate` or `out` where gradients or layouts forbid them."""
+    """Raise a ValueError for `donate` or `out` where gradients or layouts forbid them."""
     if donate and x._local.requires_grad:
-        raise ValueError(f"{x._layout} requires grad, so backward may need it: it cannot be donated; donate x.detach()")
+        raise ValueError(f"{x._layout} requires grad and cannot be donated, since backward may need it; donate x.detach()")
     if out is None:
         return
     if out._layout is not target:
         raise ValueError(f"out is {out._layout}, and the result is {target}; pass sm.empty of that layout")
     if out._local.requires_grad or (x._local.requires_grad and torch.is_grad_enabled()):
-        raise ValueError(f"out= takes no part in autograd, and {x._layout} or out requires grad; use torch.no_grad()")
+        raise ValueError(f"out= does not support autograd, and {x._layout} or out requires grad; use torch.no_grad()")
     if not out._local.is_contiguous():
         raise ValueError(f"out= needs a contiguous local tensor, and this one has strides {out._local.stride()}")

@@ -249,9 +249,9 @@ def test_ranks_outside_the_mesh(everyone):
         moved = x.redistribute(everyone, [Replicate()])
         assert torch.equal(moved.to_local(), whole)
     if not inside:
-        with pytest.raises(ValueError, match="no data tells the dtype; pass dtype="):
+        with pytest.raises(ValueError, match="has no data with a dtype; pass dtype="):
             from_callback((5,), mesh, P("x"), refuse)
-        with pytest.raises(ValueError, match="no data tells the dtype; pass dtype="):
+        with pytest.raises(ValueError, match="has no data with a dtype; pass dtype="):
             from_arrays((5,), mesh, P("x"), [])
         with pytest.raises(ValueError, match="pass global_shape="):
             from_local_data(mesh, P("x"), part)
