@@ -138,7 +138,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     x._local.requires_grad_(requires_grad)
     x._sync_requires_grad()
     if requires_grad and x._local.is_leaf:
-        leaf_grads.watch(x)
+        leaf_grads.register_leaf(x)
     return x
 
 

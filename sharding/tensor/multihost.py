@@ -181,7 +181,7 @@ def _group() -> Group:
     world = current_world()
     launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
     if launched is not None and launched[1] > 1:
-        raise RuntimeError(f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; make a mesh with sm.make_mesh first")
+        raise RuntimeError(f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first make a mesh, sm.make_mesh")
     return world.group(range(world.size))
 
 

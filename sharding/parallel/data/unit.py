@@ -401,7 +401,7 @@ class Unit:
         note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
         with comm_context(self.options.mesh.world, mixed(_SUMMING, parameters)):
-            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
+            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], note, donate=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _travelling(self) -> list[int]:

@@ -85,7 +85,7 @@ class Joint:
         leaves = [x for part in parts for x in part.leaves]
         note = Note("; ".join(summing(part.unit, len(part.leaves), part.missing).text for part in parts))
         with comm_context(leaves[0].mesh.world, mixed(_SUMMING, leaves)):
-            leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, own=all(part.own for part in parts))
+            leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, donate=all(part.own for part in parts))
 
     def end(self) -> None:
         """Backward has ended. Communication: as `launch`."""
