@@ -319,13 +319,13 @@ def typeof(x: ShardedTensor) -> Layout:
 
 
 class DonatedTensor(Tensor):
-    """What a `ShardedTensor` is after `redistribute(..., donate=True)`: its memory is gone, and every use raises."""
+    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use raises."""
 
     _layout: Layout
 
     @staticmethod
     def take(x: ShardedTensor) -> None:
-        """Make `x` one of these."""
+        """Turn `x` into a `DonatedTensor`."""
         donated: Any = x
         del donated._local
         donated.__class__ = DonatedTensor
@@ -342,10 +342,10 @@ class DonatedTensor(Tensor):
 
 
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> ShardedTensor:
-    """A pickled `ShardedTensor`; its mesh must exist in the process that reads it."""
+    """Unpickle a `ShardedTensor`; its mesh must exist in the process that reads it."""
     if local.shape != layout.local_shape:
         raise RuntimeError(
-            f"this file holds the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
+            f"this file has the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
             f"needs {list(layout.local_shape)}: load the file that this rank wrote"
         )
     out = ShardedTensor._make_guarded(local, layout, 0)  # one rank alone may read a file
@@ -356,10 +356,10 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
     return out
 
 
-# What a file of tensors refers to, so that `torch.load` reads it without weights_only=False.
+# For `torch.load` with weights_only=True.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
 
 def _called_by(func: Any) -> bool:
-    """Whether the caller of this function's caller is `func`, or a comprehension in it."""
+    """Whether the method that calls this was called by `func`, or by a comprehension in it."""
     frame = sys._getframe(2)
     return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))

@@ -204,7 +204,7 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
         cell(mesh)(put(mesh, numbers(2, INPUT).float(), P("a")), torch.full((2, HIDDEN), 1.0 + mesh.get_rank()))
 
     on_mesh((2,), program)
-    with pytest.raises(sm.ReplicaError, match=r"a plain tensor beside a ShardedTensor counts as replicated inside a prepared module"):
+    with pytest.raises(sm.ReplicaError, match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module"):
         on_mesh((2,), different)
 
 
