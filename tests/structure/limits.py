@@ -72,10 +72,9 @@ CLASSES_TWICE: dict[str, int] = {
     "Wait": 2,
     "_Across": 2,
     "_Call": 3,
-    "_Enter": 2,
     "_Place": 2,
     "_Rank": 2,
-    "_Thread": 6,
+    "_Thread": 4,
     "_Use": 2,
 }
 
