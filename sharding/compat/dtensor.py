@@ -1,4 +1,4 @@
-"""Names of `torch.distributed.tensor` for what has another name or another form here; docs/from_dtensor.md has the whole list."""
+"""`torch.distributed.tensor` names whose counterparts have another name or signature here; docs/from_dtensor.md lists them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 DTensor = ShardedTensor
 
-# What torch calls the collectives that have another name here.
+# torch's names of collectives -> ours, where they differ.
 _OWN_NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -23,7 +23,7 @@ _OWN_NAMES = {
 class CommCounts(Counter[str]):
     """Launches by collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute", "broadcast" ...
 
-    They can be asked for by torch's operators, too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
+    torch's operators work as keys too: `counts[torch.ops.c10d_functional.all_gather_into_tensor]`.
     """
 
     def __missing__(self, key: Any) -> int:
@@ -32,9 +32,9 @@ class CommCounts(Counter[str]):
 
 
 class CommDebugMode:
-    """with CommDebugMode() as mode: counts the collectives of this rank inside the block, anew each time it is entered.
+    """with CommDebugMode() as mode: count the collectives of this rank inside the block; entering it resets the counts.
 
-    `comm_budget` counts bytes as well, and says which lines they belong to.
+    `comm_budget` counts bytes as well, and reports the lines they come from.
 
     Example:
         >>> with CommDebugMode() as mode:
@@ -47,11 +47,11 @@ class CommDebugMode:
         self._observers: list[Observer] = []
 
     def get_total_counts(self) -> int:
-        """How many collectives were launched."""
+        """Return the number of collectives that were launched."""
         return sum(self.comm_counts.values())
 
     def get_comm_counts(self) -> CommCounts:
-        """How many of each kind."""
+        """Return the number of collectives of each kind."""
         return self.comm_counts
 
     def _count(self, record: CollectiveRecord) -> None:
@@ -71,12 +71,12 @@ class CommDebugMode:
 
 
 def visualize_sharding(x: ShardedTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which ranks hold which part of a tensor: on the first rank of its mesh, and nothing for an empty tensor.
+    """Print which ranks hold which part of a tensor, on the first rank of its mesh; an empty tensor prints nothing.
 
     Args:
         x: a tensor of any number of dims; see `visualize`.
         header: a line to print first.
-        use_rich: taken as torch takes it; the picture is text either way.
+        use_rich: accepted for compatibility with torch; the output is text either way.
 
     Communication: none.
     """

@@ -15,7 +15,7 @@ from ..functional.shard_map import Mapped
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..layout.spec import P, SpecLike
-from ..tensor.convert import leaving
+from ..tensor.convert import with_grad_layout
 from ..tensor.sharded_tensor import ShardedTensor
 
 Placed = Sequence[SpecLike] | None
@@ -30,30 +30,30 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts, and its results are parts.
+    """local_map(f, out_placements, in_placements) -> f on `ShardedTensor`s: it runs on the parts and returns parts.
 
-        x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  as out_placements say
+        x = [a b]  S(0)      rank 0: f(a) = c      y = [c d]  laid out as out_placements
                              rank 1: f(b) = d
 
-    `shard_map` by DTensor's argument names, and trusted: types are not followed, since such functions may call `torch.distributed`
-    themselves. The positional arguments are flattened (tuples, lists, dicts); each sharded one is replaced by this rank's part,
-    all else goes to `func` as it is, and so do keyword arguments. If no argument is sharded, `func` is simply called.
+    `shard_map` by DTensor's argument names, without type checking, since such functions may call `torch.distributed`
+    themselves. The positional arguments are flattened (tuples, lists, dicts); each sharded one is replaced by this rank's part;
+    other positional arguments and keyword arguments are passed unchanged. If no argument is sharded, `func` is simply called.
 
     Args:
-        func: a function of plain tensors. Left out, a decorator is returned.
-        out_placements: how the results lie, which are this rank's parts: a `P` or one placement per axis, or a tuple of
+        func: a function of plain tensors. Without it, a decorator is returned.
+        out_placements: the layout of the results, which are this rank's parts: a `P` or one placement per axis, or a tuple of
             those, one for each flattened result; None for a result that is not a tensor.
-        in_placements: how the arguments must lie, one for each flattened positional argument; None for those that are not
-            sharded. By default they are taken as they lie.
-        in_grad_placements: how the gradients of the parts make up those of the arguments. By default as in `shard_map`: those of
-            what is replicated add up over the ranks.
+        in_placements: the layout that the arguments must have, one for each flattened positional argument; None for those that are
+            not sharded. By default their own.
+        in_grad_placements: how the gradients of the parts make up those of the arguments. By default as in `shard_map`: the
+            gradients of a replicated argument are summed over the ranks.
         device_mesh: the mesh; by default that of the first sharded argument.
-        redistribute_inputs: redistribute arguments that do not lie as `in_placements` say.
+        redistribute_inputs: redistribute arguments whose layout is not that of `in_placements`.
 
     Raises:
-        ValueError: another number of placements than arguments or results, an argument that does not lie as it must, placements
-            for what is not a tensor, or none for what is one.
-        TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the call before with such arguments.
+        ValueError: another number of placements than arguments or results, an argument with another layout than `in_placements`,
+            placements for what is not a tensor, or none for a tensor.
+        TypeError: `func` returned a `ShardedTensor`; a result of another shape than in the previous call with such arguments.
         RuntimeError: this rank is outside the mesh and has no parts.
 
     Communication: that of redistributing inputs; the first time with such arguments a small all_gather of the results' shapes.
@@ -69,7 +69,7 @@ def local_map(
             device_mesh=device_mesh, redistribute_inputs=redistribute_inputs,
         )  # fmt: skip
     function: Callable[..., Any] = func
-    known: dict[Any, _Flat] = {}
+    known: dict[Any, _FlatFunction] = {}
 
     @functools.wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -83,14 +83,14 @@ def local_map(
         layouts = [x._layout.replace(place) if isinstance(x, ShardedTensor) else None for x, place in zip(flat, placed, strict=True)]
         key = (tree, *layouts)
         if key not in known:
-            keep(known, key, _Flat(function, tree, layouts, grads, out_placements, device_mesh or first.mesh))
+            keep(known, key, _FlatFunction(function, tree, layouts, grads, out_placements, device_mesh or first.mesh))
         return known[key](flat, kwargs)
 
     return mapped
 
 
-class _Flat:
-    """The function over flattened arguments and results, mapped."""
+class _FlatFunction:
+    """The mapped function over flattened arguments and results."""
 
     def __init__(self, function: Any, tree: Any, layouts: Any, grads: Any, out_placements: Any, mesh: DeviceMesh) -> None:
         self.function, self.tree, self.layouts, self.grads, self.out_placements = function, tree, layouts, grads, out_placements
@@ -117,8 +117,8 @@ class _Flat:
 
 
 def _with_gradient(part: Any, layout: Layout | None, grad_place: SpecLike) -> Any:
-    """The part, whose gradient lies as the placements say."""
-    return part if layout is None or grad_place is None else leaving(part, layout, layout.replace(grad_place))
+    """Return the part, whose gradient is laid out as the placements."""
+    return part if layout is None or grad_place is None else with_grad_layout(part, layout, layout.replace(grad_place))
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -135,20 +135,20 @@ def _one_each(name: str, placements: Placed, flat: Sequence[Any]) -> Sequence[Sp
 def _check_places(
     flat: Sequence[Any], placed: Sequence[SpecLike], placed_grads: Sequence[SpecLike], examine: bool, redistribute: bool
 ) -> None:
-    """Raises: ValueError for placements of what is not a tensor, and for arguments that lie otherwise than they must."""
+    """Raise a ValueError for placements of what is not a tensor, and for arguments with another layout than required."""
     for i, (x, place, grad_place) in enumerate(zip(flat, placed, placed_grads, strict=True)):
         if not isinstance(x, Tensor) and (place, grad_place) != (None, None):
-            raise ValueError(f"local_map: argument {i} is {x!r}, no tensor, and has placements {place or grad_place}; write None")
+            raise ValueError(f"local_map: argument {i} is {x!r}, not a tensor, and has placements {place or grad_place}; write None")
         if isinstance(x, ShardedTensor) and examine:
             _check_place(i, x, place, redistribute)
 
 
 def _check_place(i: int, x: ShardedTensor, place: SpecLike, redistribute: bool) -> None:
     if place is None:
-        raise ValueError(f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; say how it must lie")
+        raise ValueError(f"local_map: argument {i} is sharded, {x._layout}, and its in_placements are None; give its placements")
     if not redistribute and x._layout.replace(place) is not x._layout:
         raise ValueError(
-            f"local_map: argument {i} lies as {x._layout}, and in_placements ask for {place}; "
+            f"local_map: argument {i} is laid out as {x._layout}, and in_placements require {place}; "
             "redistribute it, or pass redistribute_inputs=True"
         )
 

@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..layout.layout import Layout
 from ..ops import nonmember
 from ..ops.plain_operands import tensors_in
-from ..ops.strategy import decide
+from ..ops.strategy import choose_strategy
 from ..tensor.sharded_tensor import ShardedTensor
 
 # Where the library works on meta tensors of global shapes, which stand for tensors and are none of the program's.
-_ON_STAND_INS = frozenset({decide.__code__, vars(Layout)["meta"].func.__code__})
+_ON_STAND_INS = frozenset({choose_strategy.__code__, vars(Layout)["meta"].func.__code__})
 _DETACH = torch.ops.aten.detach.default  # all that is ever done to the wrapper of a ShardedTensor
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 

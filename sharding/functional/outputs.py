@@ -17,7 +17,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P
 from ..ops.lineage import piece_of
-from ..tensor.global_shape import put_together
+from ..tensor.global_shape import shape_of_parts
 from ..tensor.sharded_tensor import ShardedTensor
 from .inputs import check_manual, fitting_spec
 from .replicas import sampled_digest
@@ -260,7 +260,7 @@ def _result_layout(
     Raises: ValueError, on every rank, if the parts do not make up a tensor with this spec.
     """
     try:
-        whole = put_together(parts, spec, manual_mesh)
+        whole = shape_of_parts(parts, spec, manual_mesh)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(x, ShardedTensor):

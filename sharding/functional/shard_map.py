@@ -30,7 +30,7 @@ from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.bounded_cache import keep
 from ..layout.spec import P
 from ..ops import dispatch
-from ..ops.lineage import carrying, mixed, seed_of
+from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.autograd.engine_hooks import transforms_active
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, replace_captures
@@ -171,7 +171,7 @@ class Mapped:
         if not sharded:
             return self._call_cached(args, kwargs)
         lineage = mixed(self._seed, sharded)
-        with carrying(sharded[0].mesh.world, lineage):
+        with comm_context(sharded[0].mesh.world, lineage):
             return with_lineage(lineage, self._call_cached(args, kwargs))
 
     def _call_cached(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,12 +1,12 @@
 """Custom functions (`torch.autograd.Function`) applied to ShardedTensors.
 
-    forward    y = Gelu.apply(x)     its lines run on the global x, and autograd puts Gelu's node on the wrapper of y
-    here       y._local              gets a node of the graph of local tensors, which leads to x._local
-    backward   that node hands the gradient of y, as a ShardedTensor in the layout dual to y's, to Gelu.backward, and takes what this
-               returns to the layout dual to x's
+    forward    y = Gelu.apply(x)     runs on the global x; autograd puts Gelu's node on the wrapper of y
+    here       y._local              gets a node in the graph of local tensors, which leads to x._local
+    backward   that node passes the gradient of y, as a ShardedTensor in the layout dual to y's, to Gelu.backward, and redistributes
+               the result to the layout dual to x's
 
-Autograd runs on local tensors and a custom function sees the wrappers, so its results are taken over when they are first used in
-a computation with gradients. The wrappers' own graph, in which there are only custom functions, is never run by autograd.
+Autograd runs on local tensors, but a custom function sees the wrappers, so the history of its results is transferred to the local tensors
+when they are first used in a computation with gradients. The graph of the wrappers has only custom functions, and autograd never runs it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 Result: TypeAlias = tuple[Tensor, Layout, int]  # this rank's part, layout, lineage
 
-_INTERNAL = ("torch.", "torch_")  # checkpointing's reentrant form and modules' full backward hooks are more than their backward
+_INTERNAL = ("torch.", "torch_")  # reentrant checkpoints and modules' full backward hooks do more than their backward
 
 
 def take_over(x: ShardedTensor, node: Any, number: int) -> None:
-    """Give the local tensor of a custom function's result the gradient history that its wrapper has.
+    """Transfer the gradient history of a custom function's result from its wrapper to its local tensor.
 
-    Where gradients are off, as in the forward of another custom function, only what backward will not get from autograd is kept.
+    With gradients off, as in the forward of another custom function, only what autograd will not pass to backward is kept.
 
     Args:
         x: the result.
         node: the autograd node of its wrapper.
-        number: which of the node's results it is.
+        number: its index among the node's results.
 
     Raises:
-        RuntimeError: the history is not one of custom functions of ShardedTensors alone.
+        RuntimeError: the history contains anything but custom functions of ShardedTensors.
     """
     if not torch.is_grad_enabled():
         if _is_custom(node) and _saves(node, number):
@@ -50,7 +50,7 @@ def take_over(x: ShardedTensor, node: Any, number: int) -> None:
 
 
 def _saves(node: Any, number: int) -> bool:
-    """Whether a custom function has saved this result of its own."""
+    """Whether a custom function has saved this one of its results."""
     return any(_is_result(x, node) and x.output_nr == number for x in node.saved_tensors)
 
 
@@ -58,9 +58,9 @@ def _is_result(x: Any, node: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and x.grad_fn is node
 
 
-_REFUSED = (
-    "this ShardedTensor came out of an autograd function of torch's own (a module's full backward hook and the reentrant form of "
-    "checkpoint are such), which worked on the wrapper, so its gradient would be lost; use x.register_hook for a hook, and "
+_NOT_CUSTOM = (
+    "this ShardedTensor is the result of an autograd function of torch's own (such as a module's full backward hook or the reentrant "
+    "form of checkpoint), which ran on the wrapper, so its gradient would be lost; use x.register_hook for a hook, and "
     "checkpoint(..., use_reentrant=False)"
 )
 
@@ -70,9 +70,9 @@ def _is_custom(node: Any) -> bool:
 
 
 def _leaves(node: Any) -> list[ShardedTensor]:
-    """The tensors that the custom functions behind a node were applied to, each once."""
+    """Return the tensors that the custom functions before a node were applied to, each once."""
     if not _is_custom(node):
-        raise RuntimeError(_REFUSED)
+        raise RuntimeError(_NOT_CUSTOM)
     found: dict[int, ShardedTensor] = {}
     waiting, seen = [node], {node}
     while waiting:
@@ -82,20 +82,20 @@ def _leaves(node: Any) -> list[ShardedTensor]:
                 found.setdefault(id(leaf), leaf)
             elif before is not None and before not in seen:
                 if not _is_custom(before):
-                    raise RuntimeError(_REFUSED)
+                    raise RuntimeError(_NOT_CUSTOM)
                 seen.add(before)
                 waiting.append(before)
     return list(found.values())
 
 
 def _with_history(node: Any, number: int, result: Result) -> Tensor:
-    """The local tensor of a custom function's result, in the graph of local tensors."""
+    """Return the local tensor of a custom function's result, in the graph of local tensors."""
     leaves = _leaves(node)
     return _Applied.apply(node, number, result, leaves, *[leaf._local for leaf in leaves])  # type: ignore[return-value]
 
 
 class _Applied(torch.autograd.Function):
-    """A result of custom functions, made of what the first of them were applied to."""
+    """A result of custom functions as a function of the leaves they were applied to."""
 
     @staticmethod
     def forward(ctx: Any, node: Any, number: int, result: Result, leaves: Sequence[ShardedTensor], *locals_: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class _Applied(torch.autograd.Function):
         results = dict.fromkeys([ctx.number], (ctx.saved_tensors[0], ctx.layout, ctx.lineage)) if ctx.saved_tensors else {}
         with torch._C._EnableTorchFunction():  # type: ignore[attr-defined]
             gradient = _made(with_memory(grads[0]), ctx.layout.dual, ctx.lineage)
-            found = _pulled(ctx.node, ctx.number, gradient, results)
+            found = _run_backward(ctx.node, ctx.number, gradient, results)
             return (*[None] * 4, *[_local_gradient(leaf, found.get(id(leaf))) for leaf in ctx.leaves])
 
 
@@ -121,14 +121,14 @@ def _made(local: Tensor, layout: Layout, lineage: int) -> ShardedTensor:
     return out
 
 
-def _pulled(node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result]) -> dict[int, Any]:
-    """Run the backward of a node, and of the custom functions before it, later ones first. Return gradients by the leaf's id."""
+def _run_backward(node: Any, number: int, gradient: ShardedTensor, results: Mapping[int, Result]) -> dict[int, Any]:
+    """Run the backward of a node and of the custom functions before it, last one first; return gradients by the leaf's id."""
     waiting: dict[Any, dict[int, Any]] = {node: {number: gradient}}
     found: dict[int, Any] = {}
     while waiting:
         last = max(waiting, key=lambda n: n._sequence_nr())
         given = waiting.pop(last)
-        context = _Context(last, results if last is node else {})
+        context = _BackwardContext(last, results if last is node else {})
         gradients = last._forward_cls.backward(context, *_materialized(last, given, gradient))
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         _check(last, gradients)
@@ -144,7 +144,7 @@ def _pulled(node: Any, number: int, gradient: ShardedTensor, results: Mapping[in
 
 
 def _materialized(node: Any, given: dict[int, Any], like: ShardedTensor) -> Iterable[ShardedTensor]:
-    """The gradients of all results of a node; zeros for those that have none."""
+    """Yield the gradients of all results of a node; zeros for those that have none."""
     for number, metadata in enumerate(node._input_metadata):
         if number in given:
             yield given[number]
@@ -157,16 +157,16 @@ def _check(node: Any, gradients: Sequence[Any]) -> None:
     for number, (gradient, needs) in enumerate(zip(gradients, node.needs_input_grad, strict=False)):
         if needs and not (gradient is None or isinstance(gradient, ShardedTensor)):
             raise RuntimeError(
-                f"backward of {node._forward_cls.__qualname__} gave a {type(gradient).__name__} as the gradient of argument {number}, "
-                "which is a ShardedTensor; return a ShardedTensor made of the gradients and of what was saved, or None"
+                f"backward of {node._forward_cls.__qualname__} returned a {type(gradient).__name__} as the gradient of argument {number}, "
+                "which is a ShardedTensor; return a ShardedTensor computed from the gradients and the saved tensors, or None"
             )
 
 
 def _local_gradient(leaf: ShardedTensor, gradient: Any) -> Tensor | None:
-    """This rank's part of a leaf's gradient, in the layout dual to the leaf's.
+    """Return this rank's part of a leaf's gradient, in the layout dual to the leaf's.
 
     Raises:
-        RuntimeError: it has another shape, or lies on another mesh.
+        RuntimeError: it has another shape or another mesh.
     """
     if gradient is None:
         return None
@@ -174,16 +174,16 @@ def _local_gradient(leaf: ShardedTensor, gradient: Any) -> Tensor | None:
         gradient = gradient.sum_to_size(leaf.shape)  # as autograd does
     if gradient.shape != leaf.shape or gradient.mesh is not leaf.mesh:
         raise RuntimeError(
-            f"a custom function gave the gradient {gradient._layout} for {leaf._layout}; the shape and the mesh must be the same"
+            f"a custom function returned the gradient {gradient._layout} for {leaf._layout}; the shape and the mesh must be the same"
         )
     layout = leaf._layout.dual
     return redistribute_grad(gradient._local.to(layout.dtype), gradient._layout.replace(dtype=layout.dtype), layout)
 
 
-class _Context:
-    """The context that a custom function's backward sees: its own, but for results that it saved.
+class _BackwardContext:
+    """The `ctx` of a custom function's backward: its own, except for results that it saved.
 
-    These come back from autograd as the bare wrapper, which has no values.
+    Autograd returns those as the bare wrapper, which has no values.
     """
 
     def __init__(self, node: Any, results: Mapping[int, Result]) -> None:
@@ -208,7 +208,7 @@ class _Context:
         if number not in getattr(node, "results", {}):
             raise RuntimeError(
                 f"{node._forward_cls.__qualname__} saved its result {number} for backward, and only another one of its results was used; "
-                "save what it was made from, or apply the function to local tensors: ShardedTensor.from_local(F.apply(x.to_local()), "
+                "save its inputs instead, or apply the function to local tensors: ShardedTensor.from_local(F.apply(x.to_local()), "
                 "x.mesh, x.placements, shape=x.shape)"
             )
         local, layout, lineage = result = node.results[number]

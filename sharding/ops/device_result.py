@@ -1,8 +1,7 @@
-"""Ask the device's own kernel about a call that torch's kernel for "meta" refuses.
+"""Results on "meta" for calls that torch's meta kernel rejects but the device's kernel accepts.
 
-The two do not always take the same dtypes and strides: `grouped_mm` takes float32 on a CPU and bfloat16 only on "meta". The rule of the
-operator knows the shape of the result; whether the device takes the operands, and of what dtype the result is, it says for
-small operands of the same kind.
+The two do not always support the same dtypes and strides: `grouped_mm` supports float32 on a CPU, and only bfloat16 on "meta". The shape
+of the result follows from the operator's rule; a run with small operands on the device gives the dtype, or the error.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from .rules.notation import Dim, Rule
 
-_LARGEST = 32  # sizes up to this one stay; larger ones keep their remainder by half of it, which kernels may ask about
+_LARGEST = 32  # sizes up to this one stay; larger ones keep their remainder modulo half of it, which kernels may check
 
 
 def device_result(func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the results on meta tensors of a call that the kernel for "meta" refuses; None where the device refuses it, too.
+    """Return the results, as meta tensors, of a call that the meta kernel rejects; None if the device's kernel rejects it too.
 
-    A call that is refused for its sizes is refused: the kernel for "meta" takes it when they are small.
+    A call that is rejected for its sizes stays rejected: the meta kernel accepts it when they are small.
 
     Args:
         func: the operator.
@@ -38,14 +37,14 @@ def device_result(func: Callable[..., Any], made: Rule, args: Sequence[Any], kwa
     tensors, structure = pytree.tree_flatten(small)
     if not tensors or len(tensors) != len(made.outputs) or not all(isinstance(x, Tensor) for x in tensors):
         return None
-    if any(factors == () for dims in made.outputs for factors in dims):  # the rule does not tell these sizes
+    if any(factors == () for dims in made.outputs for factors in dims):  # the rule does not give these sizes
         return None
     full = [torch.empty(_shape(dims, made.sizes), dtype=x.dtype, device="meta") for dims, x in zip(made.outputs, tensors, strict=True)]
     return pytree.tree_unflatten(full, structure)
 
 
 def _small_shapes(made: Rule) -> dict[int, list[int]] | None:
-    """Shapes for the operands (by id) in which every factor is small; None where operands contradict each other."""
+    """Return shapes for the operands (by id) in which every factor is small; None if operands contradict each other."""
     sizes = {name: n if n <= _LARGEST else _LARGEST // 2 + n % (_LARGEST // 2) for name, n in made.sizes.items()}
     shapes = {}
     for x, dims in zip(made.operands, made.inputs, strict=True):
@@ -60,7 +59,7 @@ def _shape(dims: Sequence[Dim], sizes: dict[str, int]) -> list[int]:
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shapes: dict[int, list[int]], device: str) -> Any:
-    """What the operator returns for zeros of these shapes; None where it raises."""
+    """Return the operator's result for zeros of these shapes; None if it raises."""
 
     def stand_in(x: Any) -> Any:
         return torch.zeros(shapes.get(id(x), x.shape), dtype=x.dtype, device=device) if isinstance(x, Tensor) and x.is_meta else x

@@ -1,11 +1,11 @@
-"""Operators on `ShardedTensor`s: a cached decision, then the same torch function on the local tensors.
+"""Operators on `ShardedTensor`s: look up a cached strategy, then call the same torch function on the local tensors.
 
-    torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  decision, found in a dictionary or made once:
+    torch.f(x, y, 2)  ->  key (f, layout of x, layout of y, 2)  ->  strategy, cached:
         which operands must be redistributed first, and to which layout
         what to call on the local tensors
         the layout of each result
 
-`decide` makes the decision, from the operator's rule.
+`choose_strategy` derives a new strategy from the operator's rule.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
-from .lineage import carrying, drawn, mixed, piece_of, seed_of, with_drawn
+from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
-from .strategy import FOUND, Decision, common_name, decide, name_of, with_values
+from .strategy import FOUND, OpStrategy, choose_strategy, common_name, name_of, with_values
 from .torch_compile import not_compiled, refuse_jit_trace
 
-_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that values have no part in
+_ATTRIBUTE_ACCESS = frozenset({"__get__", "__set__", "__delete__"})  # attributes that do not depend on values
 _VALUES = frozenset({int, bool, type(None), str, torch.dtype})  # what most static arguments are
 _NO_KWARGS: dict[str, Any] = {}
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -44,7 +44,7 @@ _thread_state = plain_operands.thread_state
 
 
 class _MovedCopies:
-    exist = False  # whether a view was ever made of a moved copy
+    exist = False  # whether a view of a redistributed copy was ever made
 
 
 _moved_copies = _MovedCopies()
@@ -57,7 +57,7 @@ _moved_copies = _MovedCopies()
 def torch_function(
     cls: type, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Run `func` on arguments among which is a `ShardedTensor`: its `__torch_function__`."""
+    """Run `func` on arguments that include a `ShardedTensor`: its `__torch_function__`."""
     if kwargs is None:
         kwargs = _NO_KWARGS
     handle = HANDLERS.get(func)
@@ -72,7 +72,7 @@ def torch_function(
     local_args: list[Any] = []
     for item in args:
         kind = type(item)
-        if kind is ShardedTensor:  # this and the next: what `_local_of` does, without a call
+        if kind is ShardedTensor:  # this branch and the next are `_local_of`, inlined
             local = item._local
             if not local.requires_grad and any_requires_grad(item):
                 local = known_local(item)
@@ -98,29 +98,29 @@ def torch_function(
                 key.append(name)
                 local_kwargs[name] = _local_of(item, key, operands, func)
     try:
-        decision = operands[0]._layout.decisions.get(tuple(key)) if operands else None
+        strategy = operands[0]._layout.decisions.get(tuple(key)) if operands else None
     except TypeError:  # an argument that cannot be hashed
-        decision = None
-    if decision is None:
-        decision = _decided(func, args, kwargs, key, operands)
-    if decision.direct:
-        out = decision.wrap(decision.func(*local_args, **local_kwargs))
-        out._lineage = mixed(decision.seed, operands)
+        strategy = None
+    if strategy is None:
+        strategy = _make_strategy(func, args, kwargs, key, operands)
+    if strategy.direct:
+        out = strategy.wrap(strategy.func(*local_args, **local_kwargs))
+        out._lineage = mixed(strategy.seed, operands)
         return out
-    if decision.run is _on_wrappers:
-        return _on_wrappers(decision, args, kwargs)
-    lineage, before = mixed(decision.seed, operands), drawn.last
-    result = decision.run(decision, args, kwargs, local_args, local_kwargs, operands)
+    if strategy.run is _on_wrappers:
+        return _on_wrappers(strategy, args, kwargs)
+    lineage, before = mixed(strategy.seed, operands), drawn.last
+    result = strategy.run(strategy, args, kwargs, local_args, local_kwargs, operands)
     if drawn.last is not before:
         return _with_lineage(True, result, with_drawn(lineage, before), operands)
-    return _with_lineage(decision.in_place, result, lineage, operands)
+    return _with_lineage(strategy.in_place, result, lineage, operands)
 
 
 # -- reading the arguments ---------------------------------------------------------------------------------------------
 
 
 def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """An argument with `ShardedTensor`s replaced by their locals; adds to the cache key and to the list of operands."""
+    """Return an argument with `ShardedTensor`s replaced by their locals; extend the cache key and the list of operands."""
     kind = type(item)
     if kind is ShardedTensor:
         local = item._local
@@ -132,7 +132,7 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
     if kind in _VALUES:
         key += kind, item
     elif kind is float or kind is complex:
-        key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others look at no float but zero
+        key.append(item if func in LOOKS_AT_FLOATS else kind if item else 0.0)  # others only compare with zero
     elif kind is list or kind is tuple:
         return locals_of(item, key, operands, func)
     elif kind is slice:
@@ -146,7 +146,7 @@ def _local_of(item: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
 
 
 def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any:
-    """`_local_of` for a list or tuple; one of numbers and slices, as shapes and indices are, without calls in between."""
+    """Return `_local_of` of a list or tuple; the loop handles numbers and slices (shapes and indices) without a call."""
     key += type(items), len(items)
     before = len(key)
     for item in items:
@@ -162,15 +162,14 @@ def locals_of(items: Any, key: list[Any], operands: list[Any], func: Any) -> Any
 
 
 _ON_META = "meta"
-_PLAIN = object()  # in a key: a plain tensor that may count as replicated, see `plain_operands.py`
+_PLAIN = object()  # in a key: a plain tensor that may be treated as replicated, see `plain_operands.py`
 
 
 def _plain_key(tensor: Tensor, func: Any) -> Any:
-    """A plain 0-d tensor is a number, and one of one element is like one; any other could mean anything, so it is an error outside of
-    prepared modules.
+    """Return the key of a plain tensor. With one element it is used as a number; others are errors outside of prepared modules.
 
     Raises:
-        RuntimeError: not a TypeError, which Python's `+` and `@` would turn into "unsupported operand".
+        RuntimeError: and not TypeError, which Python's `+` and `@` would turn into "unsupported operand".
     """
     if is_transformed(tensor):
         refuse_foreign(f"{name_of(func)} of a ShardedTensor")
@@ -184,79 +183,72 @@ def _plain_key(tensor: Tensor, func: Any) -> Any:
 # -- running -----------------------------------------------------------------------------------------------------------
 
 
-def _decided(
+def _make_strategy(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], key: list[Any], operands: list[Any]
-) -> Decision:
-    """A new decision, kept for the next call with this key."""
+) -> OpStrategy:
+    """Make the strategy for a new key and cache it."""
     refuse_jit_trace()
     if any(type(k) is tuple and k[-1:] == (_ON_META,) for k in key):
         plain_operands.refuse_without_value(func, operands)
     if has_tensor_as_number(func, kwargs):
-        decision = Decision(func, (), False, None)
-        decision.run = _run_with_numbers
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_numbers
     elif any(k is _PLAIN for k in key):
         if not operands:
             plain_operands.refuse(next(filter(plain_operands.is_plain_operand, plain_operands.tensors_in((*args, *kwargs.values())))), func)
-        decision = Decision(func, (), False, None)
-        decision.run = _run_beside_plain
+        strategy = OpStrategy(func)
+        strategy.run = _run_with_plain
     elif not operands or (name_of(func) in _ATTRIBUTE_ACCESS and func not in RULES):
-        decision = Decision(func, (), False, None)
-        decision.run = _on_wrappers
+        strategy = OpStrategy(func)
+        strategy.run = _on_wrappers
     elif (public := public_call(func)) is not None:
-        decision = Decision(func, (), False, None)
-        decision.form, decision.run = public, _run_form
+        strategy = OpStrategy(func)
+        strategy.decomposition, strategy.run = public, _run_decomposition
     elif kwargs.get("out") is not None:
-        decision = Decision(func, (), False, None)
-        decision.run = _into_out
+        strategy = OpStrategy(func)
+        strategy.run = _into_out
     else:
-        decision = _settled(decide(func, args, kwargs, operands, key))
-        if decision.form is None and _is_outside(operands[0]._layout):
-            decision.run = partial(nonmember.run, func)
-    decision.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
+        strategy = choose_strategy(func, args, kwargs, operands, key)
+        outputs = strategy.outputs
+        if strategy.decomposition is not None:
+            strategy.run = _run_decomposition
+        elif _is_outside(operands[0]._layout):
+            strategy.run = partial(nonmember.run, func)
+        elif strategy.moves or strategy.in_place or type(outputs) is not Layout:
+            strategy.run = _run
+        else:
+            strategy.direct, strategy.run, strategy.wrap = True, _run, wrapper(outputs)
+    strategy.seed = seed_of(" ".join([common_name(func), *(str(k) for k in key if type(k) in _VALUES)]))
     if operands:
-        with suppress(TypeError):  # an argument that cannot be hashed: decide anew each time
-            keep(operands[0]._layout.decisions, tuple(key), decision)
-    return decision
+        with suppress(TypeError):  # an argument that cannot be hashed: not cached
+            keep(operands[0]._layout.decisions, tuple(key), strategy)
+    return strategy
 
 
-def _settled(decision: Decision) -> Decision:
-    """The decision, with the shortest way to run it."""
-    decision.run = _run
-    if decision.form is not None:
-        decision.run = _run_form
-        return decision
-    special = decision.moves or decision.in_place or type(decision.outputs) is not Layout
-    if not special and not _is_outside(decision.outputs):
-        decision.direct = True
-        decision.wrap = wrapper(decision.outputs)
-    return decision
+def _run_with_plain(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    args, kwargs = plain_operands.replicated(strategy.func, args, kwargs)
+    return torch_function(ShardedTensor, strategy.func, (), args, kwargs)
 
 
-def _run_beside_plain(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    args, kwargs = plain_operands.replicated(decision.func, args, kwargs)
-    return torch_function(ShardedTensor, decision.func, (), args, kwargs)
-
-
-def _run_with_numbers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    return torch_function(ShardedTensor, decision.func, (), args, with_numbers(decision.func, kwargs))
+def _run_with_numbers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    return torch_function(ShardedTensor, strategy.func, (), args, with_numbers(strategy.func, kwargs))
 
 
 def _moved(
-    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], operands: list[Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with every operand's local tensor in the layout that the decision asks for."""
-    pairs = zip(operands, decision.targets, strict=True)
+    """Return the arguments with each operand replaced by its local tensor in the layout that the strategy requires."""
     moved = []
-    for x, target in pairs:
-        with carrying(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+    for x, target in zip(operands, strategy.targets, strict=True):
+        with comm_context(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
             moved.append(redistribute_local(x._local, x._layout, target))
-    if decision.detached_view:
+    if strategy.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
     return with_values(args, kwargs, moved)
 
 
 def marked_as_copy(moved: Tensor, original: Tensor) -> Tensor:
-    """The moved operand of a view, marked so that writing to any view of it is refused."""
+    """Return the redistributed operand of a view, marked so that writing to a view of it raises."""
     if transforming():
         moved = moved.clone() if moved is original else moved
     elif moved.untyped_storage()._cdata == original.untyped_storage()._cdata:
@@ -270,47 +262,47 @@ def _base(local: Tensor) -> Tensor:
     return local if local._base is None else local._base
 
 
-def _run_form(
-    decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
+def _run_decomposition(
+    strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
 ) -> Any:
-    with carrying(operands[0]._layout.mesh.world, mixed(decision.seed, operands)):
-        return decision.form(*args, **kwargs)  # type: ignore[misc]
+    with comm_context(operands[0]._layout.mesh.world, mixed(strategy.seed, operands)):
+        return strategy.decomposition(*args, **kwargs)  # type: ignore[misc]
 
 
-def _with_lineage(has_written: bool, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
-    """The results, known to be made of the operands; also on ranks outside the mesh. What an operator only hands back stays what it is."""
+def _with_lineage(writes: bool, result: Any, lineage: int, operands: Sequence[Any]) -> Any:
+    """Set the lineage of each result; operands returned unchanged keep theirs."""
     for i, x in enumerate(result if type(result) in (tuple, list) else (result,)):
-        if type(x) is ShardedTensor and (has_written or all(x is not operand for operand in operands)):
+        if type(x) is ShardedTensor and (writes or all(x is not operand for operand in operands)):
             x._lineage = piece_of(lineage, i)
     return result
 
 
 def _run(
-    decision: Decision,
+    strategy: OpStrategy,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     local_args: Sequence[Any],
     local_kwargs: dict[str, Any],
     operands: list[Any],
 ) -> Any:
-    """Whatever a decision may ask for, beyond calling the function and wrapping its result."""
-    if decision.moves:
-        local_args, local_kwargs = _moved(decision, args, kwargs, operands)
-    if decision.in_place:
+    """Run a strategy that does more than call the function and wrap its one result."""
+    if strategy.moves:
+        local_args, local_kwargs = _moved(strategy, args, kwargs, operands)
+    if strategy.in_place:
         check_base(operands[0])
-    result = decision.func(*local_args, **local_kwargs)
-    if decision.in_place:
+    result = strategy.func(*local_args, **local_kwargs)
+    if strategy.in_place:
         operands[0]._sync_requires_grad()  # it may require grad from now on
         return operands[0]
-    outputs = decision.outputs
+    outputs = strategy.outputs
     if type(outputs) is Layout:
         return wrap(result, outputs)
     if outputs is None:
         return result
     if outputs is FOUND:
         like = operands[0]._layout
-        return nonmember.each_tensor(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
-    return decision.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
+        return nonmember.map_tensors(result, lambda t: ShardedTensor._make(t, nonmember.whole_like(t, like)))
+    return strategy.container([wrap(r, layout) for r, layout in zip(result, outputs, strict=True)])
 
 
 def _is_outside(layout: Layout) -> bool:
@@ -318,10 +310,10 @@ def _is_outside(layout: Layout) -> bool:
 
 
 def check_gradient_known(x: Any) -> None:
-    """Have the local tensor know the gradient history of the wrapper, if that has one: see `custom_function`.
+    """Transfer the gradient history of the wrapper, if it has one, to the local tensor: see `custom_function`.
 
     Raises:
-        RuntimeError: a history that the local tensor cannot have; the gradient would be lost without a word.
+        RuntimeError: a history that cannot be transferred; the gradient would be lost silently.
     """
     with _no_torch_function():
         node = _wrapper_grad_fn(x)
@@ -331,35 +323,34 @@ def check_gradient_known(x: Any) -> None:
 
 
 def part_of(x: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, which knows its gradient history; a plain tensor as it is."""
+    """Return this rank's part of a sharded tensor, with its gradient history; a plain tensor unchanged."""
     return known_local(x) if isinstance(x, ShardedTensor) else x
 
 
 def known_local(x: Any) -> Tensor:
-    """The local tensor, whose gradient history is that of the whole; see `check_gradient_known`."""
+    """Return the local tensor with the gradient history of the sharded one; see `check_gradient_known`."""
     if not x._local.requires_grad:
         check_gradient_known(x)
     return x._local
 
 
 def wrap(local: Tensor, layout: Layout) -> Any:
-    """A `ShardedTensor` around this rank's part; the dtype is taken from the part (autocast may have changed it).
+    """Return a `ShardedTensor` with this rank's part; its dtype is that of the part (autocast may have changed it).
 
     Raises:
-        RuntimeError: the part has not the shape that the layout gives it: an operator rule is wrong.
+        RuntimeError: the part does not have the shape of the layout: the rule of an operator is wrong.
     """
     if local.dtype is not layout.dtype:
         layout = layout.replace(dtype=local.dtype)
     if local.shape != layout.local_shape:
         raise RuntimeError(
-            f"an operator gave a local tensor of shape {list(local.shape)} for {layout}: its rule is wrong"
+            f"an operator returned a local tensor of shape {list(local.shape)} for {layout}: its rule is wrong"
         )
     return ShardedTensor._make(local if _is_grad_enabled() else _detached(local), layout)
 
 
 def _detached(local: Tensor) -> Tensor:
-    """Outside the graph, but still known for a view of a moved copy, if it is one: torch does not know the base of what is
-    detached."""
+    """Detach a local tensor and keep its mark as a view of a redistributed copy: a detached tensor has no base in torch."""
     if transforming():
         return local  # detached, it would lose its tangent
     out = local.detach()
@@ -369,7 +360,7 @@ def _detached(local: Tensor) -> Tensor:
 
 
 def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
-    """`wrap` with the layout filled in, for results of the expected shape and dtype without any call in between."""
+    """Return `wrap` for one layout, which makes no call for results of the expected shape and dtype."""
     meta, shape, dtype = layout.meta, layout.local_shape, layout.dtype
 
     def wrap_local(local: Tensor) -> Any:
@@ -379,7 +370,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
         if local.requires_grad:
             if _is_grad_enabled():
                 out.requires_grad = True
-            else:  # a view of a leaf; a custom autograd.Function that returns it must not pass for a leaf itself
+            else:  # a view of a leaf, which must not become a leaf if a custom autograd.Function returns it
                 local = _detached(local)
         out.__class__ = ShardedTensor  # type: ignore[assignment]
         out._local = local  # type: ignore[attr-defined]
@@ -390,7 +381,7 @@ def wrapper(layout: Layout) -> Callable[[Tensor], Any]:
 
 
 def check_base(x: Any) -> None:
-    """Refuse to write to a view of a tensor that had to be redistributed.
+    """Raise if this is a view of a tensor that had to be redistributed, before it is written.
 
     Raises:
         RuntimeError: the base would not change.
@@ -399,7 +390,7 @@ def check_base(x: Any) -> None:
 
 
 def check_bases(tensors: Iterable[Any]) -> None:
-    """`check_base` for several; nothing to look at while no view was ever made of a moved copy."""
+    """Call `check_base` for several tensors; free as long as no view of a redistributed copy was ever made."""
     if _moved_copies.exist and any(getattr(_base(x._local), "_is_moved_copy", False) for x in tensors):
         raise RuntimeError(
             "in-place operator on a view whose base had to be redistributed: the base would not change; "
@@ -407,19 +398,19 @@ def check_bases(tensors: Iterable[Any]) -> None:
         )
 
 
-def _into_out(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
-    """`torch.f(x, out=y)`: the result, copied into y as y lies. As in torch, not differentiable."""
+def _into_out(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+    """Run `torch.f(x, out=y)`: copy the result into y, in y's layout. As in torch, not differentiable."""
     out = kwargs["out"]
-    result = decision.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
+    result = strategy.func(*args, **{name: value for name, value in kwargs.items() if name != "out"})
     if not isinstance(out, ShardedTensor) or not isinstance(result, ShardedTensor) or out.shape != result.shape:
         raise NotImplementedError(
-            f"{name_of(decision.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
+            f"{name_of(strategy.func)}: out= takes one ShardedTensor of the shape of the result; use the result instead"
         )
     if result.requires_grad or (out.requires_grad and _is_grad_enabled()):
-        raise RuntimeError(f"{name_of(decision.func)}: out= has no gradient, and one of the arguments requires grad")
+        raise RuntimeError(f"{name_of(strategy.func)}: out= has no gradient, and one of the arguments requires grad")
     return out.copy_(result)
 
 
-def _on_wrappers(decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
+def _on_wrappers(strategy: OpStrategy, args: Sequence[Any], kwargs: dict[str, Any], *_: Any) -> Any:
     with _no_torch_function():
-        return decision.func(*args, **kwargs)
+        return strategy.func(*args, **kwargs)

@@ -1,49 +1,39 @@
-"""Communication that nobody asked for by name: allowed, warned of, or forbidden.
+"""Communication that no line of the program asks for by name: allowed, warned about, or forbidden.
 
-An operator whose operands do not lie as it needs them redistributes them. That is right, and it may be a surprise:
+An operator whose operands do not have the layouts it needs redistributes them. The result is right, but the cost may be a surprise:
 
     with sm.implicit("forbid"):
         y = x @ w          # ImplicitCommError: names the operator, the layouts, the bytes, the line, and what to write
         w = w.redistribute(P())
-        y = x @ w          # asked for: fine
+        y = x @ w          # explicit: allowed
 
-What a program asks for is never implicit: `redistribute`, `full_tensor`, `item`, `distribute_tensor`, and backward, whose
-communication follows from forward's. An observer of the world's collectives watches, and the stack tells it which operator
-runs: while everything is allowed nothing watches, and no operator is slower.
+Explicit communication is never implicit: `redistribute`, `full_tensor`, `item`, `distribute_tensor`, and backward, whose
+communication follows from forward's. An observer of the world's collectives asks the stack which operator runs (see
+`operator_calls.py`); while everything is allowed there is no observer, and no operator is slower.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
-from ...mesh.comm.call_site import DESCRIBERS, OperatorCall, user_call
+from ...mesh.comm.call_site import user_call
 from ...mesh.comm.group import CollectiveRecord, Observer, World, current_world
 from ...mesh.comm.report import described
 from ...mesh.errors import ImplicitCommError
-from ..tensor import sharded_tensor
-from ..tensor.autograd import backward, leaf_grads
-from ..tensor.sharded_tensor import ShardedTensor
-from . import dispatch
-from .rules.registry import HANDLERS
-from .strategy import Decision, name_of
 
 MODES = ("allow", "warn", "forbid")
-# modules of functions that read values or ask for gradients
-_ASKED_IN = frozenset({backward.__name__, leaf_grads.__name__, sharded_tensor.__name__})
 
 
 class implicit:
     """implicit("allow" | "warn" | "forbid"): what happens when an operator communicates without being asked to.
 
-    Works from the call on, for this process (this rank of a simulated world); as `with implicit(...):` until the end of the
-    block. In the beginning everything is allowed. "warn" warns once for each operator and line.
+    Applies from the call on, to this process (this rank of a simulated world); as `with implicit(...):` until the end of the
+    block. The default is "allow". "warn" warns once for each operator and line.
 
     Raises:
         ValueError: for another word.
-        ImplicitCommError: later, under "forbid", on every rank that the collective runs on, before it moves anything.
+        ImplicitCommError: later, under "forbid", on every rank of the collective, before it moves anything.
 
     Communication: none.
 
@@ -57,20 +47,20 @@ class implicit:
             raise ValueError(f"implicit({mode!r}): write one of {', '.join(map(repr, MODES))}")
         self.mode = mode
         self._world = current_world()
-        self._before = _replace_watch(self._world, None if mode == "allow" else _Watch(mode))
+        self._before = _replace_observer(self._world, None if mode == "allow" else _ImplicitCommObserver(mode))
 
     def __enter__(self) -> implicit:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
-        _replace_watch(self._world, self._before)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        _replace_observer(self._world, self._before)
 
     def __repr__(self) -> str:
         return f"implicit({self.mode!r})"
 
 
-class _Watch:
-    """The observer that knows the mode in force."""
+class _ImplicitCommObserver:
+    """Warn or raise before a collective that an operator launches."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -91,51 +81,11 @@ class _Watch:
             warnings.warn_explicit(f"{text}. {call.operator.advice}.", UserWarning, call.file, call.line)
 
 
-def _replace_watch(world: World, watch: Observer | None) -> Observer | None:
-    """Make this the one watch of the world; the one before."""
-    before = next((observer for observer in world.observers if isinstance(observer, _Watch)), None)
+def _replace_observer(world: World, observer: Observer | None) -> Observer | None:
+    """Make this the world's only observer of implicit communication; return the previous one."""
+    before = next((other for other in world.observers if isinstance(other, _ImplicitCommObserver)), None)
     if before is not None:
         world.observers.remove(before)
-    if watch is not None:
-        world.observers.insert(0, watch)
+    if observer is not None:
+        world.observers.insert(0, observer)
     return before
-
-
-# -- what an operator's frame tells ------------------------------------------------------------------------------------
-
-
-def _describe(frame: dict[str, Any]) -> OperatorCall | str:
-    """The operator that `torch_function` runs; its name alone where the program asks for values or gradients."""
-    func = frame["func"]
-    if getattr(HANDLERS.get(func), "__module__", None) in _ASKED_IN:
-        return name_of(func)
-    operands = list(_sharded((*frame["args"], *(frame["kwargs"] or {}).values())))
-    layouts = ", ".join(str(x._layout) for x in operands)
-    return OperatorCall(name_of(func), layouts, _advice(operands, frame.get("decision")))
-
-
-def _sharded(items: Sequence[Any]) -> Iterator[ShardedTensor]:
-    for item in items:
-        if isinstance(item, ShardedTensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _sharded(item)
-
-
-def _advice(operands: Sequence[ShardedTensor], decision: Decision | None) -> str:
-    """What to write before the operator, so that it finds its operands as it needs them."""
-    if decision is None or decision.form is not None or not decision.moves:
-        return "Redistribute its operands first, so that the dims it works along are whole"
-    moved = [
-        f"{_which(i, len(operands))}.redistribute({target.spec})"
-        for i, (x, target) in enumerate(zip(operands, decision.targets, strict=True))
-        if target is not x._layout
-    ]
-    return f"Write {' and '.join(moved)} before it"
-
-
-def _which(number: int, count: int) -> str:
-    return "x" if count == 1 else f"operand_{number}"
-
-
-DESCRIBERS[dispatch.torch_function.__code__] = _describe  # so that reports and budgets know operators by their frames

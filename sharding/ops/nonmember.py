@@ -1,7 +1,7 @@
-"""Operators on a rank outside a tensor's mesh: it holds an empty part, and the same graph behind it.
+"""Operators on a rank outside a tensor's mesh, which holds an empty part with the same autograd graph.
 
-A tensor on another mesh may depend on the result, and backward through a redistribution between two meshes takes the
-ranks of both. So a tensor requires grad here where it does elsewhere, and backward walks the same way: operators run on
+A tensor on another mesh may depend on the result, and backward through a redistribution between two meshes needs the
+ranks of both. So a tensor requires grad here if it does elsewhere, and backward visits the same nodes: operators run on
 stand-ins, meta tensors of the global shapes.
 
     part (0,)  --->  stand-in [4, 8] on "meta"  --- the operator --->  stand-in [4, 16]  --->  part (0,)
@@ -21,43 +21,43 @@ from ..tensor.autograd.engine_hooks import transforming
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import Linear, under_transforms
 from .rules.registry import RESULT_IS_VIEW, functions
-from .strategy import FOUND, Decision, name_of, with_values
+from .strategy import FOUND, OpStrategy, name_of, with_values
 
 _CASTS = frozenset(functions("to", "type"))
 
 
 def run(
     func: Callable[..., Any],
-    decision: Decision,
+    strategy: OpStrategy,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     local_args: Any,
     local_kwargs: Any,
     operands: list[Any],
 ) -> Any:
-    """The operator's results, empty here; of whole values nothing is known.
+    """Return the operator's results, with empty parts.
 
     Raises:
         NotImplementedError: the shape of a result depends on values.
     """
-    _check_shapes_known(decision)
+    _check_shapes_known(strategy)
     first = operands[0]
-    if func in RESULT_IS_VIEW or func in _CASTS:  # what requires grad depends on the first operand alone
-        return _wrapped(decision, _example(decision), first, lambda t: first._local.view_as(first._local).to(t.dtype))
+    if func in RESULT_IS_VIEW or func in _CASTS:  # whether it requires grad depends on the first operand alone
+        return _wrapped(strategy, _example(strategy), first, lambda t: first._local.view_as(first._local).to(t.dtype))
     if not _in_graph(operands):
-        return first if decision.in_place else _wrapped(decision, _example(decision), first, _part_on(first))
+        return first if strategy.in_place else _wrapped(strategy, _example(strategy), first, _part_on(first))
     whole = [_stand_in(x._local, x._layout.shape, "meta") for x in operands]
     whole_args, whole_kwargs = with_values(args, kwargs, whole)
     result = func(*whole_args, **whole_kwargs)
-    if not decision.in_place:
-        return _wrapped(decision, result, first, _part_on(first))
+    if not strategy.in_place:
+        return _wrapped(strategy, result, first, _part_on(first))
     first._local.copy_(_part_on(first)(whole[0]))
     first._sync_requires_grad()
     return first
 
 
 class _StandIn(torch.autograd.Function):
-    """A tensor of another shape and device, without values, that stands for this one in the graph."""
+    """Replace a tensor in the graph by one of another shape and device, without values."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
@@ -69,18 +69,18 @@ class _StandIn(torch.autograd.Function):
         return _stand_in(grads[0], ctx.shape, ctx.device), None, None
 
 
-class _StandsFor(Linear):
-    """The same under transforms of torch.func: zeros, of another shape and device."""
+class _StandInMap(Linear):
+    """`_StandIn` under transforms of torch.func: zeros of another shape and device."""
 
     def __init__(self, before: tuple[Sequence[int], Any], after: tuple[Sequence[int], Any]) -> None:
         self.before, self.after = before, after
 
     @property
-    def transpose(self) -> _StandsFor:
-        return _StandsFor(self.after, self.before)
+    def transpose(self) -> _StandInMap:
+        return _StandInMap(self.after, self.before)
 
-    def batched(self, count: int) -> _StandsFor:
-        return _StandsFor(*(((*shape, count), device) for shape, device in (self.before, self.after)))
+    def batched(self, count: int) -> _StandInMap:
+        return _StandInMap(*(((*shape, count), device) for shape, device in (self.before, self.after)))
 
     def __call__(self, x: Tensor) -> Tensor:
         return x.new_zeros(self.after[0], device=self.after[1])
@@ -88,7 +88,7 @@ class _StandsFor(Linear):
 
 def _stand_in(x: Tensor, shape: Sequence[int], device: Any) -> Tensor:
     if transforming():
-        return under_transforms(x, _StandsFor((x.shape, x.device), (shape, device)))
+        return under_transforms(x, _StandInMap((x.shape, x.device), (shape, device)))
     return _StandIn.apply(x, shape, device)  # type: ignore[return-value]
 
 
@@ -102,7 +102,7 @@ def _part_on(x: ShardedTensor) -> Callable[[Tensor], Any]:
 
 
 def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
-    """A result of which this rank, outside the mesh, has an empty part, with the graph of what it is made of behind it."""
+    """Return a result with an empty part, for a rank outside the mesh, in the graph of the tensors that it is made of."""
     on = _part_on(sources[0])
     parts = [x._local for x in sources if x._local.requires_grad] if torch.is_grad_enabled() else []
     if not parts or not (layout.dtype.is_floating_point or layout.dtype.is_complex):
@@ -111,45 +111,45 @@ def unknown(layout: Layout, *sources: ShardedTensor) -> ShardedTensor:
     return ShardedTensor._make(on(whole), layout)  # type: ignore[arg-type]
 
 
-def _check_shapes_known(decision: Decision) -> None:
-    if decision.outputs is FOUND and decision.example is None:
+def _check_shapes_known(strategy: OpStrategy) -> None:
+    if strategy.outputs is FOUND and strategy.example is None:
         raise NotImplementedError(
-            f"{name_of(decision.func)}: the shape of its result depends on values, and this rank, outside the mesh, "
-            "does not have them"
+            f"{name_of(strategy.func)}: the shape of its result depends on values, which this rank, outside the mesh, "
+            "does not have"
         )
 
 
-def _example(decision: Decision) -> Any:
-    """Meta tensors like the operator's results."""
-    if decision.outputs is FOUND:
-        return decision.example
-    if decision.outputs is None or decision.in_place:
+def _example(strategy: OpStrategy) -> Any:
+    """Return meta tensors like the operator's results."""
+    if strategy.outputs is FOUND:
+        return strategy.example
+    if strategy.outputs is None or strategy.in_place:
         return None
-    return decision.outputs.meta if type(decision.outputs) is Layout else [layout.meta for layout in decision.outputs]
+    return strategy.outputs.meta if type(strategy.outputs) is Layout else [layout.meta for layout in strategy.outputs]
 
 
-def _wrapped(decision: Decision, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
-    """The whole results as `ShardedTensor`s of which this rank has an empty part."""
-    if decision.outputs is FOUND:
-        return each_tensor(result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)))
-    if decision.outputs is None:
+def _wrapped(strategy: OpStrategy, result: Any, like: ShardedTensor, part: Callable[[Tensor], Any]) -> Any:
+    """Return the whole results as `ShardedTensor`s with an empty part on this rank."""
+    if strategy.outputs is FOUND:
+        return map_tensors(result, lambda t: ShardedTensor._make(part(t), whole_like(t, like._layout)))
+    if strategy.outputs is None:
         return None
-    if type(decision.outputs) is Layout:
-        return ShardedTensor._make(part(result), decision.outputs)
-    parts = zip(result, decision.outputs, strict=True)
-    return decision.container([ShardedTensor._make(part(t), layout) for t, layout in parts])
+    if type(strategy.outputs) is Layout:
+        return ShardedTensor._make(part(result), strategy.outputs)
+    parts = zip(result, strategy.outputs, strict=True)
+    return strategy.container([ShardedTensor._make(part(t), layout) for t, layout in parts])
 
 
 def whole_like(tensor: Tensor, layout: Layout) -> Layout:
-    """The layout of a tensor of which every rank holds all."""
+    """Return the layout of a tensor that every rank holds whole."""
     return Layout.of(layout.mesh, P(), tensor.shape, tensor.dtype)
 
 
-def each_tensor(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
-    """The same nested tuples and lists with every tensor converted."""
+def map_tensors(tree: Any, convert: Callable[[Tensor], Any]) -> Any:
+    """Return nested tuples and lists with every tensor converted."""
     if isinstance(tree, Tensor):
         return convert(tree)
     if not isinstance(tree, (tuple, list)):
         return tree
-    items = [each_tensor(item, convert) for item in tree]
+    items = [map_tensors(item, convert) for item in tree]
     return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)

@@ -1,15 +1,15 @@
-"""`call`: an operator whose result is wanted in a layout that is named, where JAX has `out_sharding=`.
+"""`call`: run an operator whose result must have a given layout, like JAX's `out_sharding=`.
 
-An operator alone leaves its result as it comes: `x @ w` with a split inner dim is pending. Knowing how the result shall lie, there
-is a choice: run the operator on its operands as they lie and move the result, or move operands first.
+An operator by itself redistributes as little as possible: `x @ w` with a split inner dim is pending. If the layout of the result is known,
+there is a choice: run the operator on its operands in their layouts and redistribute the result, or redistribute operands first.
 
     x f32[m, k] @ P(None, "tp")      w f32[k, n] @ P("tp")      out_sharding=P("tp")
 
-        as they lie     local product, reduce_scatter of the result         m n elements' share
-        operands first  x to P("tp") by exchange, w gathered                m k + k n elements' share, nothing after
+        result only     local product, reduce_scatter of the result         a share of m n elements
+        operands first  all_to_all of x to P("tp"), all_gather of w         a share of m k + k n elements, nothing after
 
-Both are priced with the plans' own bytes, for each mesh axis in turn; the fewest bytes win, then the fewest collectives, then the
-smallest local operands. The choice is kept for calls with the same layouts.
+Both are priced by the bytes of their plans, for each mesh axis in turn; the fewest bytes win, then the fewest collectives, then the
+smallest local operands. The choice is cached for calls with the same layouts.
 """
 
 from __future__ import annotations
@@ -36,27 +36,26 @@ from .rules.propagation import assign, axis_order, factors_alone
 from .rules.registry import HANDLERS, writes_first_operand
 
 Choices = tuple[str | None, ...]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
-KEEP = "(as it lies)"  # no factor's name
+KEEP = "(keep)"  # cannot be the name of a factor
 
 
 def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
-    """call(func, *args, out_sharding=P(...)) -> func(*args), laid out as out_sharding says, in the cheapest way known.
+    """call(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the cheapest way known.
 
-    Communication inside is asked for: `sm.implicit("forbid")` has nothing against it, and reports name it by the operator.
-    Differentiable.
+    Its communication is explicit: `sm.implicit("forbid")` allows it, and reports show it under the operator's name. Differentiable.
 
     Args:
-        func: a function of torch: `torch.matmul`, `torch.einsum`, `torch.nn.functional.linear`, `torch.reshape`, ... A function of
-            yours works too; its result is then laid out after it has run.
-        args, kwargs: what it takes; among them a `ShardedTensor`.
+        func: a function of torch: `torch.matmul`, `torch.einsum`, `torch.nn.functional.linear`, `torch.reshape`, ... The result of any
+            other function is redistributed after it has run.
+        args, kwargs: its arguments, with at least one `ShardedTensor`.
         out_sharding: a `P` or list of placements for the result; for several results one for all, or a tree of them.
 
     Raises:
-        TypeError: no `ShardedTensor` among the arguments, or a result that is no tensor.
-        ValueError: a spec that does not fit the result, an operator that writes in place or into `out=`; what `func` raises.
+        TypeError: no `ShardedTensor` among the arguments, or a result that is not a tensor.
+        ValueError: a spec that does not fit the result, an operator that writes in place or into `out=`; the errors of `func`.
 
-    Communication: that of `redistribute` of operands, of the operator on them, and of `redistribute` of the result. Where a summed
-        dim is split: a reduce_scatter into the split asked for.
+    Communication: that of `redistribute` of operands, of the operator on them, and of `redistribute` of the result. If a summed
+        dim is split: a reduce_scatter into the requested split.
 
     Example:
         >>> y = sm.call(torch.matmul, x, w, out_sharding=P("dp", "tp"))
@@ -74,18 +73,18 @@ def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any)
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
-DESCRIBERS[call.__code__] = lambda frame: strategy.name_of(frame["func"])  # what is asked for goes by the operator's name
+DESCRIBERS[call.__code__] = lambda frame: strategy.name_of(frame["func"])  # reports name the operator
 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = strategy.name_of(func)
     if not any(isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))):
         raise TypeError(
-            f"call({name}, ...): no ShardedTensor among the arguments, whose mesh the result would lie on; place one first with "
+            f"call({name}, ...): no ShardedTensor among the arguments, whose mesh the result would have; place one first with "
             "device_put(t, mesh, P(...))"
         )
     if writes_first_operand(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None:
-        raise ValueError(f"call({name}, ...): it writes into a tensor that has a layout; use its form that returns a new one")
+        raise ValueError(f"call({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function")
 
 
 def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list[ShardedTensor]:
@@ -101,7 +100,7 @@ def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list
 def _known_targets(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], out: Any, key: tuple[Any, ...]
 ) -> tuple[Layout, ...]:
-    """`_targets`, kept with the first operand's layout."""
+    """Return `_targets`, cached on the first operand's layout."""
     known = operands[0]._layout.decisions
     try:
         found = known.get(key)
@@ -117,10 +116,10 @@ def _known_targets(
 def _targets(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], out: Any
 ) -> tuple[Layout, ...]:
-    """The layouts that the operands shall have before the operator runs.
+    """Return the layouts to which the operands are redistributed before the operator runs.
 
     Raises:
-        ValueError: the result cannot lie so.
+        ValueError: the result cannot have this layout.
     """
     layouts = [x._layout for x in operands]
     strategy.check_one_mesh(func, layouts)
@@ -128,7 +127,7 @@ def _targets(
     named = dict(zip(kwargs, strategy.meta_numbers(kwargs.values()), strict=True))
     args, kwargs = strategy.with_values(strategy.meta_numbers(args), named, metas)
     made = None
-    if func not in HANDLERS and strategy.form_for(func, args, kwargs) is None:
+    if func not in HANDLERS and strategy.decomposition_for(func, args, kwargs) is None:
         made = strategy.rule_for(func, args, kwargs, metas)
     wanted = _wanted(func, strategy.meta_result(func, made, args, kwargs), layouts[0], out)
     if made is None or not wanted:
@@ -141,10 +140,10 @@ def _targets(
 
 
 def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> list[Layout]:
-    """The wanted layout of each result; none where the operator does not tell its shapes.
+    """Return the requested layout of each result; none if the shapes depend on values.
 
     Raises:
-        TypeError: a result that is no tensor.
+        TypeError: a result that is not a tensor.
         ValueError: a spec that does not fit.
     """
     if result is None:
@@ -153,19 +152,19 @@ def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> li
     found = list(matched(result, out, f"call({name}, ...)"))
     for path, leaf, _ in found:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"call({name}, ...): the result{path} is {leaf!r}, which lies nowhere; call {name} itself")
+            raise TypeError(f"call({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself")
     return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in found]
 
 
 @dataclass
 class _Search:
-    """Which factor each mesh axis shall split, if operands are moved before the operator runs.
+    """Search for the factor that each mesh axis splits when the operator runs.
 
     Attributes:
-        rule: the operator's.
-        layouts: how its operands lie, in the order of the rule.
-        wanted: how the results shall lie.
-        prices: choices -> what they cost.
+        rule: the operator's rule.
+        layouts: the layouts of its operands, in the order of the rule.
+        wanted: the requested layouts of the results.
+        prices: choices -> their price.
     """
 
     rule: Rule
@@ -180,10 +179,10 @@ class _Search:
         self.free = factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
-        """Improves two beginnings axis by axis, moving no operand and moving all towards the result; the better one."""
-        as_they_lie: Choices = (KEEP,) * len(self.axes)
-        towards: Choices = tuple(next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes)
-        found = [self._improved(choices) for choices in dict.fromkeys((as_they_lie, towards))]
+        """Return the operands' layouts of the better of two searches, from unchanged operands and from operands split like the result."""
+        unchanged: Choices = (KEEP,) * len(self.axes)
+        like_result: Choices = tuple(next(iter(self._factors_of_result(axis)), KEEP) for axis in self.axes)
+        found = [self._improved(choices) for choices in dict.fromkeys((unchanged, like_result))]
         return self.operands(min(found, key=self.price))
 
     def _improved(self, choices: Choices) -> Choices:
@@ -199,7 +198,7 @@ class _Search:
         return dict.fromkeys([KEEP, None, *self._factors_of_result(axis), *factors])
 
     def _factors_of_result(self, axis: str) -> Iterator[str]:
-        """The factors that the axis splits in a result, as far as operands have them."""
+        """Yield the factors that the axis splits in a result, if operands have them."""
         several = len(self.rule.outputs) == len(self.wanted)
         for i, layout in enumerate(self.wanted):
             factor = _split(self.rule.outputs[i if several else 0], layout, axis)
@@ -207,7 +206,7 @@ class _Search:
                 yield factor
 
     def price(self, choices: Choices) -> tuple[float, ...]:
-        """Bytes that the busiest rank receives, collectives, and elements of the largest local operands."""
+        """Return the bytes that the busiest rank receives, the number of collectives, and the elements of the largest local operands."""
         if choices not in self.prices:
             self.prices[choices] = self._priced(self.operands(choices))
         return self.prices[choices]
@@ -223,7 +222,7 @@ class _Search:
         return received, sum(p.launches for p in plans), sum(target.largest_local_numel for target in chosen.targets)
 
     def operands(self, choices: Choices) -> list[Layout]:
-        """How the operands lie if each axis does this."""
+        """Return the layouts of the operands under these choices."""
         changed = {axis: choice for axis, choice in zip(self.axes, choices, strict=True) if choice != KEEP}
         return [self._operand(i, layout, changed) for i, layout in enumerate(self.layouts)] if changed else self.layouts
 
@@ -240,6 +239,6 @@ class _Search:
 
 
 def _split(dims: Sequence[tuple[str, ...]], layout: Layout, axis: str) -> str | None:
-    """The factor that an axis splits, where that is a dim by itself."""
+    """Return the factor that an axis splits, if it is the only one of its dim."""
     factors = dims[layout.dim_of[axis]] if axis in layout.dim_of else ()
     return factors[0] if len(factors) == 1 else None

@@ -1,14 +1,14 @@
-"""Plain tensors beside sharded ones inside prepared modules: masks and positions that a model makes itself count as replicated.
+"""Plain tensors as operands with sharded ones: inside prepared modules, masks and positions that a model makes count as replicated.
 
     mask = torch.arange(s) <= torch.arange(s)[:, None]       the same on every rank, since nothing in it depends on the rank
-    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is taken as replicated
+    scores.masked_fill(~mask, -inf)                          scores is a ShardedTensor: mask is treated as replicated
 
-The first time that a line meets such an operand, the ranks of the mesh compare its bits. What is trusted after that: the same line, with
-the same operator, shapes, dtypes and layouts, makes operands that are the same on every rank.
+The first time that a line uses such an operand, the ranks of the mesh compare its bits. After that the same line, with the same operator,
+shapes, dtypes and layouts, is trusted to make equal operands on every rank.
 
-A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. Whether one runs is read
-off the stack, and only when an operator meets a plain tensor: other operators pay nothing, and recomputation in backward, exceptions
-and threads need no care.
+A module is prepared by `parallelize`, `parallelize_module`, `fully_shard`, `data_parallel` or `distribute_module`. The stack tells whether
+one is running, and is read only when an operator gets a plain tensor: other operators cost nothing, and recomputation in backward,
+exceptions and threads need no special handling.
 """
 
 from __future__ import annotations
@@ -35,27 +35,30 @@ from ..layout.layout import dtype_name
 from ..layout.spec import P
 from ..tensor.autograd import engine_hooks
 from ..tensor.from_dtensor import is_dtensor
-from ..tensor.prepared import is_prepared
 from ..tensor.sharded_tensor import ShardedTensor
+from .implicit_comm import implicit
+from .prepared_modules import is_prepared
 from .rules.registry import writes_first_operand
 from .strategy import name_of
 
-_MOST = 1 << 16  # signatures that are remembered per mesh
+_MAX_SIGNATURES = 1 << 16  # per mesh
 
-# Per world and mesh, what has been compared. The mesh is known by its hash: a reference to it would keep the world alive.
+# World -> hash of the mesh (a reference to the mesh would keep the world alive) -> signatures that were compared.
 _compared: WeakKeyDictionary[World, dict[int, dict[Hashable, bool]]] = WeakKeyDictionary()
 
 
-class _ThreadState(threading.local):
+class _ReplicationMode(threading.local):
     implicit_replication = False
 
 
-thread_state = _ThreadState()
+thread_state = _ReplicationMode()
 
 
 def may_replicate() -> bool:
-    """Return whether a plain operand may count as replicated here: in a method of a prepared module, or in backward, where
-    recomputation runs the lines of forward again."""
+    """Return whether a plain operand may count as replicated here: in a method of a prepared module, or in backward.
+
+    In backward, recomputation runs the lines of forward again.
+    """
     return engine_hooks.current_backward() != -1 or _in_prepared_module()
 
 
@@ -63,18 +66,15 @@ def _in_prepared_module() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and code.co_varnames[0] == "self" and is_prepared(_self_of(frame)):
-            return True
+        if code.co_argcount and code.co_varnames[0] == "self":
+            variables = frame.f_locals
+            owner = variables.get("self")
+            if type(variables) is dict:  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
+                variables.clear()
+            if is_prepared(owner):
+                return True
         frame = frame.f_back
     return False
-
-
-def _self_of(frame: FrameType) -> Any:
-    found = frame.f_locals
-    owner = found.get("self")
-    if type(found) is dict:  # before Python 3.13 a copy that stays with the frame, and would keep its tensors alive
-        found.clear()
-    return owner
 
 
 def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded: Sequence[ShardedTensor]) -> bool:
@@ -86,7 +86,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
         sharded: its sharded ones, on one mesh.
 
     Returns:
-        False where the operands are not to be taken as replicated: in backward, on a line that no forward has compared.
+        False if the operands must not count as replicated: in backward, on a line that no forward has compared.
 
     Raises:
         ReplicaError: on every rank of the mesh: they differ.
@@ -106,22 +106,20 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
         return False
     if mesh.size() > 1:
         _compare(f"{file}:{line}: {name_of(func)}", plain, mesh)
-    keep(compared, signature, True, _MOST)
+    keep(compared, signature, True, _MAX_SIGNATURES)
     return True
 
 
-def _compare(what: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    from .implicit_comm import implicit  # which watches the dispatch, which asks here
-
+def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     group = mesh.group()
     copies = [Copy(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:
         with implicit("allow"):
-            compare(f"{what}: a plain tensor beside a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)
+            compare(f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)
     except ReplicaError as error:
         advice = (
-            "If it is this rank's part of something, say so with ShardedTensor.from_local(t, mesh, placements); random numbers that are "
-            "the same on every rank are those of sm.rand and the like"
+            "If it is this rank's part of a tensor, wrap it with ShardedTensor.from_local(t, mesh, placements); sm.rand and the other "
+            "factories of shardmesh give random numbers that are the same on every rank"
         )
         raise ReplicaError(f"{error} {advice}", error.path, error.ranks, error.index) from None
 
@@ -131,7 +129,7 @@ def _compare(what: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain tensor beside a `ShardedTensor` is taken as replicated: every rank must hold the same values.
+    """Treat plain operands of operators on `ShardedTensor`s as replicated: every rank must hold the same values.
 
     Its gradient is reduced over the mesh, as for `from_local(t, mesh, [Replicate(), ...])`.
 
@@ -146,7 +144,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return the arguments with plain tensors made `ShardedTensor`s where they count as replicated.
+    """Return the arguments with plain tensors that count as replicated converted to `ShardedTensor`s.
 
     Raises:
         ReplicaError: on every rank: inside a prepared module, for operands that differ between ranks.
@@ -174,17 +172,17 @@ def replicated(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def is_plain_operand(x: Any) -> bool:
-    """Return whether this is a plain tensor that is not just a number."""
+    """Return whether this is a plain tensor that is more than a number."""
     return isinstance(x, Tensor) and not isinstance(x, ShardedTensor) and (x.ndim > 0 or x.requires_grad)
 
 
 def is_one_element(x: Tensor) -> bool:
-    """Return whether a plain tensor has one element and no gradient: it is taken as a number is, whatever its number of dims."""
+    """Return whether a plain tensor has one element and no gradient, so that it is used as a number."""
     return x.numel() == 1 and not (x.requires_grad and torch.is_grad_enabled()) and not is_dtensor(x)
 
 
 def replicated_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with their plain tensors made `ShardedTensor`s on the mesh of the others."""
+    """Return the arguments with plain tensors converted to replicated `ShardedTensor`s on the mesh of the others."""
     mesh = next((t.mesh for t in tensors_in((*args, *kwargs.values())) if isinstance(t, ShardedTensor)), None)
     if mesh is None:
         return args, kwargs
@@ -203,7 +201,7 @@ def _replicate_plain(items: Iterable[Any], mesh: DeviceMesh) -> list[Any]:
 
 
 def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
-    """The tensors among arguments, also those in lists, tuples and dicts."""
+    """Yield the tensors among arguments, also those in lists, tuples and dicts."""
     for item in items:
         if isinstance(item, Tensor):
             yield item
@@ -214,21 +212,21 @@ def tensors_in(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
-    """For a plain tensor on "meta" beside sharded ones with values: an operator with it would do nothing, silently.
+    """Raise for a plain tensor on "meta" with sharded operands that have values: the operator would silently do nothing.
 
     Raises:
-        RuntimeError: always, except where those are on "meta" as well.
+        RuntimeError: always, except if the sharded operands are on "meta" as well.
     """
     if not all(x._local.is_meta for x in operands):
         raise RuntimeError(
-            f"{name_of(func)}: a plain tensor on 'meta', which has no value, beside ShardedTensors on {operands[0].device}. Code that "
-            "places a number where it finds x.device in C++, as torch's gradient clipping and GradScaler do, finds 'meta': use "
+            f"{name_of(func)}: a plain tensor on 'meta', which has no value, with ShardedTensors on {operands[0].device}. Code that "
+            "reads x.device in C++, such as torch's gradient clipping and GradScaler, gets 'meta' and puts numbers there: use "
             "sm.clip_grad_norm_ or sm.GradScaler, or make the number a ShardedTensor"
         )
 
 
 def refuse(tensor: Tensor, func: Any) -> NoReturn:
-    """Raise a RuntimeError: it is not said how the plain tensor lies."""
+    """Raise the RuntimeError for a plain tensor whose layout is unknown."""
     kind = "torch's DTensor" if is_dtensor(tensor) else "a plain tensor"
     what = f"{name_of(func)}: mixes {kind} {dtype_name(tensor.dtype)}{list(tensor.shape)} with a ShardedTensor"
     if tensor.ndim == 0:
@@ -237,9 +235,9 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
             "device_put(t, mesh, P())"
         )
     if current_axis_env() is not None:
-        raise RuntimeError(f"{what}, inside a mapped function, which works on parts: pass the ShardedTensor as an argument")
+        raise RuntimeError(f"{what}, inside a mapped function, which runs on parts: pass the ShardedTensor as an argument")
     raise RuntimeError(
-        f"{what}; say how the plain tensor lies on the mesh with distribute_tensor(t, mesh, placements) or "
-        "ShardedTensor.from_local(t, mesh, placements), or take plain tensors as replicated inside "
+        f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) or "
+        "ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated inside "
         "`with sm.implicit_replication():`"
     )

@@ -1,10 +1,10 @@
-"""`x[i] += y` where x is split along what `i` selects: the slice is a copy, so what is added to it is also written to x.
+"""In-place operators on slices that are copies: `x[i] += y`, with x split along a dim that `i` selects from, also writes to x.
 
-    y = x[0]      a copy of row 0, on every rank; it remembers x and the index
+    y = x[0]      a copy of row 0, on every rank, with a reference to x and the index
     y += 1        adds to the copy, then runs x[0] = y
-    x[0] += 1     Python runs y = x[0]; y += 1; x[0] = y. The last step finds that x has these values already
+    x[0] += 1     Python runs y = x[0]; y += 1; x[0] = y, and the last step is skipped, since x has these values already
 
-A copy refers to x weakly, so that it does not keep x alive. Where x is gone, as after `y = f(x)[0]`, and for methods, as in
+The reference to x is weak, so that a copy does not keep x alive. If x is gone, as after `y = f(x)[0]`, and for methods, as in
 `x[0].add_(1)`, writing to the copy is an error: see `dispatch.check_base`.
 """
 
@@ -26,8 +26,8 @@ _Version = tuple[int, int] | None  # None: unknown
 
 
 def _version(x: ShardedTensor) -> _Version:
-    """Return what changes when x is written; None for an inference tensor, which does not count its writes."""
-    return None if x._local.is_inference() else (x._local._version, x._touched)
+    """Return a token that changes when x is written; None for an inference tensor, which has no version counter."""
+    return None if x._local.is_inference() else (x._local._version, x._data_accesses)
 
 
 class SlicedFrom:
@@ -41,11 +41,11 @@ class SlicedFrom:
     def __init__(self, base: ShardedTensor, index: Any) -> None:
         self._base, self._index = weakref.ref(base), index
         self._read = _version(base)
-        self._written: tuple[_Version, _Version] | None = None  # of base and copy, when the one was written from the other
+        self._written: tuple[_Version, _Version] | None = None  # of base and copy, when the copy was assigned to the base
 
     @property
     def base(self) -> Any:
-        """The tensor, or None where nothing else refers to it."""
+        """The tensor, or None if it has been freed."""
         return self._base()
 
     def write(self, copy: ShardedTensor, operator: Callable[..., Any], other: Any) -> Any:
@@ -63,7 +63,7 @@ class SlicedFrom:
         with torch.set_grad_enabled(copy.requires_grad):
             is_current = self._read is not None and self._read == _version(base)
             current = copy if is_current else base[self._index].redistribute(copy.spec)
-            copy._local = current._local.clone()  # which is not marked as a copy, so that it can be written
+            copy._local = current._local.clone()  # without the mark of a copy, so that it can be written
         try:
             result = operator(copy, other)
             if result is copy:
@@ -75,7 +75,7 @@ class SlicedFrom:
         return result
 
     def has_written(self, base: Any, index: Any, copy: ShardedTensor) -> bool:
-        """Return whether `base[index] = copy` would write what `write` has written, and nothing has changed since."""
+        """Return whether `base[index] = copy` would repeat the last `write`, with no change since."""
         if self._written is None or self.base is not base or not _is_same(self._index, index):
             return False
         return None not in self._written and self._written == (_version(base), _version(copy))

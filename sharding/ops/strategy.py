@@ -1,7 +1,7 @@
-"""Deciding how to run an operator: from its rule and the layouts of its operands to a `Decision`, which dispatch keeps.
+"""Choose how to run an operator: from its rule and the layouts of its operands to an `OpStrategy`, which dispatch caches.
 
-Running the operator on meta tensors of the global shapes validates the arguments as torch itself does, on every rank
-alike and before any communication, and tells the shapes and dtypes of the results.
+Running the operator on meta tensors of the global shapes validates the arguments as torch itself does, with the same result on every
+rank and before any communication, and gives the shapes and dtypes of the results.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from .rules.notation import Dim, NoMatch, Rule
 from .rules.propagation import CannotKeep, assign
 from .rules.registry import DECOMPOSITIONS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
 
-FOUND = object()  # as `Decision.outputs`: whatever tensors the function returns, replicated
+FOUND = object()  # as `OpStrategy.outputs`: whatever tensors the function returns, replicated
 
 
-class Decision:
+class OpStrategy:
     """How to run one operator on operands of known layouts.
 
     Attributes:
         func: what to call on the local tensors.
-        targets: the layout each operand must have, in the order in which operands stand in the arguments.
+        targets: the layout each operand must have, in the order of the operands among the arguments.
         moves: whether any operand has to be redistributed.
         outputs: layout of the result, or of each result; None where the operator returns no tensor; or `FOUND`.
-        container: how to put several results together again.
+        container: the type that several results are returned in.
         in_place: the result is the first operand.
         detached_view: the result would be a view, but of a redistributed copy.
         example: for `FOUND`, the results on meta tensors, or None where their shapes depend on values.
         seed: what the operator and its static arguments add to lineages.
-        form: what to call instead, with the operator's own arguments; nothing else counts then.
-        direct: all there is to do is to call `func` on the locals and wrap its one result.
-        run: how to do what there is to do, where it is more.
+        decomposition: what to call instead, with the operator's own arguments; everything above is unused then.
+        direct: whether all there is to do is to call `func` on the locals and wrap its one result.
+        run: how to execute the strategy if it is not direct.
         wrap: makes the one result a `ShardedTensor`.
     """
 
     __slots__ = (
-        "container", "detached_view", "direct", "example", "form", "func", "in_place", "moves", "outputs", "run", "seed", "targets",
-        "wrap",
+        "container", "decomposition", "detached_view", "direct", "example", "func", "in_place", "moves", "outputs", "run", "seed",
+        "targets", "wrap",
     )  # fmt: skip
 
     run: Callable[..., Any]
     wrap: Callable[[Tensor], Any]
 
-    def __init__(self, func: Callable[..., Any], targets: Sequence[Layout], moves: bool, outputs: Any) -> None:
+    def __init__(self, func: Callable[..., Any], targets: Sequence[Layout] = (), moves: bool = False, outputs: Any = None) -> None:
         self.func, self.targets, self.moves, self.outputs = func, tuple(targets), moves, outputs
         self.container: Callable[[list[Any]], Any] = tuple
         self.in_place = False
-        self.form: Callable[..., Any] | None = None
+        self.decomposition: Callable[..., Any] | None = None
         self.detached_view = False
         self.example: Any = None
         self.direct = False
         self.seed = 0
 
 
-def decide(
+def choose_strategy(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
-) -> Decision:
-    """Work out how to run an operator on these operands; `key` holds all that the decision depends on.
+) -> OpStrategy:
+    """Choose how to run an operator on these operands; `key` holds all that the strategy depends on.
 
     Raises:
         ValueError: operands on different meshes.
@@ -83,49 +83,47 @@ def decide(
     Communication: none.
     """
     with outside_of_transforms():
-        return _decided(func, args, kwargs, operands, key)
-
-
-def _decided(
-    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], operands: Sequence[Any], key: Sequence[Any]
-) -> Decision:
-    layouts = [x._layout for x in operands]
-    check_one_mesh(func, layouts)
-    metas = [operand_meta(layout) for layout in layouts]
-    named = dict(zip(kwargs, meta_numbers(kwargs.values()), strict=True))
-    meta_args, meta_kwargs = with_values(meta_numbers(args), named, metas)
-    in_place = writes_first_operand(func) or kwargs.get("inplace") is True
-    form = form_for(func, meta_args, meta_kwargs)
-    if form is not None:
-        return form if isinstance(form, Decision) else _formed(func, form)
-    made = rule_for(func, meta_args, meta_kwargs, metas)
-    if made is None:
-        _check_operator(func)
-        return _gathered(func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place)
-    if made.pointwise:
-        result = _pointwise_result(func, made, meta_args, meta_kwargs, key)
-    else:
-        result = meta_result(func, made, meta_args, meta_kwargs)
-    return _from_rule(func, made, layouts, metas, result, in_place)
+        layouts = [x._layout for x in operands]
+        check_one_mesh(func, layouts)
+        metas = [operand_meta(layout) for layout in layouts]
+        named = dict(zip(kwargs, meta_numbers(kwargs.values()), strict=True))
+        meta_args, meta_kwargs = with_values(meta_numbers(args), named, metas)
+        in_place = writes_first_operand(func) or kwargs.get("inplace") is True
+        decomposition = decomposition_for(func, meta_args, meta_kwargs)
+        if isinstance(decomposition, OpStrategy):
+            return decomposition
+        if decomposition is not None:
+            strategy = OpStrategy(func)
+            strategy.decomposition = decomposition
+            return strategy
+        rule = rule_for(func, meta_args, meta_kwargs, metas)
+        if rule is None:
+            _check_operator(func)
+            return _gathered(func, layouts, meta_result(func, None, meta_args, meta_kwargs), in_place)
+        if rule.pointwise:
+            result = _pointwise_result(func, rule, meta_args, meta_kwargs, key)
+        else:
+            result = meta_result(func, rule, meta_args, meta_kwargs)
+        return _from_rule(func, rule, layouts, metas, result, in_place)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def common_name(func: Any) -> str:
-    """A name that is the same on every rank: nothing with an address in it, and nothing that a program may choose."""
+    """Return a name that is the same on every rank: without addresses, and without names that a program may choose."""
     if isinstance(func, torch._ops.OpOverload) and func.namespace != "aten":
         return "operator of the program"
     return getattr(func, "__name__", type(func).__name__)
 
 
 def name_of(func: Any) -> str:
-    """What to call an operator in a message."""
+    """Return the name of an operator for a message."""
     return getattr(func, "__name__", repr(func))
 
 
 def with_values(args: Sequence[Any], kwargs: dict[str, Any], values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments with each `ShardedTensor` replaced by the next value."""
+    """Return the arguments with each `ShardedTensor` replaced by the next value."""
     rest = iter(values)
     return _substitute(args, rest), dict(zip(kwargs, _substitute(kwargs.values(), rest), strict=True))
 
@@ -142,14 +140,14 @@ def _substitute(items: Iterable[Any], values: Iterator[Any]) -> list[Any]:
 
 
 def operand_meta(layout: Layout) -> Tensor:
-    """A meta tensor that stands for an operand of this layout; rule makers tell operands from numbers by it."""
+    """Return a meta tensor for an operand of this layout; rule makers tell operands from numbers by its `_operand`."""
     meta = layout.meta.detach()
     meta._operand = layout  # type: ignore[attr-defined]
     return meta
 
 
 def meta_numbers(items: Iterable[Any]) -> list[Any]:
-    """The arguments with plain 0-d tensors, which are numbers, on the meta device too."""
+    """Return the arguments with plain 0-d tensors, which are numbers, on the meta device too."""
     out: list[Any] = []
     for item in items:
         if type(item) in (list, tuple):
@@ -165,16 +163,16 @@ def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
         if layout.mesh is not layouts[0].mesh:
             one, other = told_apart(layouts[0].mesh, layout.mesh)
             raise ValueError(
-                f"{name_of(func)}: operands lie on two meshes, {one} and {other}; bring them to one mesh first (both on "
-                "the mesh that has all the axes)"
+                f"{name_of(func)}: operands are on two meshes, {one} and {other}; redistribute them to one mesh first (the "
+                "one that has all the axes)"
             )
 
 
-# -- with a form -------------------------------------------------------------------------------------------------------
+# -- with a decomposition ----------------------------------------------------------------------------------------------
 
 
-def form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
-    """The form for operands that lie like these; torch's own complaints about the arguments come first."""
+def decomposition_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
+    """Return the decomposition for operands with these layouts, if there is one; torch's own errors about the arguments come first."""
     maker = DECOMPOSITIONS.get(func)
     if maker is None:
         return None
@@ -185,19 +183,13 @@ def form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         raise
 
 
-def _formed(func: Callable[..., Any], form: Callable[..., Any]) -> Decision:
-    decision = Decision(func, (), False, None)
-    decision.form = form
-    return decision
-
-
 # -- with a rule -------------------------------------------------------------------------------------------------------
 
 
 def rule_for(
     func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], metas: Sequence[Tensor]
 ) -> Rule | None:
-    """The rule for this call; None where there is none for this form of it."""
+    """Return the rule for this call; None where there is none for these arguments."""
     maker = RULES.get(func)
     if maker is None:
         return None
@@ -208,7 +200,7 @@ def rule_for(
     except (TypeError, AttributeError, IndexError, KeyError):
         if not _fits_signature(maker, args, kwargs):
             return None
-        meta_result(func, None, args, kwargs)  # torch's own complaint about these arguments comes first
+        meta_result(func, None, args, kwargs)  # torch's own error about these arguments comes first
         raise
     covered = made is not None and sorted(map(id, made.operands)) == sorted(map(id, metas))
     return made if covered else None
@@ -223,7 +215,7 @@ def _fits_signature(maker: Callable[..., Any], args: Sequence[Any], kwargs: dict
 
 
 def meta_result(func: Callable[..., Any], made: Rule | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The operator's result on meta tensors; None where its shape depends on values."""
+    """Return the operator's result on meta tensors; None where its shape depends on values."""
     if made is not None and made.result is not None:
         return made.result
     try:
@@ -243,8 +235,10 @@ _dtypes: dict[Any, torch.dtype] = {}  # pointwise call, but for shapes -> dtype 
 def _pointwise_result(
     func: Callable[..., Any], made: Rule, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any]
 ) -> Any:
-    """`meta_result` of a pointwise operator: run once for each combination of dtypes, since torch needs up to half a
-    millisecond for it; after that only shapes are broadcast."""
+    """Return `meta_result` of a pointwise operator, which is run once for each combination of dtypes.
+
+    torch needs up to half a millisecond for it; broadcasting the shapes is all that is needed after the first time.
+    """
     shape = _broadcast_shape([x.shape for x in made.operands])
     if shape is None:
         return meta_result(func, made, args, kwargs)
@@ -262,7 +256,7 @@ def _pointwise_result(
 
 
 def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
-    """None where they do not broadcast, of which torch complains best."""
+    """Return the common shape; None where they do not broadcast, for which torch has the best error."""
     if all(shape == shapes[0] for shape in shapes):
         return shapes[0]
     try:
@@ -273,7 +267,7 @@ def _broadcast_shape(shapes: Sequence[torch.Size]) -> torch.Size | None:
 
 def _from_rule(
     func: Callable[..., Any], made: Rule, layouts: list[Layout], metas: list[Tensor], result: Any, in_place: bool
-) -> Decision:
+) -> OpStrategy:
     position = {id(meta): i for i, meta in enumerate(metas)}
     order = [position[id(x)] for x in made.operands]
     try:
@@ -290,10 +284,10 @@ def _from_rule(
     local = made.local or func
     if made.bind is not None:
         local = made.bind(chosen.targets, [outputs] if isinstance(outputs, Layout) else outputs or [])
-    return decided(func, local, layouts, targets, outputs, result, in_place)
+    return make_strategy(func, local, layouts, targets, outputs, result, in_place)
 
 
-def decided(
+def make_strategy(
     func: Callable[..., Any],
     local: Callable[..., Any],
     layouts: Sequence[Layout],
@@ -301,8 +295,8 @@ def decided(
     outputs: Any,
     result: Any,
     in_place: bool,
-) -> Decision:
-    """The decision to run `local` on operands brought from `layouts` to `targets`.
+) -> OpStrategy:
+    """Return the strategy to run `local` on operands redistributed from `layouts` to `targets`.
 
     Args:
         func: the operator.
@@ -310,15 +304,15 @@ def decided(
         result: what the operator returns on meta tensors.
         in_place: the result is the first operand.
     """
-    decision = Decision(local, targets, list(targets) != list(layouts), outputs)
-    decision.in_place = in_place
-    decision.container = _container(result)
-    decision.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]
-    return decision
+    strategy = OpStrategy(local, targets, list(targets) != list(layouts), outputs)
+    strategy.in_place = in_place
+    strategy.container = _container(result)
+    strategy.detached_view = func in RESULT_IS_VIEW and targets[0] is not layouts[0]
+    return strategy
 
 
 def _output_layouts(func: Callable[..., Any], made: Rule, specs: Sequence[P], like: Layout, result: Any) -> Any:
-    """The layout of each result tensor; one spec serves all where the rule gives one.
+    """Return the layout of each result tensor; a rule with one spec gives it to all results.
 
     Raises:
         RuntimeError: the rule does not describe this result.
@@ -341,7 +335,7 @@ def _check_describes(func: Callable[..., Any], dims: Sequence[Dim], sizes: dict[
 
 
 def _container(result: Any) -> Callable[[list[Any]], Any]:
-    """How to rebuild torch's result: a tuple, a list, or a named tuple such as `torch.return_types.max`."""
+    """Return the type of torch's result: a tuple, a list, or a named tuple such as `torch.return_types.max`."""
     return list if isinstance(result, list) else type(result) if isinstance(result, tuple) else tuple
 
 
@@ -350,8 +344,8 @@ def _container(result: Any) -> Callable[[list[Any]], Any]:
 _warned: set[Any] = set()
 
 
-def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool) -> Decision:
-    """No rule: every rank gathers the operands whole and runs the operator on them. Right, and never silent."""
+def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_place: bool) -> OpStrategy:
+    """Return the strategy without a rule: every rank gathers whole operands, with a warning, and runs the operator on them."""
     if in_place:
         _check_writable(func, layouts, result)
     targets = [layout.replicated for layout in layouts]
@@ -361,9 +355,9 @@ def _gathered(func: Callable[..., Any], layouts: list[Layout], result: Any, in_p
         text = f"{name_of(func)} has no sharding rule for this call: its inputs are gathered whole on every rank "
         warnings.warn_explicit(f"{text}({total:,} bytes here)", UserWarning, *user_line())
     run = partial(random.seeded, layouts[0].mesh, func) if func in RANDOM else func
-    decision = Decision(run, targets, targets != layouts, FOUND)
-    decision.in_place, decision.example = in_place, result
-    return decision
+    strategy = OpStrategy(run, targets, targets != layouts, FOUND)
+    strategy.in_place, strategy.example = in_place, result
+    return strategy
 
 
 # Where torch's operators on values come from; methods of Tensor have no module.
@@ -371,22 +365,23 @@ _OPERATOR_MODULES = frozenset({None, "torch", "torch.functional", "torch.nn.func
 
 
 def _check_operator(func: Callable[..., Any]) -> None:
-    """Only an operator on values may run on gathered copies; a collective of `torch.distributed` would work on the copies,
-    and what comes from elsewhere may mean anything.
+    """Raise for anything but torch's operators on values, the only ones that can run on gathered copies.
+
+    A collective of `torch.distributed` would communicate the copies, and functions of other libraries may do anything.
 
     Raises:
-        NotImplementedError: for all else.
+        NotImplementedError: not an operator on values.
     """
     module = getattr(func, "__module__", None)
     if module not in _OPERATOR_MODULES and not str(module).startswith("torch._C."):
         raise NotImplementedError(
-            f"{module}.{name_of(func)} does not know ShardedTensors; call it on this rank's part, x.to_local(), and wrap the "
+            f"{module}.{name_of(func)} does not support ShardedTensors; call it on this rank's part, x.to_local(), and wrap the "
             "result with ShardedTensor.from_local, or use redistribute for communication"
         )
 
 
 def _check_writable(func: Callable[..., Any], layouts: list[Layout], result: Any) -> None:
-    """Without a rule, only a replicated tensor can be written, and only where it keeps its shape."""
+    """Raise unless the tensor is replicated and keeps its shape: only then can it be written without a rule."""
     if not all(layout.is_fully_replicated for layout in layouts):
         raise NotImplementedError(
             f"{name_of(func)} has no sharding rule and writes in place; use its out-of-place form, or redistribute to "

@@ -1,9 +1,9 @@
-"""What `torch.compile` leaves alone.
+"""Keep `torch.compile` out of the library's own code.
 
-Dynamo runs the library's own code as Python, a break in its graph: collectives, hooks and dispatch depend on state that it neither sees nor
-guards (what is gathered, what is under way). Code that the library calls, such as a module's forward, is compiled again.
+Dynamo runs the library's code as Python, with a graph break: collectives, hooks and dispatch depend on state that Dynamo does not guard
+(what is gathered, what is in flight). Code that the library calls, such as a module's forward, is compiled.
 
-Loading Dynamo takes seconds, so it is not loaded here: its rules are set when it is, before or after this library.
+Importing Dynamo takes seconds, so it is not imported here: its rules are set when it is, before or after this library.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _RULES = "torch._dynamo.trace_rules"
 
 
 def keep_compiler_out() -> None:
-    """Have Dynamo run the library's code as Python, now if it is loaded, else as soon as it is."""
+    """Make Dynamo run the library's code as Python, now if it is imported, else when it is."""
     rules = sys.modules.get(_RULES)
     if rules is not None and hasattr(rules, "_recompile_re"):
         _add_rules(rules)
-    elif not any(isinstance(finder, _WhenLoaded) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenLoaded())
+    elif not any(isinstance(finder, _DynamoFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _DynamoFinder())
 
 
 def not_compiled(reason: str) -> Callable[[F], F]:
-    """Mark a function that programs reach from compiled code: with `fullgraph=True` Dynamo's error says why it cannot be traced."""
+    """Mark a function that compiled code may call; with `fullgraph=True` Dynamo's error shows the reason."""
 
     def mark(f: F) -> F:
         f._torchdynamo_disable, f._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
@@ -42,14 +42,14 @@ def not_compiled(reason: str) -> Callable[[F], F]:
 
 
 def refuse_jit_trace() -> None:
-    """Raise inside `torch.jit.trace`, which would keep this rank's parts as constants and leave collectives out.
+    """Raise inside `torch.jit.trace`, which would record this rank's parts as constants and omit collectives.
 
     Raises:
         RuntimeError: the caller runs under `torch.jit.trace`.
     """
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
-            "torch.jit.trace records neither ShardedTensors nor collectives; trace or export the plain model, made from "
+            "torch.jit.trace records neither ShardedTensors nor collectives; trace or export a plain model loaded from "
             "sm.full_state_dict(model) on one rank, or use torch.compile"
         )
 
@@ -60,8 +60,8 @@ def _add_rules(rules: Any) -> None:
         rules.add(f"{package}.{folder}")
 
 
-class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; sets the rules once Dynamo's module of rules has run, and is gone."""
+class _DynamoFinder(importlib.abc.MetaPathFinder):
+    """An import hook that sets the rules once Dynamo's module of rules has run, and removes itself."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _RULES:

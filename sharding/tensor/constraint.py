@@ -1,7 +1,7 @@
-"""Saying how values lie: `with_sharding_constraint` on trees of tensors, by a tree of specs that may be shallower.
+"""`with_sharding_constraint`: lay out trees of tensors by specs that may be a prefix of the tree.
 
     x      {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
-    spec   {"w": P("dp"),   "layers": P()}                   one spec for all that is under "layers"
+    spec   {"w": P("dp"),   "layers": P()}                   one spec for everything under "layers"
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .sharded_tensor import ShardedTensor
 def with_sharding_constraint(x: Any, spec: Any) -> Any:
     """with_sharding_constraint(x, spec) -> x laid out as the spec says: `redistribute` by JAX's name, for trees of tensors.
 
-    It is done here and now, and is asked for: `sm.implicit("forbid")` has nothing against it. Differentiable.
+    It communicates at once, and explicitly: `sm.implicit("forbid")` allows it. Differentiable.
 
     Args:
-        x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, what is registered with torch's pytree) of them. None in
+        x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, classes registered with torch's pytree) of them. None in
             it stays.
-        spec: a `P`, a `NamedSharding` or a list of placements, for all tensors; or a tree of them like the upper part of that of `x`. A
-            dim whose entry is `P.UNCONSTRAINED` keeps the axes it has, but for those that the spec names elsewhere.
+        spec: a `P`, a `NamedSharding` or a list of placements, for all tensors; or a tree of them that is a prefix of the tree of `x`. A
+            dim whose entry is `P.UNCONSTRAINED` keeps its axes, except those that the spec names elsewhere.
 
     Returns:
-        The tree with every tensor on its own mesh, laid out so; tensors that lie so already are the same objects.
+        The tree with every tensor on its own mesh, laid out as the spec says; tensors that are already so are the same objects.
 
     Raises:
-        TypeError: a plain tensor, something else that is no tensor, or a spec that is none.
+        TypeError: a plain tensor or another leaf that is not a tensor, or an invalid spec.
         ValueError: specs that do not fit the tree or a tensor, a sharding on another mesh than the tensor's.
 
-    Communication: the plans'; several tensors travel together, as in `redistribute_many`.
+    Communication: the plans'; several tensors share collectives, as in `redistribute_many`.
 
     Example:
         >>> y = sm.with_sharding_constraint(x, P("dp"))
@@ -53,23 +53,26 @@ def with_sharding_constraint(x: Any, spec: Any) -> Any:
     return pytree.tree_unflatten(out, pytree.tree_structure(x))
 
 
-def constrained_leaves(x: Any, spec: Any, what: str) -> Iterator[tuple[Any, Any]]:
-    """Every leaf of the tree with its spec, in order.
+def constrained_leaves(x: Any, spec: Any, context: str) -> Iterator[tuple[Any, Any]]:
+    """Yield every leaf of the tree with its spec, in order.
+
+    Args:
+        context: the name of the caller, for errors.
 
     Raises:
-        TypeError, ValueError: see `with_sharding_constraint`, whose name is `what`.
+        TypeError, ValueError: see `with_sharding_constraint`.
     """
-    for path, leaf, where in matched(x, spec, what):
+    for path, leaf, where in matched(x, spec, context):
         if not isinstance(leaf, ShardedTensor) and leaf is not None:
             raise TypeError(
-                f"{what}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it on a mesh first, with "
+                f"{context}: expected a ShardedTensor{path}, got {type(leaf).__name__}; place it on a mesh first, with "
                 "device_put(t, mesh, P(...)) or ShardedTensor.from_local(part, mesh, P(...))"
             )
-        yield leaf, where if leaf is None else leaf._layout.replace(_settled(leaf, where)).spec
+        yield leaf, where if leaf is None else leaf._layout.replace(_constrained(leaf, where)).spec
 
 
-def _settled(x: ShardedTensor, where: Any) -> Any:
-    """The spec with the axes of `x` in the place of each UNCONSTRAINED, but for those that it names itself.
+def _constrained(x: ShardedTensor, where: Any) -> Any:
+    """Return the spec with each UNCONSTRAINED entry replaced by the axes that `x` has there, except those that the spec names.
 
     Raises:
         ValueError: the spec has more entries than the tensor has dims.
@@ -88,11 +91,11 @@ def _settled(x: ShardedTensor, where: Any) -> Any:
     return P.of_cuts(cuts, dict(spec.unreduced))
 
 
-def matched(tree: Any, spec: Any, what: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(where it is, leaf, spec) of every leaf of the tree.
+def matched(tree: Any, spec: Any, context: str, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, leaf, spec) of every leaf of the tree; a spec applies to everything below its place.
 
     Raises:
-        TypeError: a spec that is none.
+        TypeError: an invalid spec.
         ValueError: specs that do not fit the tree.
     """
     if is_placement(spec):
@@ -102,18 +105,18 @@ def matched(tree: Any, spec: Any, what: str, path: str = "") -> Iterator[tuple[s
     children, shape = _children(tree)
     specs, spec_shape = _children(spec)
     if spec_shape.is_leaf():
-        raise TypeError(f"{what}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for replicated write P()")
+        raise TypeError(f"{context}: expected P(...) or a list of placements{_at(path)}, got {spec!r}; for replicated write P()")
     if shape != spec_shape:
         raise ValueError(
-            f"{what}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the values a {type(tree).__name__} of "
+            f"{context}: the specs{_at(path)} are a {type(spec).__name__} of {len(specs)}, and the values a {type(tree).__name__} of "
             f"{len(children)}{_with_keys(children, specs)}; give specs of the same structure, or one P for all of them"
         )
     for (key, child), (_, one) in zip(children, specs, strict=True):
-        yield from matched(child, one, what, path + key)
+        yield from matched(child, one, context, path + key)
 
 
 def _children(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """What the tree is made of, one level down, each with its key as text."""
+    """Return the children of the root of the tree, each with its key as text, and the structure of that level."""
     found, shape = pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(pytree.keystr(keys), child) for keys, child in found], shape
 

@@ -1,4 +1,4 @@
-"""Between plain tensors and sharded ones: `from_local`, `to_local`, `distribute_tensor`."""
+"""Convert between plain and sharded tensors: `from_local`, `to_local`, `distribute_tensor`."""
 
 from __future__ import annotations
 
@@ -42,32 +42,31 @@ def from_local(
 ) -> ShardedTensor:
     """from_local(x) -> ShardedTensor: declare how the local tensors of all ranks make up one global tensor.
 
-    A replicated local tensor is taken as one logical value: the gradient that reaches it is the sum over the replicas,
-    the same on every rank.
+    A replicated local tensor counts as one logical value: its gradient is the sum over the replicas, the same on every rank.
 
     Args:
-        local_tensor: this rank's part; moved to the mesh's kind of device where it is on another, but for "meta".
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
+        local_tensor: this rank's part; moved to the mesh's device type if it is on another one, except for "meta".
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
-        run_check: compare dtypes and shapes with what the placements say on all ranks, also along replicated axes and where
-            `shape` is given, and take the values of replicas from the first one, whatever the others hold.
+        run_check: compare dtypes and shapes of all ranks with the placements, also along replicated axes and with `shape`, and
+            give all replicas the values of the first one.
         shape: the global shape. Without it, the ranks along the axes that split something exchange their local shapes,
-            so that uneven parts are right (see `shape_check`); parts that are not cut as `torch.chunk` cuts need placements with
-            `sizes`. (A rank outside the mesh is told no shape; it takes all parts to be as its own tensor, or goes by sizes.)
-        stride: the global strides, as torch asks for them beside `shape`. Each part has its own, so they say nothing here.
-        grad_placements: layout in which the gradient reaches the local tensor; by default this layout, reduced.
+            so that uneven parts are handled (see `shape_check`); parts other than those of `torch.chunk` need placements with
+            `sizes`. (A rank outside the mesh does not exchange; it assumes parts like its own tensor, or uses the sizes.)
+        stride: the global strides, accepted with `shape` for compatibility with torch. They have no effect: each part has its own.
+        grad_placements: layout of the local tensor's gradient; by default this layout, reduced.
         shape_check: when ranks exchange shapes, without `shape`. True: the first time that this call is reached over these lines of the
-            program, with these placements, dtype and sizes of the other dims; then again when a rank's part has another shape than the
-            time before, and at every call if parts were uneven. So parts that were equal must all change at once or not at all: if
-            some change and some do not, the collectives of ranks differ, which is an error. "always": at every call, for parts that
-            are equal at times. False: never; all parts are taken to be equal, as torch takes them.
+            program, with these placements, dtype and sizes of the other dims; again when a rank's part has another shape than the
+            previous time; and at every call if parts were uneven. So parts that were equal must either all change or all stay: otherwise
+            only some ranks exchange shapes, and the mismatch of collectives is an error. "always": at every call, for parts that are
+            sometimes equal. False: never; all parts are assumed equal, as in torch.
 
     Raises:
         ValueError: the parts do not make up the tensor that the placements describe: on every rank that exchanged shapes,
-            or where `shape` is given, on the ranks whose part does not fit it. Strides without a shape, or not one per dim. Another
+            or with `shape`, on the ranks whose part does not fit it. Strides without a shape, or not one per dim. Another
             `shape_check`.
 
-    Communication: none where nothing is split or `shape` is given; else one small all_gather of the shapes, if `shape_check` asks for
+    Communication: none if nothing is split or `shape` is given; else one small all_gather of the shapes when `shape_check` requires
         it. With `run_check` another one, and a broadcast over the replicated axes.
     """
     if isinstance(local_tensor, ShardedTensor):
@@ -77,7 +76,7 @@ def from_local(
     if from_dtensor.is_dtensor(local_tensor):
         raise TypeError("from_local takes this rank's part as a plain tensor, got torch's DTensor; use redistribute")
     if stride is not None and (shape is None or len(stride) != len(shape)):
-        raise ValueError(f"stride={tuple(stride)} beside shape={shape}: give the global shape and one stride per dim, or no strides")
+        raise ValueError(f"stride={tuple(stride)} with shape={shape}: give the global shape and one stride per dim, or no strides")
     if shape_check not in CHECKS:
         raise ValueError(f"from_local(shape_check={shape_check!r}): write one of {', '.join(map(repr, CHECKS))}")
     if transforming():
@@ -86,7 +85,7 @@ def from_local(
     local_tensor = _on_device(local_tensor, device_mesh)
     shape = global_shape(local_tensor, device_mesh, placements, shape_check) if shape is None else tuple(shape)
     if device_mesh.coordinate is None:
-        local_tensor = local_tensor.reshape(-1)[:0]  # in the graph, as the parts of other ranks are
+        local_tensor = local_tensor.reshape(-1)[:0]  # part of the graph, as on other ranks
     layout = Layout.of(device_mesh, placements, shape, local_tensor.dtype)
     if run_check and device_mesh.coordinate is not None:
         local_tensor = _checked(local_tensor, layout)
@@ -100,18 +99,15 @@ def from_local(
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    if grad_layout is layout.dual and not local_tensor.is_leaf:  # the gradient arrives as it is
+    if grad_layout is layout.dual and not local_tensor.is_leaf:  # the gradient passes through unchanged
         return ShardedTensor._make_guarded(local_tensor.view_as(local_tensor), layout)
-    return ShardedTensor._make_guarded(_Enter.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
+    return ShardedTensor._make_guarded(_FromLocal.apply(local_tensor, layout, grad_layout), layout)  # type: ignore[arg-type]
 
 
-ShardedTensor.from_local = staticmethod(from_local)
+class _FromLocal(torch.autograd.Function):
+    """From local to sharded: identity forward, reduction of the gradient backward.
 
-
-class _Enter(torch.autograd.Function):
-    """From local to sharded: nothing forward, the gradient's reduction backward.
-
-    What comes out is no view for autograd, so that it may be written in place where the local tensor is a leaf, as in torch.
+    The output is not a view for autograd, so it may be written in place even if the local tensor is a leaf, as in torch.
     """
 
     @staticmethod
@@ -127,14 +123,14 @@ class _Enter(torch.autograd.Function):
 
 
 def _of_gradient(layout: Layout) -> Layout:
-    """How the gradient of the gradient of a part lies: as the part, but where every rank's own part has a gradient of its own."""
+    """Return the layout of the gradient of a part's gradient: the part's own, except that pending kinds other than sum are per rank."""
     if layout.only_sums:
         return layout
     return layout.replace(layout.spec.with_unreduced({axis: kind if kind == "sum" else EACH for axis, kind in layout.spec.unreduced}))
 
 
 def _checked(local: Tensor, layout: Layout) -> Tensor:
-    """The part, known to be one of this layout as they are on all ranks, with the values that the first replica holds.
+    """Compare the parts of all ranks with the layout; return this rank's part with the values of the first replica.
 
     Raises:
         ValueError: on every rank, if a part has another dtype or shape.
@@ -146,12 +142,12 @@ def _checked(local: Tensor, layout: Layout) -> Tensor:
     if len({dtype for dtype, *_ in parts}) > 1 or not describes(layout, shapes):
         held = {r: [dtype_name(layout.dtype), *box_shape(layout.box_at(mesh.coordinate_of(r)))] for r in group.ranks}
         given = {r: list(part) for r, part in zip(group.ranks, parts, strict=True)}
-        raise ValueError(f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} asks for {held}")
+        raise ValueError(f"run_check: by rank the parts are {given}, and {layout.spec} of {list(layout.shape)} requires {held}")
     return _FirstReplica.apply(local, layout) if layout.replicated_axes else local  # type: ignore[return-value]
 
 
 class _FirstReplica(torch.autograd.Function):
-    """The values that the first of the replicas holds; the gradient is that of every replica, as it comes."""
+    """Broadcast the values of the first replica; the gradient passes through unchanged."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout) -> Tensor:
@@ -167,7 +163,7 @@ class _FirstReplica(torch.autograd.Function):
 
 
 def _on_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The tensor on the mesh's kind of device, moved there if it is on another one, as torch does; on "meta" it stays there."""
+    """Return the tensor on the mesh's device type, as torch does; a tensor on "meta" stays there."""
     return tensor if tensor.is_meta or tensor.device.type == mesh.device_type else tensor.to(mesh.device)
 
 
@@ -179,18 +175,18 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
 
     Args:
         x: a sharded tensor.
-        grad_placements: how the gradients that flow into the local tensors make up the gradient of `x`. By default they
-            are taken to be laid out as `x`, replicas equal; where replicas differ (each rank uses the value for another
-            part of the work) that is an error in backward, and `[Partial()]` on the axis is the answer.
+        grad_placements: how the gradients of the local tensors make up the gradient of `x`. By default they are
+            assumed to be laid out as `x`, with equal replicas; if replicas differ (each rank uses the value for another
+            part of the work) backward raises, and `[Partial()]` on the axis is the right value.
         check: when backward compares the gradients of replicas. True: the first time that a signature is seen, which is the lines of the
-            program that lead to this call, the layout, and which one of these it is in the backward pass. "always": in each backward
+            program that lead to this call, the layout, and the number of this call in the backward pass. "always": in each backward
             pass. False: never; a gradient that differs between ranks is then used as each rank has it.
 
     Raises:
         RuntimeError: in backward, on every rank that compared: the gradients of replicas differ.
         ValueError: another `check`.
 
-    Communication: none forward. Backward: for replicated axes, a comparison of 40 bytes where `check` asks for it.
+    Communication: none forward. Backward: for replicated axes, a comparison of 40 bytes when `check` requires it.
     """
     if check not in CHECKS:
         raise ValueError(f"to_local(check={check!r}): write one of {', '.join(map(repr, CHECKS))}")
@@ -205,19 +201,19 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
     if not torch.is_grad_enabled():
         return local.detach()
     grad_layout = layout.grad if grad_placements is None else layout.replace(grad_placements)
-    return leaving(local, layout, grad_layout, check if grad_placements is None else False)
+    return with_grad_layout(local, layout, grad_layout, check if grad_placements is None else False)
 
 
-def leaving(local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False) -> Tensor:
-    """A part of a tensor laid out as `layout`, whose gradient lies as `grad_layout`; with `check`, replicas must agree on it."""
-    if grad_layout is layout.dual:  # the gradient goes on as it is
+def with_grad_layout(local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str = False) -> Tensor:
+    """Return a part of a tensor laid out as `layout`, whose gradient is laid out as `grad_layout`; `check` as in `to_local`."""
+    if grad_layout is layout.dual:  # the gradient passes through unchanged
         return local.view_as(local)
     path = call_path() if check is True and layout.replicated_axes else None
-    return _Leave.apply(local, layout, grad_layout, check, path)  # type: ignore[return-value]
+    return _ToLocal.apply(local, layout, grad_layout, check, path)  # type: ignore[return-value]
 
 
-class _Leave(torch.autograd.Function):
-    """From sharded to local: nothing forward; backward declares the layout of the gradient."""
+class _ToLocal(torch.autograd.Function):
+    """From sharded to local: identity forward; backward declares the layout of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, layout: Layout, grad_layout: Layout, check: bool | str, path: int | None) -> Tensor:
@@ -242,10 +238,10 @@ def distribute_tensor(
     """distribute_tensor(t, mesh, placements) -> ShardedTensor: lay a whole tensor out on a mesh.
 
     Args:
-        tensor: the whole tensor. Only the one on rank `src_data_rank` of the mesh counts; all ranks give its shape and dtype. A
-            leaf, or without gradient; moved to the mesh's kind of device where it is on another, but for "meta": then the parts
-            are there too. A DTensor of torch's is converted and redistributed.
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
+        tensor: the whole tensor. Only the values on rank `src_data_rank` of the mesh are used; all ranks give its shape and dtype. A
+            leaf, or without gradient; moved to the mesh's device type if it is on another one, except for "meta": then the parts
+            are on "meta" too. A DTensor of torch's is converted and redistributed.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         src_data_rank: index in the flattened mesh of the rank whose data is used; `None` if every rank has the data
             already, and then nothing is communicated.
@@ -258,7 +254,7 @@ def distribute_tensor(
         RuntimeError: a tensor with a gradient history, which would be lost.
 
     Communication: one all_to_all in which the source sends each rank its box; none if `src_data_rank` is None, and none for a
-        tensor on "meta", which must be there on every rank.
+        tensor on "meta", which must be on "meta" on every rank.
 
     Example:
         >>> x = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)])
@@ -272,8 +268,8 @@ def distribute_tensor(
     if transforming() and is_transformed(tensor):
         refuse_foreign("distribute_tensor")
         raise NotImplementedError(
-            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad works on: it makes a new leaf, with the values of one rank; "
-            "ShardedTensor.from_local(t, mesh, P(), shape=t.shape).redistribute(placements) takes every rank's own, which are the same"
+            "distribute_tensor of a tensor that sm.vmap, sm.jvp or sm.grad transforms: it makes a new leaf, with the values of one rank; "
+            "use ShardedTensor.from_local(t, mesh, P(), shape=t.shape).redistribute(placements), which uses every rank's own equal values"
         )
     _check_leaf(tensor)
     values = _on_device(tensor.detach(), device_mesh)
@@ -285,13 +281,15 @@ def distribute_tensor(
 
 def _check_source(rank: int | None, mesh: DeviceMesh) -> None:
     if rank is not None and not 0 <= rank < mesh.size():
-        raise ValueError(f"src_data_rank {rank} is not a rank of {mesh}, which has {mesh.size()} ranks")
+        raise ValueError(
+            f"src_data_rank {rank} is out of range: {mesh} has {mesh.size()} ranks; give an index from 0 to {mesh.size() - 1}, or None"
+        )
 
 
 def _check_leaf(tensor: Tensor) -> None:
     if tensor.grad_fn is not None and torch.is_grad_enabled():
         raise RuntimeError(
-            "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost: use "
+            "distribute_tensor makes a new leaf, and this tensor has a gradient history, which would be lost; use "
             "device_put(t, mesh, placements) to stay in the graph, or t.detach()"
         )
 
@@ -299,7 +297,7 @@ def _check_leaf(tensor: Tensor) -> None:
 def device_put(
     x: Any, mesh: DeviceMesh | SpecLike = None, spec: SpecLike = None, *, src_data_rank: int | None = 0
 ) -> ShardedTensor:
-    """`shardmesh.device_put` of one leaf: a tensor, an array or a number."""
+    """Place one leaf of `shardmesh.device_put`: a tensor, an array or a number."""
     x = as_tensor(x)
     in_graph = x.requires_grad and torch.is_grad_enabled() and not isinstance(x, ShardedTensor) and not from_dtensor.is_dtensor(x)
     if not in_graph:
@@ -308,12 +306,12 @@ def device_put(
     layout = Layout.of(mesh, spec, x.shape, x.dtype)
     _check_source(src_data_rank, mesh)
     whole = layout.replace(layout.spec.with_unreduced({}))
-    local: Any = _Put.apply(_on_device(x, mesh), whole, src_data_rank)
+    local: Any = _DevicePut.apply(_on_device(x, mesh), whole, src_data_rank)
     return ShardedTensor._make_guarded(redistribute_local(local, whole, layout), layout)
 
 
-class _Put(torch.autograd.Function):
-    """This rank's box of one rank's tensor; every rank gets the whole gradient, as of a replicated tensor."""
+class _DevicePut(torch.autograd.Function):
+    """Send each rank its box of one rank's tensor; in backward every rank gets the whole gradient, as of a replicated tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
@@ -329,11 +327,11 @@ class _Put(torch.autograd.Function):
         return redistribute_grad(grads[0], layout.dual, layout.replicated, dst_grad=layout.replicated), None, None
 
 
-def as_tensor(x: Any, what: str = "device_put", where: str = "") -> Tensor:
-    """The leaf that `what` is given as a tensor; `where` says which of a tree.
+def as_tensor(x: Any, context: str = "device_put", path: str = "") -> Tensor:
+    """Return a leaf as a tensor; `context` and `path` say in errors who was called and which leaf of a tree it is.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it cannot be converted.
     """
     if isinstance(x, Tensor):
         return x
@@ -341,13 +339,13 @@ def as_tensor(x: Any, what: str = "device_put", where: str = "") -> Tensor:
         return torch.tensor(x)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            f"{what} takes tensors, NumPy arrays and numbers, or a tree of them, and got {type(x).__name__}{where} ({error}); convert "
+            f"{context} takes tensors, NumPy arrays and numbers, or a tree of them, got {type(x).__name__}{path} ({error}); convert "
             "it to a tensor first"
         ) from error
 
 
 def _scatter(tensor: Tensor, layout: Layout, src: int | None) -> Tensor:
-    """This rank's box of the source's tensor; pending sums are whole on one rank and zero on the others."""
+    """Return this rank's box of the source's tensor; a pending sum has its whole value on one rank and zeros on the others."""
     mesh: Any = layout.mesh
     if mesh.coordinate is None:
         return tensor.new_empty(0)

@@ -1,7 +1,7 @@
-"""`device_put`: tensors, arrays, numbers and trees of them, laid out by shardings that may be a tree too.
+"""`device_put`: lay out tensors, arrays, numbers and trees of them by shardings that may be a tree too.
 
     x           {"w": f32[8, 4], "layers": [f32[4], f32[4]]}
-    shardings   {"w": P("dp"),   "layers": P()}                 one for all that is under "layers"
+    shardings   {"w": P("dp"),   "layers": P()}                 one for everything under "layers"
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .mesh_arguments import is_placement, mesh_and_spec
 
 
 def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int | None = 0) -> Any:
-    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; what is sharded already is redistributed.
+    """device_put(x, mesh, P(...)) or device_put(x, sharding) -> x as `ShardedTensor`s; leaves that are sharded already are redistributed.
 
-    With a mesh set, `device_put(x, P(...))`. Where a leaf requires grad (then it does on every rank), the result is part of its graph:
+    With a mesh set, `device_put(x, P(...))`. If a leaf requires grad (on every rank), the result is part of its graph:
     every rank's leaf gets the whole gradient, which can be differentiated again. `distribute_tensor` makes a leaf instead.
 
     Args:
-        x: a tensor, a NumPy array or a number, of which it takes a copy with the dtype that `torch.tensor` gives it; or a tree of them
-            (tuples, lists, dicts, what is registered with torch's pytree), in which None stays.
-        mesh: a mesh; or a `NamedSharding`, or a tree of those like the upper part of that of `x`.
-        spec: a `P` or list of placements, or a tree of them likewise; None for replicated.
+        x: a tensor, a NumPy array or a number, which is copied with the dtype that `torch.tensor` gives it; or a tree of them
+            (tuples, lists, dicts, classes registered with torch's pytree), in which None stays.
+        mesh: a mesh; or a `NamedSharding`, or a tree of those that is a prefix of the tree of `x`.
+        spec: a `P` or list of placements, or a prefix tree of them; None for replicated.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -46,7 +46,9 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
     """
     if _is_tree(mesh):
         if spec is not None:
-            raise TypeError(f"device_put: {mesh!r} in the place of the mesh and {spec!r}: give shardings, or a mesh and specs")
+            raise TypeError(
+                f"device_put got a tree of shardings {mesh!r} as the mesh, and specs {spec!r}: give either shardings, or a mesh and specs"
+            )
         mesh, spec = None, mesh
     if x is None or not (_is_tree(x) or _is_tree(spec)):
         return None if x is None else put(x, mesh, spec, src_data_rank=src_data_rank)
@@ -58,7 +60,7 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
         found = [(path.removeprefix(" at "), leaf, where) for path, leaf, where in matched(x, spec, "device_put")]
     todo: list[Any] = []
     for path, leaf, where in found:
-        todo.append(None if leaf is None else (as_tensor(leaf, where=f" at {path}"), where))
+        todo.append(None if leaf is None else (as_tensor(leaf, path=f" at {path}"), where))
         if leaf is not None and not from_dtensor.is_dtensor(leaf):
             _check_fits(todo[-1][0], mesh, where, path)
     done = [None if item is None else put(item[0], mesh, item[1], src_data_rank=src_data_rank) for item in todo]
@@ -66,12 +68,12 @@ def device_put(x: Any, mesh: Any = None, spec: Any = None, *, src_data_rank: int
 
 
 def _is_tree(x: Any) -> bool:
-    """Whether this is a container, and not one that torch or we take as one thing."""
+    """Whether this is a container, other than placements and what torch's pytree has as a leaf."""
     return not (is_placement(x) or pytree.tree_structure(x).is_leaf())
 
 
 def _check_fits(leaf: Tensor, mesh: Any, where: Any, path: str) -> None:
-    """Raises: ValueError, TypeError where the sharding does not fit the leaf at this path."""
+    """Raise the ValueError or TypeError of a sharding that does not fit the leaf at this path."""
     try:
         Layout.of(*mesh_and_spec(mesh, where, leaf), leaf.shape, leaf.dtype)
     except (TypeError, ValueError) as error:

@@ -20,11 +20,11 @@ from .sharded_tensor import ShardedTensor
 _WHERE = """
     Args:
         size: the global shape, as numbers or one sequence.
-        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may stand in its place.
+        device_mesh: the mesh; by default that of `with mesh:` or `set_mesh`, and then a `P` may take its place.
         placements: a `P` or one placement per axis; `None` for replicated.
         dtype: element type; torch's default dtype if left out.
-        layout: `torch.strided`, the only memory layout there is here.
-        requires_grad: whether the result asks for a gradient.
+        layout: `torch.strided`, the only supported memory layout.
+        requires_grad: whether autograd computes a gradient for the result.
 
     Raises:
         ValueError: placements that do not fit the mesh or the shape, or that are pending.
@@ -36,14 +36,14 @@ _WHERE = """
 def zeros(
     *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
+    """Return a sharded tensor of zeros: `sm.zeros(4, 8, device_mesh=mesh, placements=[Shard(0)])` or `sm.zeros((4, 8), mesh, spec)`."""
     return _constant(0, size, device_mesh, placements, options)
 
 
 def ones(
     *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor of ones."""
+    """Return a sharded tensor of ones."""
     return _constant(1, size, device_mesh, placements, options)
 
 
@@ -54,7 +54,7 @@ def full(
     placements: SpecLike = None,
     **options: Any,
 ) -> ShardedTensor:
-    """A sharded tensor filled with one value, whose type decides the dtype as in `torch.full`."""
+    """Return a sharded tensor filled with one value, whose type gives the dtype as in `torch.full`."""
     options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
     return _constant(fill_value, (tuple(size),), device_mesh, placements, options)
 
@@ -62,7 +62,7 @@ def full(
 def empty(
     *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor with unset values."""
+    """Return a sharded tensor with uninitialized values."""
     return _new(
         lambda at: torch.empty(at.local_shape, dtype=at.dtype, device=_mesh(at).device),
         size,
@@ -75,14 +75,14 @@ def empty(
 def rand(
     *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor of numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
+    """Return a sharded tensor of random numbers in [0, 1); the same global tensor on any mesh. Seeded by `manual_seed`."""
     return _new(random.uniform, size, device_mesh, placements, options)
 
 
 def randn(
     *size: Any, device_mesh: DeviceMesh | None = None, placements: SpecLike = None, **options: Any
 ) -> ShardedTensor:
-    """A sharded tensor of Gaussian numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
+    """Return a sharded tensor of Gaussian random numbers; the same global tensor on any mesh. Seeded by `manual_seed`."""
     return _new(random.normal, size, device_mesh, placements, options)
 
 
@@ -96,9 +96,9 @@ def randint(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """A sharded tensor of integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
+    """Return a sharded tensor of random integers in [low, high); the same global tensor on any mesh. Seeded by `manual_seed`.
 
-    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` for those from 0 on.
+    `sm.randint(low, high, size, mesh, spec)`, or `sm.randint(high, size, mesh, spec)` with a lower bound of 0.
     """
     if not isinstance(high, int):
         if is_mesh(size) or is_placement(size):
@@ -111,9 +111,9 @@ def randint(
 def randperm(
     n: int, device_mesh: DeviceMesh | SpecLike = None, placements: SpecLike = None, *, dtype: torch.dtype | None = None
 ) -> ShardedTensor:
-    """The numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
+    """Return the numbers 0 ... n - 1 in random order, the same on any mesh. Seeded by `manual_seed`.
 
-    Every rank sorts all n numbers, whatever it holds of them.
+    Every rank sorts all n numbers, whatever part of them it holds.
     """
     return _new(random.permutation, (n,), device_mesh, placements, {"dtype": dtype or torch.int64})
 
@@ -128,7 +128,7 @@ def arange(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> ShardedTensor:
-    """A 1-D sharded tensor of numbers from `start` to `end` by `step`, as `torch.arange`."""
+    """Return a 1-D sharded tensor of numbers from `start` to `end` by `step`, as `torch.arange`."""
     low, high = (0, start) if end is None else (start, end)
     dtype = torch.arange(low, high, step, dtype=dtype, device="meta").dtype
     count = max(math.ceil((high - low) / step), 0)
@@ -170,10 +170,10 @@ def _new(
             f"unexpected argument {sorted(unknown)[0]!r}; a factory takes dtype=, requires_grad=, device_mesh=, placements="
         )
     if options.get("layout", torch.strided) is not torch.strided:
-        raise ValueError(f"layout={options['layout']}: the parts of a sharded tensor are strided; leave layout out")
+        raise ValueError(f"layout={options['layout']} is not supported: the parts of a sharded tensor are strided; leave layout out")
     layout = Layout.of(mesh, placements, size, options.get("dtype") or torch.get_default_dtype())
     if layout.pending:
-        raise ValueError(f"a new tensor cannot be pending, as {layout.spec} says; leave those axes replicated")
+        raise ValueError(f"a new tensor cannot be pending, got {layout.spec}; leave those axes replicated")
     before = drawn.last
     out = ShardedTensor._make_guarded(values(layout), layout)
     out._lineage = with_drawn(out._lineage, before)
@@ -181,20 +181,20 @@ def _new(
 
 
 def _positional(size: Sequence[Any], mesh: Any, placements: SpecLike) -> tuple[tuple[int, ...], DeviceMesh, SpecLike]:
-    """`zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, where m is set, `zeros((4, 8), p)` say the same."""
+    """Parse the arguments of `zeros(4, 8, device_mesh=m, placements=p)`, `zeros((4, 8), m, p)` and, with m set, `zeros((4, 8), p)`."""
     at = next((i for i, item in enumerate(size) if is_mesh(item) or is_placement(item)), len(size))
     dims, where = size[:at], size[at:]
     if where:
-        mesh, placements = _one_place([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])
+        mesh, placements = _mesh_and_placements([*([] if mesh is None else [mesh]), *where, *([] if placements is None else [placements])])
     shape = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     return (tuple(shape), *mesh_and_spec(mesh, placements))
 
 
-def _one_place(given: Sequence[Any]) -> Sequence[Any]:
-    """What stands for the mesh and what for the placements.
+def _mesh_and_placements(given: Sequence[Any]) -> Sequence[Any]:
+    """Return the mesh, or the placements in its place, and the placements.
 
     Raises:
-        TypeError: there is more than that.
+        TypeError: more than two arguments.
     """
     if len(given) > 2:
         raise TypeError(f"after the shape a factory takes a mesh and a P or list of placements, each once; got {list(given)}")

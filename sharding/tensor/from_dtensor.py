@@ -1,4 +1,4 @@
-"""Torch's own `DTensor`s, taken where a tensor is placed: the part and the placements stay as they are."""
+"""Convert torch's own `DTensor`s: the local part and the placements stay the same."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from torch import Tensor
-
 from ...mesh.device_mesh import as_device_mesh
 from ..layout.spec import Placement, Shard, own_placement
 from .sharded_tensor import ShardedTensor
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor of torch's, whose module is not loaded for the question."""
+    """Whether `x` is a DTensor of torch's; does not import its module."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
@@ -27,21 +25,18 @@ def from_dtensor(x: Any) -> ShardedTensor:
 
     Raises:
         TypeError: placements that have no counterpart here.
-        ValueError: a part of another size than torch.chunk cuts, on the ranks that hold one.
+        ValueError: a part of another size than that of torch.chunk, on the ranks that hold one.
 
     Communication: none. Backward: none for split values; one all_reduce for replicated ones.
     """
     mesh = as_device_mesh(x.device_mesh)
-    return ShardedTensor.from_local(_part(x, mesh), mesh, _own_placements(x.placements, mesh.shape), shape=x.shape)
-
-
-def _part(x: Any, mesh: Any) -> Tensor:
-    part = x.to_local()
-    return part.wait() if hasattr(part, "wait") else part  # a collective of torch's may still be under way
+    part: Any = x.to_local()
+    part = part.wait() if hasattr(part, "wait") else part  # one of torch's collectives may still be in flight
+    return ShardedTensor.from_local(part, mesh, _own_placements(x.placements, mesh.shape), shape=x.shape)
 
 
 def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Placement]:
-    """Ours for torch's; a _StridedShard splits after the later axes that split its dim, and says how many parts they make."""
+    """Return the placements as ours; a _StridedShard splits after the later axes of its dim, which make `split_factor` parts."""
     out: list[Placement] = []
     for i, placement in enumerate(placements):
         if type(placement).__name__ != "_StridedShard":
@@ -55,7 +50,7 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
 
 
 def _in_order(own: list[Placement], placements: Sequence[Any]) -> list[Placement]:
-    """The placements with the order in which axes split a dim, where some of them is strided: the strided ones last."""
+    """Return the placements with the order in which axes split a dim, if one of them is strided: the strided ones last."""
     strided = [type(p).__name__ == "_StridedShard" for p in placements]
     for dim in {p.dim for p, late in zip(own, strided, strict=True) if late and isinstance(p, Shard)}:
         axes = [i for i, p in enumerate(own) if isinstance(p, Shard) and p.dim == dim]

@@ -1,9 +1,9 @@
-"""The global shape of a tensor of which each rank knows its own part.
+"""The global shape of a tensor from the local shapes of all ranks.
 
-Ranks exchange the shapes of their parts, and need not do so again while nothing changes. A rank sees a change of its own part only, so what
-it may conclude from its own part is limited to equal parts: if all parts were equal the time before, at this place in the program, and mine
-is as it was, then either no part has changed or some rank exchanges shapes now, alone, and its collective meets another one, which is an
-error (docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call: some may change while others do not.
+Ranks exchange the shapes of their parts, and skip the exchange while nothing changes. A rank sees changes of its own part only, so it can
+skip only if parts were equal: if all parts were equal the previous time on this line, and mine is unchanged, then either no part has
+changed, or some rank exchanges shapes now, alone, and its collective does not match those of the others. That is an error
+(docs/debugging.md), not a wrong shape. Uneven parts are exchanged at every call, since some may change while others do not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..layout.spec import P, SpecLike, as_spec
 _NOTE = Note('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
 
 
-class _Shapes:
-    """What a group has exchanged.
+class _KnownShapes:
+    """The shapes that a group has exchanged.
 
     Attributes:
-        known: by signature, the shape of each part (None where the spec states the sizes of all) and the global shape, if it may be
-            taken for the next one.
-        calls: how often it was asked for a shape; the same on all ranks, whether they exchanged shapes or not.
+        known: by signature, the shape of each part (None if the spec states the sizes of all) and the global shape, None if the next
+            call must exchange again.
+        calls: number of calls; the same on all ranks, whether they exchanged shapes or not.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class _Shapes:
 
 
 def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: bool | str = True) -> tuple[int, ...]:
-    """Return the global shape that the local shapes of all ranks add up to, or that the sizes of the placements state.
+    """Return the global shape: the sum of the local shapes of all ranks, or what the sizes of the placements state.
 
     Args:
         check: when ranks exchange shapes, as `from_local` says.
@@ -52,22 +52,22 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: b
     """
     spec = as_spec(placements, mesh.axis_names, local.ndim)
     stated = _stated(spec, local.shape)
-    Layout.of(mesh, spec, stated, local.dtype)  # what is wrong with the placements alone is said before anything moves
+    Layout.of(mesh, spec, stated, local.dtype)  # raises for wrong placements before any communication
     split = tuple(axis for axes in spec.dims for axis in axes if mesh.size(axis) > 1)
     if not split:
         return stated
     if check is False or mesh.coordinate is None:
         return _stated(spec, [n * mesh.size(axes) if axes else n for n, axes in zip(local.shape, spec.dims, strict=True)])
     group = mesh.group(split)
-    shapes: _Shapes = group.agreed.setdefault(_Shapes, _Shapes())
+    shapes: _KnownShapes = group.agreed.setdefault(_KnownShapes, _KnownShapes())
     shapes.calls += 1
     other_dims = tuple(n for n, axes in zip(local.shape, spec.dims, strict=True) if not axes)
     signature = None if check == "always" else (call_path(), spec, local.dtype, other_dims)
     part, shape = shapes.known.get(signature, (None, None))
     if shape is not None and part in (None, local.shape):
         return shape
-    parts = _exchanged(group, shapes.calls, local)
-    shape = put_together({mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)}, spec, mesh)  # type: ignore[misc]
+    parts = _exchange_shapes(group, shapes.calls, local)
+    shape = shape_of_parts({mesh.coordinate_of(r): part for r, part in zip(group.ranks, parts, strict=True)}, spec, mesh)  # type: ignore[misc]
     if signature is not None:
         sizes = {axes[0] for axes, _ in spec.sizes}
         if all(axes[0] in sizes for axes in spec.dims if axes):
@@ -78,8 +78,8 @@ def global_shape(local: Tensor, mesh: DeviceMesh, placements: SpecLike, check: b
     return shape
 
 
-def _exchanged(group: Group, call: int, local: Tensor) -> list[tuple[Any, ...]]:
-    """The dtype and shape of each rank's part.
+def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, ...]]:
+    """Exchange the dtype and shape of each rank's part.
 
     Raises:
         RuntimeError: on every rank, if ranks exchange them for different calls.
@@ -93,22 +93,22 @@ def _exchanged(group: Group, call: int, local: Tensor) -> list[tuple[Any, ...]]:
     if len({number for number, *_ in told}) > 1:
         by_rank = ", ".join(f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in zip(group.ranks, told, strict=True))
         raise RuntimeError(
-            f"ranks exchange shapes for different calls of from_local ({by_rank}): before, parts that had been equal changed on some ranks "
-            'and not on others; pass shape=, or shape_check="always" where parts are equal only at times'
+            f"ranks exchange shapes for different calls of from_local ({by_rank}): in an earlier call equal parts changed on some ranks "
+            'and not on others; pass shape=, or shape_check="always" if parts are only sometimes equal'
         )
     return [tuple(part) for _, *part in told]
 
 
-def put_together(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh) -> tuple[int, ...]:
-    """The global shape of the tensor that these parts make up, or that the sizes of the spec say.
+def shape_of_parts(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the global shape of the tensor that these parts make up, or that the sizes of the spec state.
 
     Args:
-        parts: by coordinate, dtype and shape of each part: of all ranks along the axes that split something, at least.
+        parts: coordinate -> dtype and shape of a part, at least for all ranks along the axes that split something.
         spec: with an entry for each dim.
         mesh: the mesh.
 
     Raises:
-        ValueError: the parts are not those that the spec says.
+        ValueError: the parts are not those of the spec.
     """
     by_rank = ", ".join(f"rank {int(mesh.ranks[c])}: {d}{shape}" for c, (d, *shape) in parts.items())
     if len({(dtype, len(shape)) for dtype, *shape in parts.values()}) > 1:
@@ -127,7 +127,7 @@ def put_together(parts: dict[tuple[int, ...], tuple[Any, ...]], spec: P, mesh: D
 
 
 def _stated(spec: P, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape, with the dims that have sizes as long as these say."""
+    """Return the shape with the length of each dim that has sizes replaced by their sum."""
     known = {axes[0]: sum(sizes) for axes, sizes in spec.sizes}
     return tuple(known.get(axes[0], n) if axes else n for axes, n in zip(spec.dims, shape, strict=True))
 
@@ -138,7 +138,7 @@ def describes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) ->
 
 
 def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> str:
-    """Words that say under which sizes these would be the parts, if they are parts at all."""
+    """Return advice for the error: the sizes under which these would be the parts, if there are any."""
     if layout.spec.sizes:
         return ""
     mesh, sizes, shape = layout.mesh, {}, []
@@ -158,7 +158,7 @@ def _better_sizes(layout: Layout, shapes: dict[tuple[int, ...], tuple[int, ...]]
 
 
 def _summed(shapes: dict[Any, tuple[int, ...]], mesh: DeviceMesh, spec: P, dim: int) -> int:
-    """Global size of one dim: the sum over the axes that split it, at the first place of all others."""
+    """Return the global size of one dim: the sum over the axes that split it, at the first coordinate of all other axes."""
     mine = {mesh.axis_index(a) for a in spec.dims[dim]}
     first = next(iter(shapes))
     return sum(s[dim] for c, s in shapes.items() if all(i in mine or c[i] == b for i, b in enumerate(first)))

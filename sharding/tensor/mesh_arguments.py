@@ -1,4 +1,4 @@
-"""Where a new tensor shall lie: a mesh and placements, of which a bare `P` is enough where a mesh is set.
+"""The mesh and the placements among a function's arguments; with a mesh set, a bare `P` is enough.
 
     f(t, mesh, P("dp"))                    on that mesh
     f(t, NamedSharding(mesh, P("dp")))     the same
@@ -15,18 +15,18 @@ from ..layout.spec import P, Placement, Sharding, SpecLike
 from .sharded_tensor import ShardedTensor
 
 
-def is_placement(where: Any) -> bool:
-    """Whether this is a `P`, a sharding or a list of placements, which may stand where a mesh would."""
-    return isinstance(where, (P, Sharding)) or (isinstance(where, (list, tuple)) and any(isinstance(p, Placement) for p in where))
+def is_placement(x: Any) -> bool:
+    """Whether this is a `P`, a sharding or a list of placements, which may take the place of the mesh."""
+    return isinstance(x, (P, Sharding)) or (isinstance(x, (list, tuple)) and any(isinstance(p, Placement) for p in x))
 
 
 def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[DeviceMesh, SpecLike]:
-    """The mesh, by default the one that is set, and the placements.
+    """Return the mesh, by default the one that is set, and the placements.
 
     Args:
         mesh: a mesh (torch's own is converted), None, or the placements in its place.
-        placements: a `P` or one placement per axis; or a sharding, which brings its mesh along.
-        like: if it is a `ShardedTensor`, its mesh is meant where none is given or set.
+        placements: a `P` or one placement per axis; or a sharding, which has its own mesh.
+        like: if it is a `ShardedTensor`, its mesh is the default where none is given or set.
 
     Raises:
         TypeError: no mesh given or set, placements given twice, or something that is neither.
@@ -34,14 +34,14 @@ def mesh_and_spec(mesh: Any, placements: SpecLike, like: Any = None) -> tuple[De
     """
     if is_placement(mesh):
         if placements is not None:
-            raise TypeError(f"{mesh!r} and {placements!r} are two placements: give one, after the mesh or in its place")
+            raise TypeError(f"got two placements, {mesh!r} and {placements!r}: give one, after the mesh or in its place")
         mesh, placements = None, mesh
     if isinstance(placements, Sharding):
         if mesh is not None and as_device_mesh(mesh) != placements.mesh:
-            raise ValueError(f"{placements!r} beside {mesh!r}, which is another mesh: give the sharding alone")
+            raise ValueError(f"{placements!r} has another mesh than {mesh!r}: give the sharding alone")
         mesh, placements = placements.mesh, placements.spec
     if mesh is not None and not is_mesh(mesh):
-        raise TypeError(f"a tensor lies on a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}")
+        raise TypeError(f"expected a mesh: give a DeviceMesh or, with a mesh set, P(...) in its place; got {mesh!r}")
     if mesh is None and isinstance(like, ShardedTensor):
         return get_mesh() or like.mesh, placements
     return given_or_current(mesh), placements

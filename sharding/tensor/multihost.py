@@ -1,7 +1,7 @@
-"""`sm.multihost`: values of hosts, by the names of `jax.experimental.multihost_utils`. Here every rank is a host with one device.
+"""`sm.multihost`: exchange values between hosts, by the names of `jax.experimental.multihost_utils`. Every rank counts as a host.
 
-All are called on every rank of the world, with trees of one structure: tensors, NumPy arrays and numbers in tuples, lists and dicts, in
-which None stays.
+Every function is called on every rank of the world, with trees of one structure: tensors, NumPy arrays and numbers in tuples, lists and
+dicts, in which None stays.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def process_allgather(in_tree: Any, tiled: bool = False) -> Any:
 
     Args:
         in_tree: a tree, whose leaves have the same shapes on all ranks. A `ShardedTensor` in it becomes the whole tensor.
-        tiled: False: a leaf is stacked along a new dim 0, in the order of ranks. True: put one after the other along dim 0; of a number,
-            stacked.
+        tiled: if False, the values of a leaf are stacked along a new dim 0, in the order of ranks; if True, concatenated along dim 0
+            (numbers are stacked).
 
     Raises:
         ValueError: on every rank: trees, shapes or dtypes differ.
-        RuntimeError: the launcher has set several ranks, and no mesh has brought them together yet.
+        RuntimeError: the launcher started several ranks, and no mesh has connected them yet.
 
     Communication: a small all_gather of the shapes and one all_gather for each leaf; of a `ShardedTensor`, that of `full_tensor`.
 
     Example:
         >>> losses = sm.multihost.process_allgather(loss.item())  # one number for each rank
     """
-    group, leaves, shape, _ = _told("process_allgather", in_tree)
+    group, leaves, shape, _ = _compare_trees("process_allgather", in_tree)
     return pytree.tree_unflatten([_gathered(group, leaf, tiled) for leaf in leaves], shape)
 
 
@@ -65,11 +65,11 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
 
     Args:
         in_tree: a tree, whose leaves have the same shapes on all ranks.
-        is_source: whether this rank is the one whose values count; by default rank 0 is.
+        is_source: whether this rank's values are sent; by default rank 0's are.
 
     Raises:
         TypeError: a `ShardedTensor` in the tree.
-        ValueError: on every rank: trees, shapes or dtypes differ, or not one rank is the source.
+        ValueError: on every rank: trees, shapes or dtypes differ, or there is not exactly one source.
         RuntimeError: as `process_allgather`.
 
     Communication: a small all_gather of the shapes and one broadcast for each leaf.
@@ -78,10 +78,10 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
         >>> seed = sm.multihost.broadcast_one_to_all(int(time.time())).item()
     """
     if any(isinstance(leaf, ShardedTensor) for leaf in pytree.tree_leaves(in_tree)):
-        raise TypeError("broadcast_one_to_all: a ShardedTensor is one value for all ranks already; pass what each rank has of its own")
+        raise TypeError("broadcast_one_to_all: a ShardedTensor already is one value for all ranks; leave it out of the tree")
     own = current_world().rank == 0 if is_source is None else bool(is_source)
-    group, leaves, shape, source = _told("broadcast_one_to_all", in_tree, own)
-    return pytree.tree_unflatten([_from(group, leaf, source) for leaf in leaves], shape)
+    group, leaves, shape, source = _compare_trees("broadcast_one_to_all", in_tree, own)
+    return pytree.tree_unflatten([_broadcast(group, leaf, source) for leaf in leaves], shape)
 
 
 def sync_global_devices(name: str) -> None:
@@ -95,11 +95,11 @@ def sync_global_devices(name: str) -> None:
     """
     names = _group().all_gather_object(name)
     if len(set(names)) > 1:
-        raise AssertionError(f"sync_global_devices: ranks have come with different names: {_by_rank(names)}; give the same on every rank")
+        raise AssertionError(f"sync_global_devices: names differ between ranks: {_by_rank(names)}; pass the same on every rank")
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
-    """Check that every rank has the same tree of values; of a `ShardedTensor`, that it lies alike.
+    """Check that every rank has the same tree of values, and the same layout of each `ShardedTensor`.
 
     NaN equals NaN, unlike in JAX.
 
@@ -116,93 +116,92 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
         return
     start = f"{fail_message}: " if fail_message else ""
     if any(each[0] != everyone[0][0] for each in everyone):
-        raise AssertionError(f"{start}ranks have trees of different structures: {_by_rank([each[0] for each in everyone])}")
-    odd = next(path for path, digest in everyone[0][1].items() if any(each[1][path] != digest for each in everyone))
-    raise AssertionError(f"{start}{odd} is not the same on every rank: {_by_rank([each[1][odd][0] for each in everyone])}")
+        raise AssertionError(f"{start}ranks passed trees of different structures: {_by_rank([each[0] for each in everyone])}")
+    path = next(path for path, digest in everyone[0][1].items() if any(each[1][path] != digest for each in everyone))
+    raise AssertionError(f"{start}{path} is not the same on every rank: {_by_rank([each[1][path][0] for each in everyone])}")
 
 
 def host_local_array_to_global_array(local_inputs: Any, global_mesh: DeviceMesh, pspecs: Any) -> Any:
-    """Return each leaf as a `ShardedTensor` of which this rank's leaf is the part.
+    """Return each leaf as a `ShardedTensor` whose part on this rank is the leaf.
 
         P("dp") on (dp=2)      rank 0 has [a b]   rank 1 has [c d]       global [a b c d]
 
     Differentiable.
 
     Args:
-        local_inputs: a tree of what each rank has.
+        local_inputs: a tree of this rank's parts.
         global_mesh: the mesh.
-        pspecs: a `P` for all leaves, or a tree of them like the upper part of that of `local_inputs`. Along axes that split nothing all
-            ranks must have the same.
+        pspecs: a `P` for all leaves, or a prefix tree of them. Along axes that split nothing all ranks must have equal values.
 
     Raises:
         ValueError: as `make_array_from_process_local_data`.
 
-    Communication: for each leaf that is split, a small all_gather of the shapes.
+    Communication: for each split leaf, a small all_gather of the shapes.
     """
 
     def made(leaf: Any, spec: Any) -> Any:
         x = as_tensor(leaf, "host_local_array_to_global_array")
         return from_local(x, global_mesh, spec) if x.requires_grad else make_array_from_process_local_data(global_mesh, spec, x)
 
-    return _each("host_local_array_to_global_array", local_inputs, pspecs, made)
+    return _map_leaves("host_local_array_to_global_array", local_inputs, pspecs, made)
 
 
 def global_array_to_host_local_array(global_inputs: Any, global_mesh: DeviceMesh, pspecs: Any) -> Any:
     """Return this rank's part of each leaf laid out as its spec says, a plain tensor. Differentiable.
 
     Args:
-        global_inputs: a tree of `ShardedTensor`s, or of tensors that all ranks have alike.
+        global_inputs: a tree of `ShardedTensor`s, or of tensors that are equal on all ranks.
         global_mesh: the mesh.
         pspecs: as in `host_local_array_to_global_array`.
 
-    Communication: that of redistributing the leaves that lie otherwise.
+    Communication: that of redistributing the leaves that have another layout.
     """
 
     def part(leaf: Any, spec: Any) -> Any:
         x = leaf if isinstance(leaf, ShardedTensor) else device_put(leaf, global_mesh, None, src_data_rank=None)
         return x.redistribute(global_mesh, spec).to_local()
 
-    return _each("global_array_to_host_local_array", global_inputs, pspecs, part)
+    return _map_leaves("global_array_to_host_local_array", global_inputs, pspecs, part)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _each(what: str, tree: Any, specs: Any, do: Callable[[Any, Any], Any]) -> Any:
-    found = [None if leaf is None else do(leaf, spec) for _, leaf, spec in matched(tree, specs, what)]
-    return pytree.tree_unflatten(found, pytree.tree_structure(tree))
+def _map_leaves(context: str, tree: Any, specs: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    leaves = [None if leaf is None else convert(leaf, spec) for _, leaf, spec in matched(tree, specs, context)]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(tree))
 
 
 def _group() -> Group:
-    """All ranks of the world.
+    """Return the group of all ranks of the world.
 
     Raises:
-        RuntimeError: the launcher has set several, and no mesh has brought them together yet.
+        RuntimeError: the launcher started several ranks, and no mesh has connected them yet.
     """
     world = current_world()
     launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
     if launched is not None and launched[1] > 1:
-        raise RuntimeError(f"sm.multihost: {launched[1]} ranks were launched, and have not met yet; make a mesh first, with sm.make_mesh")
+        raise RuntimeError(f"sm.multihost: {launched[1]} ranks were launched and are not connected yet; first make a mesh, sm.make_mesh")
     return world.group(range(world.size))
 
 
-def _told(what: str, tree: Any, is_source: bool = True) -> tuple[Group, list[Any], Any, int]:
-    """The group of all ranks, the leaves as tensors, the shape of the tree, and who is the source.
+def _compare_trees(context: str, tree: Any, is_source: bool = True) -> tuple[Group, list[Any], Any, int]:
+    """Return the group of all ranks, the leaves as tensors, the structure of the tree, and the source rank.
 
     Raises:
-        ValueError: on every rank: what ranks have is not alike, or not one is the source.
+        ValueError: on every rank: the trees of ranks differ, or there is not exactly one source.
     """
     leaves, shape = pytree.tree_flatten(tree)
-    tensors = [leaf if leaf is None else as_tensor(leaf, what) for leaf in leaves]
+    tensors = [leaf if leaf is None else as_tensor(leaf, context) for leaf in leaves]
     group = _group()
     mine = str(shape), [None if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}" for x in tensors]
     everyone = group.all_gather_object((mine, is_source))
     if any(each[0] != everyone[0][0] for each in everyone):
         kinds = [f"{', '.join(map(str, parts))} in {tree}" for (tree, parts), _ in everyone]
-        raise ValueError(f"{what}: ranks have trees of different values: {_by_rank(kinds)}; give the same shapes and dtypes on every rank")
+        raise ValueError(f"{context}: ranks passed different trees: {_by_rank(kinds)}; pass the same shapes and dtypes on every rank")
     sources = [rank for rank, (_, source) in enumerate(everyone) if source]
-    if what == "broadcast_one_to_all" and len(sources) != 1:
-        raise ValueError(f"{what}: is_source is true on ranks {sources}; one rank must be the source")
+    if context == "broadcast_one_to_all" and len(sources) != 1:
+        raise ValueError(f"{context}: is_source is true on ranks {sources}; it must be true on exactly one rank")
     return group, tensors, shape, sources[0]
 
 
@@ -218,7 +217,7 @@ def _gathered(group: Group, x: Any, tiled: bool) -> Any:
     return rows.flatten(0, 1) if tiled and x.ndim else rows
 
 
-def _from(group: Group, x: Any, source: int) -> Any:
+def _broadcast(group: Group, x: Any, source: int) -> Any:
     if x is None:
         return None
     data = _bytes(group, x).clone()
@@ -227,13 +226,13 @@ def _from(group: Group, x: Any, source: int) -> Any:
 
 
 def _bytes(group: Group, x: Tensor) -> Tensor:
-    """The values as bytes, where the group takes data that comes from the host."""
+    """Return the values as bytes, on the device from which the group sends host data."""
     device = group._host_device() if isinstance(group, ProcessGroup) and group.size > 1 else torch.device("cpu")
     return x.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _digest(leaf: Any) -> tuple[str, str]:
-    """What a leaf is, in words, and a hash of its values."""
+    """Return a description of a leaf and a hash of its values."""
     if leaf is None or isinstance(leaf, ShardedTensor):
         return str(None if leaf is None else leaf._layout), ""
     x = as_tensor(leaf, "assert_equal").detach().cpu()
@@ -248,7 +247,7 @@ def _raw(x: Tensor) -> bytes:
 
 
 def _by_rank(texts: Sequence[Any]) -> str:
-    """Each different text with the first rank that has it."""
+    """Return each different text with the first rank that has it."""
     first: dict[Any, int] = {}
     for rank, text in enumerate(texts):
         first.setdefault(text, rank)

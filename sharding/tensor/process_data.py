@@ -1,12 +1,12 @@
-"""Sharded tensors made of what each rank has at hand, by JAX's names, and the parts that a rank holds of one.
+"""Sharded tensors from each rank's own data, by JAX's names, and the parts of a tensor that ranks hold.
 
-    whole tensor somewhere      device_put                               each rank is sent its box
+    whole tensor on one rank    device_put                               each rank is sent its box
     a function of the index     make_array_from_callback                 each rank makes its box
     each rank's own data        make_array_from_process_local_data       a loader's part of the batch
-    each device's own tensor    make_array_from_single_device_arrays     taken as it is
+    each device's own tensor    make_array_from_single_device_arrays     used without a copy
 
 All are leaves outside any graph: gradients do not flow into the data. For local tensors with gradients there is `from_local`.
-Here a process has one device, so that "this process's data" and "this device's part" are one thing, and lists have one element.
+A process has one device here, so "this process's data" and "this device's part" are the same, and lists have one element.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def make_array_from_callback(
         shape: the global shape.
         mesh: the mesh; with one set it may be left out: `make_array_from_callback(shape, spec, fn)`.
         spec: a `P` or one placement per axis.
-        data_callback: called once, with a slice per dim that says which box of the tensor is wanted; returns it as a tensor, a
-            numpy array or numbers. It is copied. Ranks that hold the same box must be given the same values. An empty
-            box is asked for, too; a rank outside the mesh asks for nothing.
-        dtype: of the result, which is converted to it; by default that of what the callback returns.
+        data_callback: called once, with the slice per dim of this rank's box; returns that box as a tensor, a
+            numpy array or numbers, which is copied. Ranks with the same box must return the same values. It is also called
+            for an empty box, but not on a rank outside the mesh.
+        dtype: dtype of the result; by default that of the value that the callback returns.
 
     Raises:
-        ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh; on the rank where it happens, a
-            part that has not the shape of the box.
+        ValueError: placements that do not fit or are pending, no dtype on a rank outside the mesh; only on the rank concerned, a
+            part that does not have the shape of the box.
         TypeError: no mesh given or set, or the callback returns a `ShardedTensor`.
 
     Communication: none.
@@ -64,11 +64,11 @@ def make_array_from_callback(
     Example:
         >>> squares = sm.make_array_from_callback((8,), mesh, P("dp"), lambda index: torch.arange(8)[index] ** 2)
     """
-    mesh, spec, function = _in_order(mesh, spec, data_callback)
+    mesh, spec, function = _mesh_spec_data(mesh, spec, data_callback)
     if not callable(function):
         raise TypeError(f"make_array_from_callback: expected a function of the index after the spec, got {function!r}")
     asked = Layout.of(mesh, spec, shape, dtype or torch.get_default_dtype())
-    _check_settled("make_array_from_callback", asked.spec)
+    _check_not_pending("make_array_from_callback", asked.spec)
     if mesh.coordinate is None:
         layout = asked.replace(dtype=_stated_dtype("make_array_from_callback", dtype, mesh))
         return ShardedTensor._make_guarded(torch.empty(0, dtype=dtype, device=mesh.device), layout)
@@ -95,26 +95,26 @@ def make_array_from_process_local_data(
     Args:
         mesh: the mesh; with one set it may be left out: `make_array_from_process_local_data(spec, local)`.
         spec: a `P` or one placement per axis.
-        local_data: this rank's part, a tensor or a numpy array, which is copied. Ranks that hold replicas must pass the same. With
-            `global_shape`, a dim may also have its global length: then the rank's part is cut out of it.
-        global_shape: the global shape. Without it, dims that are split are as long as all ranks' parts together, however long
-            each part is: where `torch.chunk` would not cut so, the result's spec has `sizes`.
+        local_data: this rank's part, a tensor or a numpy array, which is copied. Ranks that hold replicas must pass equal data. With
+            `global_shape`, a dim may also have its global length: then the rank's part is sliced out of it.
+        global_shape: the global shape. Without it, a split dim is as long as the parts of all ranks together, whatever their
+            lengths: if they are not those of `torch.chunk`, the result's spec has `sizes`.
 
     Raises:
         ValueError: placements that do not fit or are pending, data that does not fit `global_shape`; on every rank that
-            compared, parts that make up no tensor; no `global_shape` on a rank outside the mesh.
+            compared, parts that do not make up a tensor; no `global_shape` on a rank outside the mesh.
         TypeError: no mesh given or set, or a `ShardedTensor`.
 
-    Communication: none with `global_shape` or where nothing is split; else one small all_gather of the shapes over the axes that
+    Communication: none with `global_shape` or if nothing is split; else one small all_gather of the shapes over the axes that
         split something.
 
     Example:
         >>> batch = sm.make_array_from_process_local_data(mesh, P("dp"), loader_batch)
     """
-    mesh, spec, data, shape = _four(mesh, spec, local_data, global_shape)
+    mesh, spec, data, shape = _mesh_spec_data_shape(mesh, spec, local_data, global_shape)
     part = _copied(data, None, mesh)
     spec = as_spec(spec, mesh.axis_names, part.ndim if shape is None else len(shape))
-    _check_settled("make_array_from_process_local_data", spec)
+    _check_not_pending("make_array_from_process_local_data", spec)
     at = _shared_layout(mesh, spec, part) if shape is None else Layout.of(mesh, spec, shape, part.dtype)
     if mesh.coordinate is None:
         return ShardedTensor._make_guarded(part.new_empty(0), at)
@@ -129,18 +129,18 @@ def make_array_from_single_device_arrays(
     *,
     dtype: torch.dtype | None = None,
 ) -> ShardedTensor:
-    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on this rank is x, not copied.
+    """make_array_from_single_device_arrays(shape, mesh, spec, [x]) -> ShardedTensor whose part on this rank is x, without a copy.
 
     Args:
         shape: the global shape.
         mesh: the mesh; with one set it may be left out: `make_array_from_single_device_arrays(shape, spec, [x])`.
         spec: a `P` or one placement per axis. Pending axes are allowed: then x is this rank's contribution.
         arrays: the tensors on this process's devices: one, or none on a rank outside the mesh.
-        dtype: on a rank outside the mesh, which has no tensor to tell it.
+        dtype: dtype of the tensor, for a rank outside the mesh, which passes none.
 
     Raises:
-        ValueError: placements that do not fit, another number of tensors than one, a tensor that has not the shape of the
-            box (on the rank where it happens); no dtype on a rank outside the mesh.
+        ValueError: placements that do not fit, another number of tensors than one, a tensor that does not have the shape of the
+            box (only on the rank concerned); no dtype on a rank outside the mesh.
         TypeError: no mesh given or set, `arrays` is not a list of plain tensors.
 
     Communication: none.
@@ -148,7 +148,7 @@ def make_array_from_single_device_arrays(
     Example:
         >>> x = sm.make_array_from_single_device_arrays((8,), mesh, P("dp"), [torch.ones(2)])
     """
-    mesh, spec, parts = _in_order(mesh, spec, arrays)
+    mesh, spec, parts = _mesh_spec_data(mesh, spec, arrays)
     if not isinstance(parts, (list, tuple)) or any(not isinstance(x, Tensor) or isinstance(x, ShardedTensor) for x in parts):
         raise TypeError(f"make_array_from_single_device_arrays: expected a list with this rank's plain tensor, got {type(parts).__name__}")
     if mesh.coordinate is None:
@@ -159,7 +159,7 @@ def make_array_from_single_device_arrays(
     return from_local(parts[0].detach(), mesh, spec, shape=shape)
 
 
-# -- its parts ---------------------------------------------------------------------------------------------------------
+# -- the parts of a tensor ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,12 +167,12 @@ class AddressableShard:
     """The part of a tensor that a rank holds.
 
     Attributes:
-        index: where the part lies in the global tensor, a slice per dim: `whole[shard.index]` is the part.
-        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution. None in
-            `global_shards` for another rank's.
-        device: where it is.
-        replica_id: this rank's place among those that hold the same part, 0 for the first; so the parts with replica_id 0
-            make up the tensor. Contributions to a pending tensor are no replicas of each other.
+        index: the slice per dim of the part in the global tensor: `whole[shard.index]` is the part.
+        data: the part, in the tensor's own memory, outside the graph. Of a pending tensor, this rank's contribution. None for other
+            ranks' parts in `global_shards`.
+        device: the device of the part.
+        replica_id: this rank's index among the ranks with the same part; the parts with replica_id 0 make up the tensor.
+            Contributions to a pending tensor are not replicas of each other.
         rank: the rank, in the world.
     """
 
@@ -189,7 +189,7 @@ class AddressableShard:
 
 
 def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """The parts that this rank holds: one; none on a rank outside the mesh. Communication: none."""
+    """Return the parts that this rank holds: one, or none on a rank outside the mesh. Communication: none."""
     layout, mesh = x._layout, x.mesh
     if mesh.coordinate is None:
         return []
@@ -198,7 +198,7 @@ def addressable_shards(x: ShardedTensor) -> list[AddressableShard]:
 
 
 def global_shards(x: ShardedTensor) -> list[AddressableShard]:
-    """The part of every rank of the mesh, with the data of this rank's. Communication: none."""
+    """Return the part of every rank of the mesh, with data for this rank's only. Communication: none."""
     layout, mesh = x._layout, x.mesh
     found = []
     for (coordinate, box), rank in zip(layout.boxes(), mesh.ranks.flatten(), strict=True):
@@ -217,38 +217,39 @@ def _replica_id(layout: Layout, coordinate: Sequence[int]) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _in_order(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLike, Any]:
-    """(mesh, spec, data), of which the mesh may have been left out: (spec, data)."""
+def _mesh_spec_data(mesh: Any, spec: Any, data: Any) -> tuple[DeviceMesh, SpecLike, Any]:
+    """Return (mesh, spec, data); the arguments may also be (spec, data), with a mesh set."""
     if is_placement(mesh):
         mesh, spec, data = None, mesh, spec if data is None else data
     return (*mesh_and_spec(mesh, spec), data)
 
 
-def _four(mesh: Any, spec: Any, data: Any, shape: Any) -> tuple[DeviceMesh, SpecLike, Any, Any]:
-    """(mesh, spec, data, shape), of which the mesh may have been left out."""
+def _mesh_spec_data_shape(mesh: Any, spec: Any, data: Any, shape: Any) -> tuple[DeviceMesh, SpecLike, Any, Any]:
+    """Return (mesh, spec, data, shape); the arguments may also be (spec, data, shape), with a mesh set."""
     if is_placement(mesh):
         mesh, spec, data, shape = (None, mesh, spec, shape if data is None else data) if spec is not None else (None, mesh, data, shape)
     return (*mesh_and_spec(mesh, spec), data, shape)
 
 
-def _check_settled(what: str, spec: P) -> None:
+def _check_not_pending(function: str, spec: P) -> None:
     if spec.unreduced:
         raise ValueError(
-            f"{what}: {spec} leaves values pending, and data that is read is not; leave those axes replicated, or "
+            f"{function}: {spec} leaves values pending, but the data holds whole values; leave those axes replicated, or "
             "declare what each rank contributes with ShardedTensor.from_local"
         )
 
 
-def _stated_dtype(what: str, dtype: torch.dtype | None, mesh: DeviceMesh) -> torch.dtype:
+def _stated_dtype(function: str, dtype: torch.dtype | None, mesh: DeviceMesh) -> torch.dtype:
     if dtype is None:
-        raise ValueError(f"{what}: on a rank outside {mesh} no data tells the dtype; pass dtype= on every rank")
+        raise ValueError(f"{function}: a rank outside {mesh} has no data with a dtype; pass dtype= on every rank")
     return dtype
 
 
 def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
-    """The data as a tensor of its own on the mesh's device.
+    """Return a copy of the data as a tensor on the mesh's device.
 
-    Raises: TypeError for a ShardedTensor.
+    Raises:
+        TypeError: a ShardedTensor.
     """
     if isinstance(data, ShardedTensor):
         raise TypeError(f"expected this rank's part as a plain tensor or array, got a ShardedTensor {data._layout}")
@@ -260,27 +261,29 @@ def _copied(data: Any, dtype: torch.dtype | None, mesh: DeviceMesh) -> Tensor:
 
 
 def _cut_out(part: Tensor, layout: Layout) -> Tensor:
-    """This rank's box, where some dims of the data have their global length.
+    """Return this rank's box of data whose dims have either the length of the box or their global length.
 
-    Raises: ValueError where a dim has neither that nor the length of the box.
+    Raises:
+        ValueError: a dim has neither.
     """
     wanted, whole = layout.local_shape, layout.shape
     if part.ndim != len(whole) or any(n not in lengths for n, *lengths in zip(part.shape, wanted, whole, strict=True)):
         raise ValueError(
             f"make_array_from_process_local_data: the local data has shape {list(part.shape)}; under {layout} this rank holds "
-            f"{list(wanted)}; pass that, or {list(whole)} to have it cut out"
+            f"{list(wanted)}; pass that, or {list(whole)} to have it sliced"
         )
     cut = [slice(None) if n == own else slice(*box) for n, own, box in zip(part.shape, wanted, layout.box, strict=True)]
     return part[tuple(cut)].contiguous()
 
 
 def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
-    """The layout of a tensor of which each rank has this part, as long as they are together.
+    """Return the layout of the tensor that the parts of all ranks make up; split dims are as long as their parts together.
 
-    Raises: ValueError on every rank that compared, where the parts make up no tensor; on a rank outside the mesh.
+    Raises:
+        ValueError: on every rank that compared, parts that do not make up a tensor; on a rank outside the mesh.
     """
     if mesh.coordinate is None:
-        raise ValueError(f"a rank outside {mesh} is not told the parts of the others; pass global_shape= on every rank")
+        raise ValueError(f"a rank outside {mesh} does not know the parts of the others; pass global_shape= on every rank")
     split = tuple(axis for axes in where.dims for axis in axes if mesh.size(axis) > 1)
     if where.sizes or not split:
         return from_local(part, mesh, where)._layout
@@ -293,14 +296,14 @@ def _shared_layout(mesh: DeviceMesh, where: P, part: Tensor) -> Layout:
     layout = _joined(mesh, where, shapes, part.dtype)
     if any(box_shape(layout.box_at(coordinate)) != shape for coordinate, shape in shapes.items()):
         raise ValueError(
-            f"the local data ({by_rank}) are no parts of one tensor under {where}: along a dim, ranks at the same place of the "
+            f"the local data ({by_rank}) are not parts of one tensor under {where}: along a dim, ranks with the same index on the "
             "axes that split it must have the same length"
         )
     return layout
 
 
 def _joined(mesh: DeviceMesh, spec: P, shapes: dict[tuple[int, ...], tuple[int, ...]], dtype: torch.dtype) -> Layout:
-    """The layout of parts of these shapes, by coordinate; a layout normalises sizes that say what `torch.chunk` does."""
+    """Return the layout of parts of these shapes, by coordinate; layouts drop sizes equal to those of `torch.chunk`."""
     sizes, whole = {}, []
     for dim, axes in enumerate(spec.dims):
         places = [mesh.axis_index(axis) for axis in axes]

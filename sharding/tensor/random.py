@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the mesh.
 
-Each number is a function of the seed, of how many random tensors were drawn before, and of the element's global position.
+Each number is a function of the seed, of the number of random tensors drawn before, and of the element's global position.
 So a program draws the same global tensors on any mesh, with any sharding, on CPU or GPU, on one rank or a thousand, and
-replicas hold equal values. `torch.manual_seed` has no effect on them.
+replicas are equal. `torch.manual_seed` has no effect on them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .autograd.engine_hooks import current_backward
 from .transforms import check_same_randomness
 
 _MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads neighbouring streams; the increment of SplitMix64 (Steele et al. 2014)
+_GOLDEN = 0x9E3779B97F4A7C15  # separates consecutive streams; the increment of SplitMix64 (Steele et al. 2014)
 
 
-class _State:
+class _RandomState:
     """Seed and position of one rank's stream of random tensors; the same on every rank of a program.
 
     Attributes:
         seed: 64-bit seed.
-        drawn: random tensors drawn since it was set.
+        drawn: number of random tensors drawn since the seed was set.
         replaying: whether a checkpointed part of the program is being recomputed.
     """
 
@@ -45,29 +45,29 @@ class _State:
         check_same_randomness()
         if torch.is_grad_enabled() and current_backward() >= 0 and not self.replaying:
             raise RuntimeError(
-                "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would not be the "
-                "numbers of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.replay_random)"
+                "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would differ from "
+                "those of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.replay_random)"
             )
         self.drawn += 1
         drawn.last = self.seed, self.drawn
         world = self._world()
-        if world is not None:  # other ranks read it where their values differ
+        if world is not None:  # published for diagnosis on other ranks
             world.page.words[H.SEED], world.page.words[H.DRAWN] = drawn.last
         return drawn.last
 
 
-_states: weakref.WeakKeyDictionary[World, _State] = weakref.WeakKeyDictionary()
+_states: weakref.WeakKeyDictionary[World, _RandomState] = weakref.WeakKeyDictionary()
 
 
-def _state(world: World) -> _State:
+def _state(world: World) -> _RandomState:
     found = _states.get(world)
     if found is None:
-        found = _states[world] = _State(world)
+        found = _states[world] = _RandomState(world)
     return found
 
 
 def manual_seed(seed: int) -> None:
-    """Start the random numbers of `ShardedTensor`s anew from this seed. Call it on every rank with the same seed.
+    """Seed the random numbers of `ShardedTensor`s. Call it on every rank with the same seed.
 
     Communication: none.
     """
@@ -76,7 +76,7 @@ def manual_seed(seed: int) -> None:
 
 
 def get_rng_state() -> Tensor:
-    """Seed and position of the random numbers of `ShardedTensor`s, as 16 bytes: put it into a checkpoint.
+    """Return the seed and the position of the random numbers of `ShardedTensor`s as 16 bytes, for a checkpoint.
 
     Communication: none.
 
@@ -90,7 +90,7 @@ def get_rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Go on with the random numbers of `ShardedTensor`s where `get_rng_state` was called. Call it on every rank.
+    """Continue the random numbers of `ShardedTensor`s from the state of `get_rng_state`. Call it on every rank.
 
     Raises:
         ValueError: not 16 bytes.
@@ -99,8 +99,8 @@ def set_rng_state(state: Tensor) -> None:
     """
     if state.dtype != torch.uint8 or state.shape != (16,):
         raise ValueError(
-            f"a random state is 16 bytes (uint8), as sm.get_rng_state gives it, not {state.dtype}{list(state.shape)}; a state of torch's "
-            "own generator belongs to torch.set_rng_state"
+            f"a random state must be 16 bytes (uint8), as sm.get_rng_state returns, got {state.dtype}{list(state.shape)}; pass a state of "
+            "torch's own generator to torch.set_rng_state"
         )
     own = _state(current_world())
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
@@ -108,7 +108,7 @@ def set_rng_state(state: Tensor) -> None:
 
 @contextmanager
 def fork_rng() -> Iterator[None]:
-    """Inside, random numbers may be drawn and seeded at will: afterwards they go on as if nothing had been drawn.
+    """Restore the random state at the end of the block, whatever was drawn and seeded inside.
 
     Communication: none.
     """
@@ -120,10 +120,10 @@ def fork_rng() -> Iterator[None]:
 
 
 def check_rng_state(mesh: Any) -> None:
-    """Check that all ranks of a mesh have the same seed and have drawn as often, so that their numbers belong together.
+    """Check that all ranks of a mesh have the same seed and the same number of draws.
 
     Raises:
-        RuntimeError: they have not; the same text on every rank.
+        RuntimeError: they differ; the same text on every rank.
 
     Communication: one all_gather of small objects over the mesh.
     """
@@ -134,8 +134,8 @@ def check_rng_state(mesh: Any) -> None:
     if len(set(states)) > 1:
         found = ", ".join(f"rank {r}: seed {seed}, {n} drawn" for r, (seed, n) in zip(group.ranks, states, strict=True))
         raise RuntimeError(
-            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.manual_seed(seed) on every rank with one "
-            "seed, and draw the same tensors on every rank"
+            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.manual_seed with the same seed "
+            "on every rank, and draw the same tensors on every rank"
         )
 
 
@@ -151,9 +151,9 @@ def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManage
 
 
 class _Replay(AbstractContextManager[None]):
-    """Inside, numbers are drawn again from where the stream was when this was made; may be entered again and again."""
+    """Draw numbers again from the position at construction; reentrant."""
 
-    def __init__(self, state: _State) -> None:
+    def __init__(self, state: _RandomState) -> None:
         self.state, self.start = state, state.drawn
         self.before: list[tuple[int, bool]] = []
 
@@ -166,19 +166,19 @@ class _Replay(AbstractContextManager[None]):
 
 
 def uniform(layout: Layout, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """This rank's part of a tensor of numbers in [low, high)."""
+    """Return this rank's part of a tensor of numbers in [low, high)."""
     return draw(philox.uniform, layout, low, high)
 
 
 def normal(layout: Layout, mean: float = 0.0, std: float = 1.0) -> Tensor:
-    """This rank's part of a tensor of Gaussian numbers; complex ones lie around `mean` with variance std**2 in all."""
+    """Return this rank's part of a tensor of Gaussian numbers; complex ones have total variance std**2 around `mean`."""
     if layout.dtype.is_complex and mean:
         return draw(philox.normal, layout, 0.0, std).add_(mean)
     return draw(philox.normal, layout, mean, std)
 
 
 def integers(layout: Layout, low: int, high: int) -> Tensor:
-    """This rank's part of a tensor of integers in [low, high)."""
+    """Return this rank's part of a tensor of integers in [low, high)."""
     return draw(_integers, layout, low, high)
 
 
@@ -187,7 +187,7 @@ def _integers(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype, 
 
 
 def bernoulli(layout: Layout, p: float) -> Tensor:
-    """This rank's part of a bool tensor that is True with probability p."""
+    """Return this rank's part of a bool tensor that is True with probability p."""
     return draw(_bernoulli, layout, p)
 
 
@@ -196,7 +196,7 @@ def _bernoulli(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtype,
 
 
 def permutation(layout: Layout) -> Tensor:
-    """This rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit keys."""
+    """Return this rank's part of 0 ... n - 1 in random order: every rank sorts n random 64-bit keys."""
     return draw(_permutation, layout)
 
 
@@ -206,30 +206,27 @@ def _permutation(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtyp
     return keys.argsort(stable=True)[start:stop].to(dtype)
 
 
-def draw(law: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
-    """This rank's part of the next random tensor; `law` is one of `kernels.random` or `kernels.laws`.
+def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
+    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random` or `kernels.laws`.
 
-    Ranks outside the mesh draw as well, an empty part, so that all stay in step.
+    Ranks outside the mesh draw too, an empty part, so that the position is the same on all ranks.
     """
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
-    return law(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
+    return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
 
 
 def units(layout: Layout) -> laws.Units:
-    """The next random tensor as numbers in (0, 1) without end: those of this rank's part, as often as they are asked for."""
+    """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each element of this rank's part."""
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
     return lambda part: laws.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function that draws from torch's own generator, with that generator in the same state on every rank.
-
-    The generator is afterwards as it was before.
-    """
+    """Call a function that draws from torch's own generator, seeded equally on every rank; restore the generator afterwards."""
     seed, stream = _state(mesh.world).next()
     with torch.random.fork_rng([mesh.device.index or 0] if mesh.device_type == "cuda" else []):
         torch.manual_seed((seed + stream * _GOLDEN) % (1 << 63))

@@ -1,8 +1,9 @@
-"""Redistribution of `ShardedTensor`s: one, many at once, now or under way."""
+"""`redistribute` and its variants: move one `ShardedTensor` or many to another layout, now or asynchronously."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,28 +13,31 @@ from ...mesh.comm.group import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, told_apart
-from ..layout.spec import Sharding, SpecLike
+from ..layout.spec import P, Sharding, SpecLike
 from ..ops import dispatch
-from ..ops.lineage import carrying, mixed
+from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute, start_redistribute_many
 from ..redistribute.cross_mesh import redistribute_across
+from ..redistribute.redistribution_map import runner
 from . import from_dtensor
-from .autograd.engine_hooks import transforms_active
+from .autograd.engine_hooks import any_requires_grad, transforming, transforms_active
 from .mesh_arguments import mesh_and_spec
 from .sharded_tensor import DonatedTensor, ShardedTensor
 
+_PLACEMENTS = frozenset({P, list, tuple})  # as the only positional argument: placements on the tensor's own mesh
+
 
 class Resharding:
-    """A redistribution under way, from `redistribute(..., async_op=True)`: `wait()` gives the tensor."""
+    """A handle of `redistribute(..., async_op=True)`: `wait()` returns the tensor."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
 
     def wait(self) -> Any:
-        """The redistributed tensor (or the list of them); the same object at every call.
+        """Return the redistributed tensor (or the list of them); the same object at every call.
 
-        Raises: what went wrong in the collective.
+        Raises: the error of the collective.
         """
         if self._finish is not None:
             self._result = self._finish()
@@ -41,7 +45,7 @@ class Resharding:
         return self._result
 
     def __repr__(self) -> str:
-        return f"Resharding({'under way' if self._finish is not None else self._result!r})"
+        return f"Resharding({'in flight' if self._finish is not None else self._result!r})"
 
 
 def redistribute(
@@ -62,38 +66,39 @@ def redistribute(
 
     Args:
         x: a sharded tensor; a DTensor of torch's is converted first.
-        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which brings its mesh
-            along.
+        where: `placements`, or `device_mesh, placements` as in torch; placements may be a `P`, or a `NamedSharding`, which has its own
+            mesh.
         placements: the same by name.
         device_mesh: the tensor's own mesh, by default, or another one of the same world: with other axes, other ranks or
-            the same ranks in another order. Then all ranks of both call this, and backward; those outside a mesh hold
+            the same ranks in another order. Then all ranks of both meshes call this, and backward; ranks outside a mesh hold
             empty parts.
-        async_op: return a handle while the (last) collective is under way; its `wait()` gives the tensor.
-        forward_dtype: cast to this dtype before moving; the result has it.
-        backward_dtype: dtype in which the gradient travels back; it arrives in the dtype of `x`.
-        max_bytes: the most that a rank may hold at a time (its part before, its part after, buffers); exchanges are
-            done in rounds until they fit. Backward is not limited.
-        accumulate_dtype: torch.float32 to have sums of 16-bit floats added up in fp32 and rounded once, while they travel
+        async_op: return a handle while the (last) collective is in flight; its `wait()` returns the tensor.
+        forward_dtype: cast to this dtype before communicating; the result has it.
+        backward_dtype: dtype in which the gradient is communicated; the gradient of `x` has the dtype of `x`.
+        max_bytes: upper limit of the bytes that a rank holds at a time (its part before, its part after, buffers); exchanges are
+            split into rounds until they fit. Backward is not limited.
+        accumulate_dtype: torch.float32 to sum 16-bit floats in fp32 and round once, while they are communicated
             in 16 bits: half the bytes of casting first. No effect on other dtypes.
-        transport: "int8" or "fp8" to let 16- and 32-bit floats travel in 8 bits, in blocks of 128 with a scale each, and sums
-            be formed in fp32: 1.03 bytes an element. In each step of the plan that moves, an element of a block whose largest
-            is m is off by at most m / 252 ("int8"), or by x / 16 or m / 425,984, whichever is more ("fp8"); inf and NaN arrive.
-            Replicas are equal, bit for bit. Gradients travel back whole.
-        donate: `x` is not needed any more: its memory is reused where that saves a copy (a reduction in place, a
-            reduce_scatter into its own input) and freed otherwise. `x` raises from then on.
-        out: a contiguous tensor of the wanted layout that the result is put into and that is returned. An all_gather
-            whose parts lie one after the other arrives in it directly, and a part that is a view of its place in `out`
-            is not copied either.
+        transport: "int8" or "fp8" to communicate 16- and 32-bit floats in 8 bits, in blocks of 128 with a scale each, and sum
+            in fp32: 1.03 bytes per element. In each communicating step of the plan, the error of an element x of a block with
+            maximum m is at most m / 252 ("int8"), or the larger of x / 16 and m / 425,984 ("fp8"); inf and NaN are kept.
+            Replicas are equal, bit for bit. Gradients are communicated unquantized.
+        donate: `x` is not used any more: its memory is reused where that saves a copy (a reduction in place, a
+            reduce_scatter into its own input) and freed otherwise. Using `x` afterwards raises.
+        out: a contiguous tensor of the target layout that receives the result and is returned. An all_gather
+            of consecutive parts writes into it directly, and a part that is already a view of its place in `out`
+            is not copied.
 
     Returns:
-        The tensor in its new layout; never sharing memory with `x` unless donated. With `async_op`, a `Resharding`.
+        The tensor in its new layout; it shares no memory with `x` unless donated. With `async_op`, a `Resharding`.
 
     Raises:
-        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, the dtype or what is
-            pending cannot be quantised, a tensor that requires grad is donated or has `out`, or the mesh is another one and
-            more than the plain move is asked for.
+        TypeError: `x` is not a sharded tensor.
+        ValueError: the placements do not fit, no plan fits into `max_bytes`, `out` has another layout, the dtype or the
+            pending reduction cannot be quantized, a tensor that requires grad is donated or has `out`, or an option other than
+            the dtypes is given for another mesh.
 
-    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of what is pending,
+    Communication: the plan's; `explain(typeof(x), placements)` prints it. To another mesh: a reduction of pending values,
         and one all_to_all over the ranks of both.
 
     Example:
@@ -103,50 +108,74 @@ def redistribute(
         >>> whole = coming.wait()
         >>> elsewhere = x.redistribute(other_mesh, [Shard(0)])
     """
-    if type(x) is not ShardedTensor and from_dtensor.is_dtensor(x):
-        x = from_dtensor.from_dtensor(x)
+    if type(x) is not ShardedTensor:
+        x = _as_sharded(x)
     if (captures := current_captures()) is not None:
         captures.check_inside(x, "redistribute")
-    local, layout, target = _prepared(x, _wanted(x, where, device_mesh, placements), forward_dtype)
+    local, layout = x._local, x._layout
+    if not local.requires_grad and any_requires_grad(x):
+        local = dispatch.known_local(x)
+    mesh, spec = layout.mesh, where[0] if len(where) == 1 else None
+    if type(spec) not in _PLACEMENTS or device_mesh is not None:
+        mesh, spec = _mesh_and_placements(x, where, device_mesh, placements)
+    src = layout if forward_dtype is None else layout.replace(dtype=forward_dtype)
+    target = Layout.of(mesh, spec, layout.shape, src.dtype)
     if target.mesh is not layout.mesh:
         _check_plain(
-            layout, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
+            src, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
-        moved = redistribute_across(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
-        return _made(x, _unshared(moved, local), target)
-    if target is x._layout and out is None:
+        moved = redistribute_across(local.to(src.dtype), src, target, backward_dtype=backward_dtype)
+    elif target is layout and out is None:
         return Resharding(lambda: x) if async_op else x
-    plain = not (async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None)
-    if plain:  # the common way, and the shortest
-        with carrying(layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
-            moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
-        return _made(x, _unshared(moved, local), target)
+    elif async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None:
+        start = partial(
+            start_redistribute, src=src, dst=target, backward_dtype=backward_dtype, max_bytes=max_bytes,
+            accumulate_dtype=accumulate_dtype, transport=transport,
+        )  # fmt: skip
+        tensors = [local]
+        del local  # with `donate` the list has the only reference, so that memory is freed as soon as it is not needed
+        finish = _start(x, tensors, target, start, donate, out)
+        return Resharding(finish) if async_op else finish()
+    else:
+        with comm_context(mesh.world, x._lineage):  # type: ignore[union-attr]
+            if src is target or local.requires_grad or transforming():
+                moved = redistribute_local(local, src, target, backward_dtype=backward_dtype)
+            else:
+                moved = runner(src, target)(local)
+    result = ShardedTensor._make(_unshared(moved, local), target)
+    result._lineage = x._lineage
+    return result
+
+
+def _start(
+    x: ShardedTensor,
+    tensors: list[Tensor],
+    target: Layout,
+    start: Callable[..., Callable[[], Tensor]],
+    donate: bool,
+    out: ShardedTensor | None,
+) -> Callable[[], ShardedTensor]:
+    """Launch the collectives of a redistribution with options; return what waits for them and gives the result."""
     _check_writable(x, target, donate, out)
-    kept, into = None if donate else local, None if out is None else dispatch.known_local(out)
-    tensors = [local]
-    del local
+    kept, lineage = None if donate else tensors[0], x._lineage
+    into = None if out is None else dispatch.known_local(out)
     if donate:
         DonatedTensor.take(x)
-    lineage = x._lineage
-    with carrying(layout.mesh.world, lineage):  # type: ignore[attr-defined]
-        wait = start_redistribute(
-            tensors, layout, target,
-            backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
-            own=donate, out=into,
-        )  # fmt: skip
+    with comm_context(target.mesh.world, lineage):  # type: ignore[attr-defined]
+        wait = start(tensors, own=donate, out=into)
 
     def finish() -> ShardedTensor:
         moved = wait()
-        found = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
-        found._lineage = lineage
-        return found
+        result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
+        result._lineage = lineage
+        return result
 
-    return Resharding(finish) if async_op else finish()
+    return finish
 
 
 def reshard(x: ShardedTensor, spec: SpecLike) -> ShardedTensor:
-    """reshard(x, P(...)) -> x laid out as the spec says: `redistribute` by JAX's name. Communication: the plan's."""
+    """reshard(x, P(...)) -> x laid out as the spec: `redistribute` by JAX's name. Communication: the plan's."""
     return redistribute(x, spec)
 
 
@@ -159,13 +188,13 @@ def redistribute_many(
     backward_dtype: torch.dtype | None = None,
     donate: bool = False,
 ) -> Any:
-    """redistribute_many(xs, placements) -> [each x laid out as its placements say], in as few collectives as possible.
+    """redistribute_many(xs, placements) -> [each x laid out as its placements], in as few collectives as possible.
 
         x: dp reduce_scatter   \
         y: dp reduce_scatter    >   one reduce_scatter over dp, one all_gather over tp
         z: tp all_gather       /
 
-    Collectives over the same ranks, of the same kind and dtype, become one; so they do in backward. The tensors may lie
+    Collectives over the same ranks, of the same kind and dtype, become one, in backward too. The tensors may be
     on different meshes of one world (each stays on its own).
 
     Args:
@@ -177,7 +206,7 @@ def redistribute_many(
         The tensors in their new layouts, in order. With `async_op`, a `Resharding` whose `wait()` gives the list.
 
     Raises:
-        ValueError: another number of placements than tensors; or as `redistribute`, for one of them.
+        ValueError: another number of placements than tensors, or as for `redistribute`.
 
     Communication: one collective per group, kind of collective, reduction and dtype, for each stage of the plans.
 
@@ -188,26 +217,29 @@ def redistribute_many(
         raise ValueError(
             f"{len(tensors)} tensors and {len(placements)} placements; give one P or list of placements for each tensor"
         )
-    prepared = [_prepared(x, _wanted(x, (where,), None, None), forward_dtype) for x, where in zip(tensors, placements, strict=True)]
-    targets = [target for _, _, target in prepared]
-    for x, target in zip(tensors, targets, strict=True):
+    locals_, pairs = [], []
+    for x, spec in zip(tensors, placements, strict=True):
+        src = x._layout.replace(dtype=forward_dtype)
+        target = Layout.of(*_mesh_and_placements(x, (spec,), None, None), src.shape, src.dtype)
+        locals_.append(dispatch.known_local(x))
+        pairs.append((src, target))
+    for x, (_, target) in zip(tensors, pairs, strict=True):
         _check_writable(x, target, donate, None)
     if donate and len({id(x) for x in tensors}) < len(tensors):
         raise ValueError("a tensor that is donated appears twice among the tensors; pass each once")
-    kept = [None if donate else local for local, _, _ in prepared]
-    locals_, pairs = [local for local, _, _ in prepared], [(layout, target) for _, layout, target in prepared]
-    del prepared
+    kept = [None if donate else local for local in locals_]
     lineages = [x._lineage for x in tensors]
-    with carrying(current_world(), mixed(0, tensors)):
+    with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
         wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
 
     def finish() -> list[ShardedTensor]:
-        moved = [ShardedTensor._make(_unshared(out, local), to) for out, local, to in zip(wait(), kept, targets, strict=True)]
-        for x, lineage in zip(moved, lineages, strict=True):
-            x._lineage = lineage
-        return moved
+        results = []
+        for moved, local, lineage, (_, target) in zip(wait(), kept, lineages, pairs, strict=True):
+            results.append(ShardedTensor._make(_unshared(moved, local), target))
+            results[-1]._lineage = lineage
+        return results
 
     return Resharding(finish) if async_op else finish()
 
@@ -215,10 +247,24 @@ def redistribute_many(
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _wanted(
+def _as_sharded(x: Any) -> ShardedTensor:
+    """Convert a DTensor of torch's.
+
+    Raises:
+        TypeError: no sharded tensor.
+        RuntimeError: a donated one.
+    """
+    if from_dtensor.is_dtensor(x):
+        return from_dtensor.from_dtensor(x)
+    if isinstance(x, DonatedTensor):
+        x.clone()  # raises, as every use does
+    raise TypeError(f"redistribute takes a ShardedTensor, got {type(x).__name__}; place a plain tensor with distribute_tensor first")
+
+
+def _mesh_and_placements(
     x: ShardedTensor, where: Sequence[Any], mesh: DeviceMesh | None, placements: SpecLike
 ) -> tuple[DeviceMesh, SpecLike]:
-    """The mesh and the placements that were asked for.
+    """Return the mesh and the placements that the arguments of `redistribute` name.
 
     Raises:
         TypeError: too many arguments.
@@ -242,18 +288,8 @@ def _wanted(
     return to, x._layout.spec if placements is None else placements
 
 
-def _prepared(
-    x: ShardedTensor, wanted: tuple[DeviceMesh, SpecLike], forward_dtype: torch.dtype | None
-) -> tuple[Tensor, Layout, Layout]:
-    """This rank's part (cast when it is packed), its layout in the dtype in which it travels, and the wanted one."""
-    local, layout = dispatch.known_local(x), x._layout
-    if forward_dtype is not None and forward_dtype != layout.dtype:
-        layout = layout.replace(dtype=forward_dtype)
-    return local, layout, Layout.of(*wanted, layout.shape, layout.dtype)
-
-
 def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
-    """Raises: ValueError for any option on the way to another mesh."""
+    """Raise a ValueError for an option that a redistribution to another mesh does not support."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
         here, there = told_apart(layout.mesh, target.mesh)
@@ -263,39 +299,31 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
         )
 
 
-def _made(x: ShardedTensor, moved: Tensor, target: Layout) -> ShardedTensor:
-    """The same values in another layout."""
-    out = ShardedTensor._make(moved, target)
-    out._lineage = x._lineage
-    return out
-
-
 def _unshared(moved: Tensor, local: Tensor | None) -> Tensor:
-    """The result, copied if it lies in the memory of the part before; of donated memory, if it is but a piece."""
+    """Return the result of a move, copied if it shares memory with the part before (`local`, None if that was donated).
+
+    Of donated memory it is copied if it is a piece that would keep the rest alive.
+    """
     if transforms_active():
         return moved  # a new tensor
     storage = moved.untyped_storage()
     if local is None:
-        piece = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
-        return moved.clone(memory_format=torch.contiguous_format) if piece else moved
-    shared = _place(storage) == _place(local.untyped_storage())
+        shared = storage.nbytes() > moved.nbytes and not moved.is_contiguous()
+    else:
+        before = local.untyped_storage()  # a storage without memory (empty, or on "meta") is known by its object
+        shared = (storage.data_ptr() or storage._cdata) == (before.data_ptr() or before._cdata)
     return moved.clone(memory_format=torch.contiguous_format) if shared else moved
 
 
-def _place(storage: Any) -> int:
-    """Where a storage lies; one on "meta" lies nowhere and is told by its own number."""
-    return storage.data_ptr() or storage._cdata
-
-
 def _check_writable(x: ShardedTensor, target: Layout, donate: bool, out: ShardedTensor | None) -> None:
-    """Raises: ValueError for `donate` or `out` where gradients or layouts forbid them."""
+    """Raise a ValueError for `donate` or `out` where gradients or layouts forbid them."""
     if donate and x._local.requires_grad:
-        raise ValueError(f"{x._layout} requires grad, so backward may need it: it cannot be donated; donate x.detach()")
+        raise ValueError(f"{x._layout} requires grad and cannot be donated, since backward may need it; donate x.detach()")
     if out is None:
         return
     if out._layout is not target:
         raise ValueError(f"out is {out._layout}, and the result is {target}; pass sm.empty of that layout")
     if out._local.requires_grad or (x._local.requires_grad and torch.is_grad_enabled()):
-        raise ValueError(f"out= takes no part in autograd, and {x._layout} or out requires grad; use torch.no_grad()")
+        raise ValueError(f"out= does not support autograd, and {x._layout} or out requires grad; use torch.no_grad()")
     if not out._local.is_contiguous():
         raise ValueError(f"out= needs a contiguous local tensor, and this one has strides {out._local.stride()}")

@@ -1,9 +1,11 @@
-"""`ShardedTensor`: a global tensor of which each rank holds its box.
+"""`ShardedTensor`: a global tensor of which each rank holds one box. State, properties and construction.
 
 The wrapper is a `torch.Tensor` whose own storage is a meta tensor of the global shape, with the local tensor and the
-layout beside it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
-Code that goes round the dispatch (a raw pointer, a C++ extension, a transform) meets a meta tensor and
-`__torch_dispatch__`, and fails loudly.
+layout next to it. Autograd runs on the local tensors: the graph holds no wrapper, and backward runs at torch's own speed.
+Code that bypasses the dispatch (a raw pointer, a C++ extension, a transform) gets a meta tensor and
+`__torch_dispatch__`, and raises.
+
+`methods.py` binds the methods that communicate, dispatch or take part in autograd.
 """
 
 from __future__ import annotations
@@ -11,22 +13,21 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...mesh.device_mesh import DeviceMesh, unpickled_mesh
 from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
-from ..layout.spec import P, Placement, make_spec
-from ..ops.lineage import carrying, root
-from ..redistribute.autograd import redistribute_local
-from .autograd.engine_hooks import any_requires_grad
+from ..layout.spec import P, Placement, SpecLike, make_spec
+from ..ops.lineage import root
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..ops.sliced_from import SlicedFrom
     from .process_data import AddressableShard
 
@@ -44,23 +45,22 @@ class ShardedTensor(Tensor):
     Attributes:
         shape: the global shape.
         sharding: mesh and spec; `shardmesh.typeof` gives the whole layout, with shape and dtype.
-        spec: how dims lie on axes, as a `P`.
-        placements: the same per axis, as torch spells it.
+        spec: which axes split which dims, as a `P`.
+        placements: the same per axis, as torch writes it.
         mesh: the `DeviceMesh`; also `device_mesh`.
     """
 
     _local: Tensor
     _layout: Layout
     _lineage: int = 0  # see `lineage.py`
-    _touched: int = 0  # how often `.data` was asked for or assigned: values may have been written unseen
+    _data_accesses: int = 0  # how often `.data` was read or assigned: values may have been written without dispatch
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
     _reduced_grad: ShardedTensor | None
-    _arrived_grad: ShardedTensor | None
-    from_local: Callable[..., ShardedTensor]  # `shardmesh.from_local`, which puts itself here: a call in between would show
+    _accumulated_grad: ShardedTensor | None
 
     @staticmethod
     def _make(local: Tensor, layout: Layout) -> ShardedTensor:
-        """Wrap without any check."""
+        """Wrap a local tensor without any check."""
         out: Any = layout.meta.data
         if local.requires_grad:
             out.requires_grad = True
@@ -70,17 +70,17 @@ class ShardedTensor(Tensor):
 
     @staticmethod
     def _make_guarded(local: Tensor, layout: Layout, lineage: int | None = None) -> ShardedTensor:
-        """Wrap a tensor that enters the program: what works on the wrapper itself meets `__torch_dispatch__`."""
+        """Wrap a tensor that enters the program, so that an operation on the wrapper itself reaches `__torch_dispatch__`."""
         out = Tensor._make_subclass(ShardedTensor, layout.meta, local.requires_grad)
         out._local, out._layout, out._lineage = local, layout, root(layout) if lineage is None else lineage
         return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Only what goes round `__torch_function__` comes here, and it would work on the wrapper, which has no values.
+        """Refuse what bypasses `__torch_function__`: it would run on the wrapper, which has no values.
 
         Raises:
-            RuntimeError: always, except when a tensor is detached, as autograd does before it shows it to a hook.
+            RuntimeError: always, except when a tensor is detached, as autograd does before it passes it to a hook.
         """
         if func is torch.ops.aten.detach.default:
             return args[0].detach()
@@ -92,11 +92,11 @@ class ShardedTensor(Tensor):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> ShardedTensor:
         raise TypeError(
-            "a ShardedTensor is made by distribute_tensor(t, mesh, placements), ShardedTensor.from_local(part, mesh, placements) "
-            "or a factory such as sm.zeros(shape, mesh, spec)"
+            "ShardedTensor has no constructor; use distribute_tensor(t, mesh, placements), ShardedTensor.from_local(part, mesh, "
+            "placements) or a factory such as sm.zeros(shape, mesh, spec)"
         )
 
-    # -- where it lies -------------------------------------------------------------------------------------------------
+    # -- layout --------------------------------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> NamedSharding:
@@ -115,7 +115,7 @@ class ShardedTensor(Tensor):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh that the tensor lies on."""
+        """The mesh on which the tensor is laid out."""
         return self._layout.mesh  # type: ignore[return-value]
 
     device_mesh = mesh
@@ -174,176 +174,15 @@ class ShardedTensor(Tensor):
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether this rank alone can read the whole tensor: where it is the mesh's only one."""
+        """Whether this rank alone can read the whole tensor: it is the only rank of the mesh."""
         return self._layout.mesh.size() == 1 and self.mesh.coordinate is not None
 
     @property
     def committed(self) -> bool:
-        """Whether the tensor stays where it was put: always."""
+        """Whether the tensor stays on its devices: always True, as for a placed `jax.Array`."""
         return True
 
-    def addressable_data(self, index: int) -> Tensor:
-        """The data of `addressable_shards[index]`: this rank's part, outside the graph. Raises: IndexError for another index."""
-        return self.addressable_shards[index].data
-
-    @property
-    def global_shards(self) -> list[AddressableShard]:
-        """The part of every rank of the mesh, in mesh order; `data` is None for those of other ranks."""
-        return process_data.global_shards(self)
-
-    @property
-    def addressable_shards(self) -> list[AddressableShard]:
-        """The part that this rank holds and where it lies, as a list of one; of none on a rank outside the mesh."""
-        return process_data.addressable_shards(self)
-
-    # -- in and out ----------------------------------------------------------------------------------------------------
-
-    def to_local(self, *, grad_placements: P | Sequence[Placement] | None = None, check: bool | str = True) -> Tensor:
-        """See `shardmesh.to_local`."""
-        return convert.to_local(self, grad_placements=grad_placements, check=check)
-
-    def full_tensor(self, *, grad_placements: P | Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor, on every rank of the mesh, as a plain tensor.
-
-        Communication: what `redistribute` to replicated needs.
-        """
-        return convert.to_local(self.redistribute(P()), grad_placements=grad_placements)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
-        """`x.redistribute(placements)` or `x.redistribute(mesh, placements)`: see `shardmesh.redistribute`."""
-        if args and not kwargs and (len(args) == 1 or args[0] is self._layout.mesh) and self._layout.is_spelled(args[-1]):
-            dispatch.known_local(self)
-            return self
-        return redistribute.redistribute(self, *args, **kwargs)
-
-    # -- values --------------------------------------------------------------------------------------------------------
-
-    def _value(self) -> Tensor:
-        """The whole tensor, without gradient; what is pending is reduced first."""
-        if self.mesh.coordinate is None:
-            raise RuntimeError(f"rank {self.mesh.world.rank} is outside {self.mesh} and holds no part of this tensor")
-        with carrying(self.mesh.world, self._lineage):
-            return redistribute_local(self._local.detach(), self._layout, self._layout.replicated)
-
-    def item(self) -> Any:
-        """The one element, the same on every rank. Communication: reduces or gathers it where needed."""
-        if self.numel() != 1:
-            raise RuntimeError(f"a tensor with {self.numel()} elements cannot be converted to a number")
-        return self._value().item()
-
-    def tolist(self) -> Any:
-        """The whole tensor as nested lists, the same on every rank. Communication: as `full_tensor`."""
-        return self._value().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as a numpy array, the same on every rank. Communication: as `full_tensor`."""
-        if self.requires_grad and not force:
-            raise RuntimeError("cannot call numpy() on a tensor that requires grad; use tensor.detach().numpy()")
-        return self._value().numpy(force=force)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.array(self.numpy(), dtype=dtype, copy=copy)
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __index__(self) -> int:
-        return self.item().__index__()
-
-    def __bool__(self) -> bool:
-        if self.numel() != 1:
-            raise RuntimeError(
-                "the truth value of a tensor with more than one element is ambiguous; use .any() or .all()"
-            )
-        return bool(self.item())
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.ndim == 0 else object.__format__(self, spec)
-
-    def __contains__(self, item: Any) -> bool:
-        return bool((self == item).any())
-
-    def __iter__(self) -> Any:
-        if self.ndim == 0:
-            raise TypeError("iteration over a 0-d tensor")
-        return iter(self.unbind(0))
-
-    def __reversed__(self) -> Any:
-        return self.flip(0) if self.ndim else self
-
-    def data_ptr(self) -> int:
-        """Refused: there is no one piece of memory.
-
-        Only `nn.LSTM` and its like, which ask on a GPU whether weights share memory before they lay them out in one piece for
-        cuDNN, are told that they do: then they leave them where they are.
-
-        Raises:
-            RuntimeError: always, but for these.
-        """
-        if _called_by(torch.nn.RNNBase.flatten_parameters):
-            return 0
-        raise RuntimeError(
-            "a ShardedTensor has no single piece of memory; this rank's part has: x.to_local(). To write a model for other "
-            "programs, use sm.save_safetensors(model, path), or give whole tensors: state = sm.full_state_dict(model) on every rank, "
-            "then on rank 0 model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
-            "load that state into a plain one"
-        )
-
-    untyped_storage = storage = data_ptr  # type: ignore[assignment]
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return visualize.tensor_repr(self)
-
-    # -- gradients -----------------------------------------------------------------------------------------------------
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return self._local.requires_grad or (any_requires_grad(self) and dispatch.known_local(self).requires_grad)
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """Ask for this tensor's gradient; it will appear in `.grad`, in this tensor's own layout."""
-        self._local.requires_grad_(requires_grad)
-        self._sync_requires_grad()
-        if requires_grad and self._local.is_leaf:
-            leaf_grads.watch(self)
-        return self
-
-    def _sync_requires_grad(self) -> None:
-        with _no_torch_function():
-            if Tensor.requires_grad.__get__(self) != self._local.requires_grad:  # type: ignore[attr-defined]
-                Tensor.requires_grad_(self, self._local.requires_grad)
-
-    @property
-    def grad(self) -> ShardedTensor | None:  # type: ignore[override]
-        """The gradient, a `ShardedTensor` in this tensor's own layout. Reading it never communicates."""
-        return leaf_grads.read(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        leaf_grads.write(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        leaf_grads.write(self, None)
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        dispatch.check_gradient_known(self)
-        return self._local.grad_fn
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        return dispatch.known_local(self).is_leaf
+    # -- gradients and copies: `methods.py` has what communicates -------------------------------------------------------
 
     @property
     def retains_grad(self) -> bool:  # type: ignore[override]
@@ -353,32 +192,14 @@ class ShardedTensor(Tensor):
         """Keep the gradient of a tensor that is not a leaf; it is read in the layout dual to this one."""
         self._local.retain_grad()
 
-    def backward(
-        self,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        """Compute gradients of this tensor with respect to the leaves.
-
-        Without `gradient` the tensor must be a scalar, and not a sharded one.
-
-        Communication: that of the backward of each redistribution, and at the end one bucketed reduction per set of axes
-        and dtype for leaves that are replicated (not inside `accumulate_grads()`).
-        """
-        backward.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
-
-    def register_hook(self, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
-        """Call `hook` with the gradient when it is computed; the hook sees it in the layout dual to this tensor's."""
-        return leaf_grads.register_hook(self, hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[ShardedTensor], None]) -> Any:
-        """Call `hook(self)` at the end of a backward, when `.grad` is complete and reduced."""
-        return leaf_grads.register_post_accumulate_grad_hook(self, hook)
+    def _sync_requires_grad(self) -> None:
+        """Set `requires_grad` of the wrapper to that of the local tensor."""
+        with _no_torch_function():
+            if Tensor.requires_grad.__get__(self) != self._local.requires_grad:  # type: ignore[attr-defined]
+                Tensor.requires_grad_(self, self._local.requires_grad)
 
     def detach(self) -> ShardedTensor:
-        """The same values, outside the graph."""
+        """Return a tensor with the same values, outside the graph."""
         return ShardedTensor._make_guarded(self._local.detach(), self._layout, self._lineage)
 
     def detach_(self) -> ShardedTensor:
@@ -389,7 +210,7 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> ShardedTensor:  # type: ignore[override]
-        self._touched += 1
+        self._data_accesses += 1
         out = ShardedTensor._make(self._local.data, self._layout)
         out._lineage = self._lineage
         return out
@@ -402,9 +223,27 @@ class ShardedTensor(Tensor):
             shells = (value._layout.meta, ShardedTensor._make_guarded(value._local, value._layout, value._lineage))
             Tensor.data.__set__(self, next(shell for shell in shells if _same_kind(self, shell)))  # type: ignore[attr-defined]
         self._local.data, self._layout, self._lineage = value._local.data, value._layout, value._lineage
-        self._touched += 1
+        self._data_accesses += 1
 
-    # -- copies and files ----------------------------------------------------------------------------------------------
+    def data_ptr(self) -> int:
+        """Raise: a ShardedTensor is not one block of memory.
+
+        `nn.LSTM` and the other RNN modules get 0: on a GPU they compare the addresses of their weights before they copy them into one
+        block for cuDNN, and equal addresses make them leave the weights in place.
+
+        Raises:
+            RuntimeError: always, except inside `RNNBase.flatten_parameters`.
+        """
+        if _called_by(torch.nn.RNNBase.flatten_parameters):
+            return 0
+        raise RuntimeError(
+            "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To write a model for other "
+            "programs, use sm.save_safetensors(model, path), or give whole tensors: state = sm.full_state_dict(model) on every rank, "
+            "then on rank 0 model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
+            "load that state into a plain one"
+        )
+
+    untyped_storage = storage = data_ptr  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -416,7 +255,7 @@ class ShardedTensor(Tensor):
         if self.requires_grad:
             copy.requires_grad_()
         if self.grad is not None:
-            copy.grad = self.grad.detach().clone()
+            copy.grad = self.grad.detach().clone()  # type: ignore[assignment]
         if getattr(self, "_is_param", False):
             copy._is_param = True  # type: ignore[attr-defined]
         return copy
@@ -426,6 +265,36 @@ class ShardedTensor(Tensor):
         if self._local.shape != self._layout.shape and _called_by(torch.save):
             warnings.warn(_ONE_PART, stacklevel=4)  # at the line that calls torch.save
         return _rebuild, (self._local.detach(), self._layout, self.requires_grad, is_param)
+
+    # -- bound in `methods.py`, declared here for type checkers ----------------------------------------------------------
+
+    if TYPE_CHECKING:
+        requires_grad: bool  # pyright: ignore
+        grad: ShardedTensor | None  # pyright: ignore
+        from_local: Callable[..., ShardedTensor]
+
+        @property
+        def addressable_shards(self) -> list[AddressableShard]: ...
+        @property
+        def global_shards(self) -> list[AddressableShard]: ...
+        @property
+        def grad_fn(self) -> Any: ...
+        @property
+        def is_leaf(self) -> bool: ...
+        def addressable_data(self, index: int) -> Tensor: ...
+        def to_local(self, *, grad_placements: SpecLike = None, check: bool | str = True) -> Tensor: ...
+        def full_tensor(self, *, grad_placements: SpecLike = None) -> Tensor: ...
+        def redistribute(self, *where: Any, **options: Any) -> Any: ...
+        def item(self) -> Any: ...
+        def tolist(self) -> Any: ...
+        def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]: ...
+        def __iter__(self) -> Iterator[ShardedTensor]: ...  # pyright: ignore
+        def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor: ...
+        def backward(  # pyright: ignore
+            self, gradient: Tensor | None = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+        ) -> None: ...
+        def register_hook(self, hook: Callable[[ShardedTensor], Tensor | None]) -> Any: ...
+        def register_post_accumulate_grad_hook(self, hook: Callable[[ShardedTensor], None]) -> Any: ...
 
 
 def typeof(x: ShardedTensor) -> Layout:
@@ -450,13 +319,13 @@ def typeof(x: ShardedTensor) -> Layout:
 
 
 class DonatedTensor(Tensor):
-    """What a `ShardedTensor` is after `redistribute(..., donate=True)`: its memory is gone, and every use raises."""
+    """A `ShardedTensor` after `redistribute(..., donate=True)`: it has no memory, and every use raises."""
 
     _layout: Layout
 
     @staticmethod
     def take(x: ShardedTensor) -> None:
-        """Make `x` one of these."""
+        """Turn `x` into a `DonatedTensor`."""
         donated: Any = x
         del donated._local
         donated.__class__ = DonatedTensor
@@ -473,10 +342,10 @@ class DonatedTensor(Tensor):
 
 
 def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool) -> ShardedTensor:
-    """A pickled `ShardedTensor`; its mesh must exist in the process that reads it."""
+    """Unpickle a `ShardedTensor`; its mesh must exist in the process that reads it."""
     if local.shape != layout.local_shape:
         raise RuntimeError(
-            f"this file holds the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
+            f"this file has the part {list(local.shape)} of another rank; rank {layout.mesh.world.rank} of {layout} "  # type: ignore[attr-defined]
             f"needs {list(layout.local_shape)}: load the file that this rank wrote"
         )
     out = ShardedTensor._make_guarded(local, layout, 0)  # one rank alone may read a file
@@ -487,19 +356,10 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
     return out
 
 
-# What a file of tensors refers to, so that `torch.load` reads it without weights_only=False.
+# For `torch.load` with weights_only=True.
 torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
 
 def _called_by(func: Any) -> bool:
-    """Whether the caller of this function's caller is `func`, or a comprehension in it."""
+    """Whether the method that calls this was called by `func`, or by a comprehension in it."""
     frame = sys._getframe(2)
     return any(f is not None and f.f_code is func.__code__ for f in (frame, frame.f_back))
-
-
-# These make ShardedTensors, and its methods call them.
-from ..debug import visualize  # noqa: E402
-from ..ops import dispatch  # noqa: E402
-from . import convert, process_data, redistribute  # noqa: E402
-from .autograd import backward, leaf_grads  # noqa: E402
-
-ShardedTensor.__torch_function__ = classmethod(dispatch.torch_function)  # type: ignore[assignment]

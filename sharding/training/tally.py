@@ -24,7 +24,7 @@ from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.recording.recorder import Note
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
-from ..ops.lineage import carrying, mixed, seed_of
+from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 
 _TALLY = seed_of("tally")
@@ -53,7 +53,7 @@ class Tally:
         world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_part(x.mesh)]
         world.carried.note = Note(f"{op} over {len(tensors)} tensors")
         try:
-            with carrying(world, mixed(_TALLY, sharded)):
+            with comm_context(world, mixed(_TALLY, sharded)):
                 self.group.all_reduce(values, op)
         finally:
             world.carried.note = None

@@ -17,7 +17,7 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops.rules.propagation import CannotKeep
 from ...ops.rules.registry import DECOMPOSITIONS, RULES
-from ...ops.strategy import decide, name_of
+from ...ops.strategy import choose_strategy, name_of
 from ...tensor.sharded_tensor import ShardedTensor
 from .types import ShardingTypeError, user_location
 
@@ -44,13 +44,13 @@ def stays_pending(
         layouts = [x._layout for x in operands]
         try:
             with warnings.catch_warnings(action="ignore"):  # of operators without a rule
-                decision = decide(func, positional, named, operands, [object()])
+                strategy = choose_strategy(func, positional, named, operands, [object()])
         except (CannotKeep, NotImplementedError) as error:  # the second: an operator without a rule that writes in place
             raise _not_linear(checker, func, axis, args, kwargs) from error
-        if decision.form is not None or decision.moves or any(t is not s for t, s in zip(decision.targets, layouts, strict=True)):
+        if strategy.decomposition is not None or strategy.moves or any(t is not s for t, s in zip(strategy.targets, layouts, strict=True)):
             raise _not_linear(checker, func, axis, args, kwargs)
-        outputs = decision.outputs if isinstance(decision.outputs, list) else [decision.outputs]
-        return decision.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
+        outputs = strategy.outputs if isinstance(strategy.outputs, list) else [strategy.outputs]
+        return strategy.in_place or any(isinstance(out, Layout) and out.pending for out in outputs)
 
 
 def share_of_gradient(checker: TypeChecker, axis: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from ...layout.layout import Layout
 from ...layout.spec import P, Partial, Placement, Replicate, Shard
-from ..strategy import Decision, decided, name_of
+from ..strategy import OpStrategy, make_strategy, name_of
 from .aten import public_names
 from .decomposition_utils import layout_of
 from .propagation import PENDING, REPLICATED, SPLIT, CannotKeep, State, axis_order, move_price
@@ -92,13 +92,13 @@ def _by_schema(schema: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     return positional, {name: value for name, value in named.items() if name in kinds}
 
 
-# -- the decision ------------------------------------------------------------------------------------------------------
+# -- the strategy ------------------------------------------------------------------------------------------------------
 
 
-def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: Any) -> Callable[..., Decision]:
-    """Return a function that makes the decision for the cheapest of the accepted shardings."""
+def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: Any) -> Callable[..., OpStrategy]:
+    """Return a function that makes the strategy for the cheapest of the accepted shardings."""
 
-    def make(*args: Any, **kwargs: Any) -> Decision:
+    def make(*args: Any, **kwargs: Any) -> OpStrategy:
         given, named = (args, kwargs) if schema is None else _by_schema(schema, args, kwargs)
         listed = list(operands_in((*given, *named.values())))
         for x in listed:
@@ -107,7 +107,7 @@ def _maker(func: Callable[..., Any], accepted: Callable[..., Accepted], schema: 
             result = func(*args, **kwargs)
         results = [result] if isinstance(result, Tensor) else list(result)
         pairs = [_choice(func, pair, listed, results) for pair in accepted(*given, **named)]
-        return _decision(func, pairs, listed, list(operands_in((*args, *kwargs.values()))), result, results)
+        return _strategy(func, pairs, listed, list(operands_in((*args, *kwargs.values()))), result, results)
 
     return make
 
@@ -137,14 +137,14 @@ def _state(placement: Placement, x: Tensor) -> State:
     raise ValueError(f"register_sharding: expected Shard of one of {x.ndim} dims, Replicate or Partial, got {placement!r}")
 
 
-def _decision(
+def _strategy(
     func: Callable[..., Any],
     pairs: Sequence[Choice],
     listed: Sequence[Tensor],
     operands: Sequence[Tensor],
     result: Any,
     results: Sequence[Tensor],
-) -> Decision:
+) -> OpStrategy:
     layouts = [layout_of(x) for x in listed]
     in_place = writes_first_operand(func)
     out_bytes = sum(r.nbytes for r in results)
@@ -160,7 +160,7 @@ def _decision(
     here, targets = [layout_of(x) for x in operands], [wanted[id(x)] for x in operands]
     if in_place and targets[0] is not here[0]:
         raise _cannot_keep(func, here[0])
-    return decided(func, func, here, targets, outputs[0] if isinstance(result, Tensor) else outputs, result, in_place)
+    return make_strategy(func, func, here, targets, outputs[0] if isinstance(result, Tensor) else outputs, result, in_place)
 
 
 def _cheapest(

@@ -162,7 +162,7 @@ def _clear_row(x: ShardedTensor, row: int) -> None:
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
     """By name, what changes when a tensor of the module is written or replaced."""
     named = {name: x for table in (module._parameters, module._buffers) for name, x in table.items() if x is not None}
-    return {name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_touched", 0)) for name, x in named.items()}
+    return {name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_data_accesses", 0)) for name, x in named.items()}
 
 
 def _check_written(owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]) -> None:

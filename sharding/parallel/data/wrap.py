@@ -14,9 +14,9 @@ from ....mesh.device_mesh import DeviceMesh
 from ...debug.module_repr import show_layouts_in_repr
 from ...layout.layout import Layout, told_apart
 from ...layout.spec import P
+from ...ops.prepared_modules import prepare
 from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
-from ...tensor.prepared import prepare
 from ...tensor.sharded_tensor import ShardedTensor
 from .schedule import unit_of, units_in
 from .slot import Options, Place, Slot, took

@@ -23,8 +23,8 @@ from ....mesh.device_mesh import DeviceMesh
 from ...debug.module_repr import show_layouts_in_repr
 from ...layout.layout import Layout
 from ...layout.spec import P, Placement
+from ...ops.prepared_modules import prepare
 from ...tensor.convert import distribute_tensor
-from ...tensor.prepared import prepare
 from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .activations import InputHook, OutputHook, Site, along

@@ -1,19 +1,19 @@
-"""Backward passes and `torch.autograd.grad` over sharded tensors: from where they start, and how what they find lies.
+"""Backward passes and `torch.autograd.grad` of sharded tensors: the seed gradients, and the layouts of the results.
 
-    loss     replicated on n ranks: each starts from 1/n, which adds up to 1        pending: each starts from 1
+    loss     replicated on n ranks: each starts from 1/n, which sums to 1        pending: each starts from 1
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ops import dispatch
-from ...ops.lineage import carrying, mixed
+from ...ops.lineage import comm_context, mixed
 from ...redistribute.autograd import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
@@ -29,23 +29,18 @@ def backward(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    """`x.backward(...)` and `torch.autograd.backward`, on the local graph; sharded and plain tensors may be mixed."""
+    """Run `x.backward(...)` or `torch.autograd.backward` on the local graph; sharded and plain tensors may be mixed."""
     tensors = [summable(y) for y in _as_list(tensors)]
     given = [None] * len(tensors) if grad_tensors is None else _as_list(grad_tensors)
     seeds = [_seed(y, g) for y, g in zip(tensors, given, strict=True)]
     leaves = None if inputs is None else [dispatch.part_of(x) for x in _as_list(inputs)]
-    with _of_the_loss(tensors):
+    sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
+    with comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext():
         torch.autograd.backward([dispatch.part_of(y) for y in tensors], seeds, retain_graph, create_graph, inputs=leaves)
 
 
-def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
-    """Inside, collectives move what is made of these."""
-    sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
-    return carrying(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
-
-
 def summable(y: Any) -> Any:
-    """The tensor with what is pending reduced, except sums: the parts of other kinds have derivatives of their own."""
+    """Reduce what is pending with other kinds than sum: only for sums is the gradient of a contribution that of the result."""
     if not isinstance(y, ShardedTensor) or all(kind == "sum" for _, kind in y.spec.unreduced):
         return y
     return y.redistribute(y.spec.with_unreduced({a: kind for a, kind in y.spec.unreduced if kind == "sum"}))
@@ -56,9 +51,9 @@ def _seed(y: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
-    """This rank's part of the gradient that backward starts from.
+    """Return this rank's part of the gradient that backward starts from.
 
-    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 where the scalar itself is pending.
+    1/n on each of the n replicas of a scalar, so that the pending sum is 1; 1 if the scalar itself is pending.
 
     Raises:
         RuntimeError: no gradient given for a tensor that is not a real scalar.
@@ -79,7 +74,7 @@ def seed(x: ShardedTensor, gradient: Tensor | None) -> Tensor:
 
 
 def distribute_like(gradient: Tensor, x: ShardedTensor) -> ShardedTensor:
-    """A plain gradient, the same on every rank, laid out as the tensor that it belongs to."""
+    """Lay out a plain gradient, equal on every rank, as its tensor."""
     if gradient.shape != x.shape:
         raise ValueError(f"a gradient of shape {list(gradient.shape)} for a tensor of shape {list(x.shape)}")
     gradient = gradient if x.mesh.coordinate is not None else gradient.new_empty(0)
@@ -98,14 +93,14 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Any, ...]:
-    """`torch.autograd.grad` on `ShardedTensor`s; each gradient comes in its input's own layout.
+    """Run `torch.autograd.grad` on `ShardedTensor`s; each gradient has its input's own layout.
 
     Communication: that of backward, and one reduction per replicated input.
     """
     outputs, inputs = [summable(y) for y in _as_list(outputs)], _as_list(inputs)
     if is_grads_batched:
         raise NotImplementedError(
-            "is_grads_batched=True has no meaning for ShardedTensors yet; call grad once per gradient"
+            "is_grads_batched=True is not supported for ShardedTensors; call grad once per gradient"
         )
     given = [None] * len(outputs) if grad_outputs is None else _as_list(grad_outputs)
     found = torch.autograd.grad(
@@ -118,12 +113,12 @@ def grad(
         materialize_grads=materialize_grads,
     )
     if create_graph:
-        found = [_joined(x, g) for x, g in zip(inputs, found, strict=True)]
+        found = [_in_graph(x, g) for x, g in zip(inputs, found, strict=True)]
     return _laid_out(inputs, found)
 
 
 def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The gradients of sharded inputs as these lie, all that is pending reduced in buckets."""
+    """Reduce the gradients of sharded inputs to the layouts of the inputs, in buckets."""
     pairs_found = enumerate(zip(inputs, found, strict=True))
     sharded = [(i, x._layout.replace(dtype=g.dtype), g) for i, (x, g) in pairs_found if g is not None and isinstance(x, ShardedTensor)]
     done: list[Any] = list(found)
@@ -135,8 +130,8 @@ def _laid_out(inputs: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[An
     return tuple(done)
 
 
-def _joined(x: Tensor, found: Tensor | None) -> Tensor | None:
-    """The gradient of an empty part, which some operators of torch compute without a graph, in the graph as on other ranks."""
+def _in_graph(x: Tensor, found: Tensor | None) -> Tensor | None:
+    """Connect the gradient of an empty part to the graph, as on other ranks; some operators of torch compute it without a graph."""
     if found is None or found.requires_grad or found.numel() or not isinstance(x, ShardedTensor):
         return found
     return found + x._local

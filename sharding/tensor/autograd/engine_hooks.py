@@ -1,6 +1,4 @@
-"""The private entries of torch's autograd that the library needs, in one place.
-
-torch's own DDP and FSDP use the first two.
+"""All uses of private APIs of torch's autograd. torch's own DDP and FSDP use the first two.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ from ....mesh.comm.transforms import is_transformed, transforms_active
 
 
 def current_backward() -> int:
-    """A number that tells backward passes apart; -1 outside of one."""
+    """Return the id of the running backward pass; -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call this when the running backward pass has computed every gradient."""
+    """Register a callback for when the running backward pass has computed every gradient."""
     Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
 
 
@@ -31,56 +29,56 @@ def accumulates(node: Any) -> bool:
     """Return whether the running backward pass adds to `.grad` of the leaf whose node this is; one of `torch.autograd.grad` does not."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # it cannot tell for what `torch.autograd.grad` was asked for
+    except RuntimeError:  # raised in `torch.autograd.grad`
         return False
 
 
-def turn_to_at_once(node: Any) -> None:
-    """Have backward run this node of an `autograd.Function` as soon as its gradient is whole, before any other, as it does with leaves.
+def run_as_soon_as_ready(node: Any) -> None:
+    """Give this node of an `autograd.Function` the priority of leaves: backward runs it before others once its gradient is complete.
 
-    By default it turns to what was made last in forward. A torch without this entry keeps to that: later, and with the same result.
+    By default the node that was created last runs first. A torch without this API keeps that order, with the same result.
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(_LEAF)
 
 
-_LEAF = (1 << 64) - 1  # which autograd gives to leaves
+_LEAF = (1 << 64) - 1  # the sequence number of leaves
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The hooks through which autograd saves tensors here, if there are any.
+    """Return the active `saved_tensors_hooks`, if there are any.
 
     Raises:
-        NotImplementedError: this torch does not say.
+        NotImplementedError: this torch has no API for it.
     """
     find = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
     if find is None:
-        raise NotImplementedError(f"torch {torch.__version__} does not tell which saved_tensors_hooks are active; use 2.11 or later")
+        raise NotImplementedError(f"torch {torch.__version__} has no API for the active saved_tensors_hooks; use 2.11 or later")
     return find(True)
 
 
-def _perhaps(x: torch.Tensor) -> bool:
+def _assume_true(x: torch.Tensor) -> bool:
     return True
 
 
-# Whether autograd knows of the tensor itself, whatever its `__torch_function__` says; "perhaps" where torch lacks it.
-any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _perhaps)
+# Whether the tensor itself requires grad, without `__torch_function__`; assumed True where torch has no such function.
+any_requires_grad: Callable[[torch.Tensor], bool] = getattr(torch._C, "_any_requires_grad", _assume_true)
 
 
 def untransformed(x: torch.Tensor) -> torch.Tensor:
-    """What a tensor of a torch.func transform wraps."""
+    """Return the tensor that a tensor of a torch.func transform wraps."""
     return torch._C._functorch.get_unwrapped(x)  # type: ignore[attr-defined]
 
 
 def innermost(x: torch.Tensor) -> torch.Tensor:
-    """What all transforms of torch.func around it have left of a tensor: the one that has memory."""
+    """Return the tensor inside all transforms of torch.func: the one that has memory."""
     while is_transformed(x):
         x = untransformed(x)
     return x
 
 
 def is_batched(x: Any) -> bool:
-    """Whether `vmap` has batched this tensor, in any of the transforms that are being run."""
+    """Whether `vmap` has batched this tensor, at any level of the active transforms."""
     while isinstance(x, torch.Tensor) and is_transformed(x):
         if torch._C._functorch.is_batchedtensor(x):  # type: ignore[attr-defined]
             return True
@@ -89,46 +87,45 @@ def is_batched(x: Any) -> bool:
 
 
 def transform_depth() -> int:
-    """How many transforms of torch.func are being run in this thread, one inside the other."""
+    """Return the number of nested transforms of torch.func active in this thread."""
     return torch._C._functorch.maybe_current_level() or 0  # type: ignore[attr-defined]
 
 
-class _Thread(threading.local):
-    forward = 0  # how many `forward_mode` blocks this thread is in
+class _ForwardMode(threading.local):
+    depth = 0  # number of `forward_mode` blocks around this thread's code
 
 
-_thread = _Thread()
+_forward_mode = _ForwardMode()
 _forward_lock = threading.Lock()
-_forward_threads: list[int] = []  # those in `forward_mode`, once for each block
+_forward_threads: list[int] = []  # threads in `forward_mode`, once for each block
 
 
 def in_forward_mode() -> bool:
-    """Whether tangents are carried along in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
-    return forward_ad._current_level >= 0 and (_thread.forward > 0 or not _forward_threads)
+    """Whether tangents are computed in this thread (`sm.jvp`, `torch.func.jvp`, `torch.autograd.forward_ad`)."""
+    return forward_ad._current_level >= 0 and (_forward_mode.depth > 0 or not _forward_threads)
 
 
 def in_foreign_forward_mode() -> bool:
-    """Whether tangents are carried along by torch's own forward mode, which a process has but once, whatever its threads."""
+    """Whether torch's own forward mode is active, of which there is one per process, not per thread."""
     return forward_ad._current_level >= 0 and not _forward_threads
 
 
 def with_tangents() -> AbstractContextManager[None]:
-    """In the `jvp` of an `autograd.Function`: what it computes carries the tangents of the forward modes around this one, which torch
-    switches off there."""
+    """Compute tangents of outer forward modes inside the `jvp` of an `autograd.Function`, where torch switches them off."""
     return forward_ad._set_fwd_grad_enabled(True)  # type: ignore[return-value]
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is at work in this thread, or tangents are carried along."""
+    """Whether a transform of torch.func or forward mode is active in this thread."""
     return transforms_active() or (forward_ad._current_level >= 0 and in_forward_mode())
 
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """Inside, `torch.func.jvp` works in several threads at once, as the ranks of a simulated world are.
+    """Make `torch.func.jvp` usable in several threads at once, such as the ranks of a simulated world.
 
-    torch has one level of forward mode per process, and all tangents are gone when whoever opened it leaves. So it is opened here for
-    the first thread that comes and closed after the last, and `torch.func.jvp` is told that it is open.
+    torch has one level of forward mode per process, and closing it drops all tangents. So the first thread opens it here and the last
+    one closes it, and `torch.func.jvp` sees a nested level.
     """
     if in_foreign_forward_mode():
         yield
@@ -138,11 +135,11 @@ def forward_mode() -> Iterator[None]:
             forward_ad.enter_dual_level()
             eager_transforms.JVP_NESTING += 1
         _forward_threads.append(threading.get_ident())
-    _thread.forward += 1
+    _forward_mode.depth += 1
     try:
         yield
     finally:
-        _thread.forward -= 1
+        _forward_mode.depth -= 1
         with _forward_lock:
             _forward_threads.pop()
             if not _forward_threads:
@@ -151,17 +148,16 @@ def forward_mode() -> Iterator[None]:
 
 
 def sequence_number() -> int:
-    """The number that autograd gives to the next node made in this thread; -1 where this torch does not say."""
+    """Return the sequence number of the next node created in this thread; -1 if this torch has no API for it."""
     find = getattr(torch._C._autograd, "_get_sequence_nr", None)  # type: ignore[attr-defined]
     return -1 if find is None else find()
 
 
 def made_before(node: Any, number: int) -> bool:
-    """Whether a node was made before `sequence_number` was this, in this thread; False where that cannot be told."""
+    """Whether a node of this thread is older than this sequence number; False if this torch has no API for it."""
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 
 def with_memory(grad: torch.Tensor) -> torch.Tensor:
-    """The gradient, with zeros in memory where torch has a tensor without memory stand for them (as the second derivative of
-    `abs`)."""
+    """Return the gradient, with memory allocated for a zero tensor without memory (such as the second derivative of `abs`)."""
     return grad.clone() if grad._is_zerotensor() else grad

@@ -1,8 +1,8 @@
-"""Gradients of `ShardedTensor`s: seeds, `.grad`, and the reduction at the end of backward.
+"""Gradients of leaf `ShardedTensor`s: `.grad`, hooks, and the reduction at the end of backward.
 
 Autograd accumulates the gradient of a leaf in the layout dual to the leaf's own: where the leaf is replicated, what each
-rank accumulates is its own share, and the sum over ranks is pending. When backward ends, every leaf that got a gradient
-has it reduced, once, in buckets of equal axes and dtype, and added to `.grad` in the leaf's own layout:
+rank accumulates is its own share, and the sum over ranks is pending. When backward ends, all new gradients are
+reduced, once, in buckets of equal axes and dtype, and added to `.grad` in the leaf's own layout:
 
     rank 0   local.grad = [a]  \\                         .grad = [a + b]
                                 > one all_reduce per bucket
@@ -25,27 +25,27 @@ from torch import Tensor
 from ....mesh.comm.group import World, current_world
 from ....mesh.monitor.recording.recorder import Note
 from ...layout.layout import Layout, told_apart
-from ...ops.lineage import carrying, mixed, seed_of, unpacked
+from ...ops.lineage import comm_context, mixed, seed_of, unpacked
 from ...redistribute.autograd import redistribute_grad, redistribute_local
 from ...redistribute.bucket import many_runner
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
 from .grad_origin import Origin, note_origin, origin_of
 
-_reducers: weakref.WeakKeyDictionary[World, _Reducer] = weakref.WeakKeyDictionary()
+_reducers: weakref.WeakKeyDictionary[World, _GradReducer] = weakref.WeakKeyDictionary()
 
 
-class _Reducer:
-    """Per rank: the leaves whose gradients are still to be reduced.
+class _GradReducer:
+    """The leaves of one rank whose gradients are still to be reduced.
 
     Attributes:
-        waiting: leaf number -> leaf, in the order of their making, which is the same on every rank.
+        waiting: leaf number -> leaf; leaves are numbered in the order of creation, which is the same on every rank.
         accumulating: depth of `accumulate_grads()` blocks.
-        before: what is still to be done with gradients that do not stand in leaves, before those are reduced, and how to give them up.
-        flushing: what is to be called when backward ends, before all else.
-        started: leaves whose gradients are being reduced while backward goes on, what gives the sums, and their lineage.
-        task: the backward pass whose end has been asked to call `flush`.
-        made: how many leaves there have been.
+        before: pairs of callbacks for gradients that are not in leaves: reduce them, before those of leaves, or drop them.
+        flushing: callbacks for the end of backward, before everything else.
+        started: for each reduction in flight, the leaves, the function that waits for the sums, and their lineage.
+        task: the backward pass that will call `flush` at its end.
+        made: number of leaves so far.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Reducer:
             engine_hooks.at_end_of_backward(self.flush)
 
     def flush(self) -> None:
-        """Reduce what waits and move it to `.grad`."""
+        """Reduce the gradients of waiting leaves and move them to `.grad`."""
         self.task = -1
         if self.accumulating:
             return
@@ -92,29 +92,29 @@ class _Reducer:
         return [leaf for leaves, *_ in started for leaf in leaves]
 
     def drop_started(self) -> None:
-        """What a backward that failed has left under way."""
+        """Wait for the reductions that a failed backward has launched, and drop them."""
         self.flushing.clear()
         started, self.started = self.started, []
         for _, wait, _ in started:
             wait()
 
     def give_up(self) -> None:
-        """An exception has left `accumulate_grads()`: what nobody could see or clear is not added to later gradients."""
+        """Drop gradients that are not in leaves after an exception in `accumulate_grads()`, so that later ones do not include them."""
         before, self.before = self.before, []
-        for _, forget in before:
-            forget()
+        for _, drop in before:
+            drop()
 
 
-def _reducer(world: World) -> _Reducer:
+def _reducer(world: World) -> _GradReducer:
     found = _reducers.get(world)
     if found is None:
-        found = _reducers[world] = _Reducer()
+        found = _reducers[world] = _GradReducer()
     return found
 
 
 @contextmanager
 def accumulate_grads() -> Iterator[None]:
-    """Let gradients stay pending over several backward passes; they are reduced once, at the end of the block.
+    """Keep gradients pending over several backward passes; they are reduced once, at the end of the block.
 
     Until then `.grad` reads as a tensor with the sum still pending.
 
@@ -133,7 +133,7 @@ def accumulate_grads() -> Iterator[None]:
     except BaseException:
         reducer.accumulating -= 1
         reducer.give_up()
-        raise  # what was accumulated in leaves stays; other ranks may not be here to reduce it with
+        raise  # gradients in leaves stay pending; other ranks may not be here to reduce them
     reducer.accumulating -= 1
     reducer.flush()
 
@@ -144,62 +144,62 @@ def is_accumulating(world: World) -> bool:
 
 
 def before_reduction(world: World, call: Callable[[], None], give_up: Callable[[], None]) -> None:
-    """Inside `accumulate_grads()`: call this at its end, before the leaves' gradients are reduced; `give_up` if an exception ends it."""
+    """Register a callback for the end of `accumulate_grads()`, before leaves are reduced; an exception calls `give_up` instead."""
     _reducer(world).before.append((call, give_up))
 
 
 def before_flush(world: World, call: Callable[[], None]) -> None:
-    """In backward: call this at its end, when everything may still be launched by `start`."""
+    """Register a callback for the end of the running backward, where reductions can still be launched by `start`."""
     reducer = _reducer(world)
     reducer.flushing.append(call)
     reducer.flush_at_end()
 
 
 def add(leaf: ShardedTensor, part: Tensor) -> None:
-    """Add to the gradient of a leaf what autograd would have added, in the layout dual to the leaf's."""
+    """Add to the gradient of a leaf in place of autograd; `part` has the layout dual to the leaf's."""
     local = leaf._local
     local.grad = part if local.grad is None else local.grad + part
-    if not _arrives_whole(leaf):
+    if not _needs_no_reduction(leaf):
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
-def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, *, own: bool = False) -> None:
-    """Launch the reduction of gradients that autograd would have added to leaves. The sums are in `.grad` when this backward ends.
+def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, *, donate: bool = False) -> None:
+    """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are in `.grad` when it ends.
 
     Args:
-        leaves, grads: alike on all ranks, and in the same order.
-        note: what it is for, for messages.
-        own: nobody else has these gradients: they may be overwritten, and sums may lie where they were.
+        leaves, grads: the same on all ranks, in the same order.
+        note: the purpose, for messages.
+        donate: the gradients may be overwritten, and the sums may use their memory.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
     world = leaves[0].mesh.world
     reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note, own), unpacked(world.carried.lineage)))
+        reducer.started.append((mine, _start_bucket(mine, given, note, donate), unpacked(world.carried.lineage)))
     reducer.flush_at_end()
 
 
 def may_start(leaf: ShardedTensor, node: Any) -> bool:
-    """Whether `start` may take this leaf's gradient in the backward pass that is running; `node` is what adds to its `.grad`."""
-    return not (_arrives_whole(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
+    """Whether `start` may reduce this leaf's gradient in the running backward; `node` is its gradient accumulator."""
+    return not (_needs_no_reduction(leaf) or is_accumulating(leaf.mesh.world)) and engine_hooks.accumulates(node)
 
 
 def drop_started(world: World) -> None:
-    """Wait for reductions that a backward has launched before it failed, and forget them."""
+    """Wait for the reductions that a failed backward has launched, and drop them."""
     _reducer(world).drop_started()
 
 
 # -- leaves ------------------------------------------------------------------------------------------------------------
 
 
-def watch(leaf: ShardedTensor) -> None:
-    """Have this leaf's gradient reduced at the end of each backward, if it is not whole as it arrives."""
-    if not _arrives_whole(leaf):
-        _watch(leaf)
+def register_leaf(leaf: ShardedTensor) -> None:
+    """Reduce this leaf's gradient at the end of each backward, if it needs a reduction."""
+    if not _needs_no_reduction(leaf):
+        _register_hooks(leaf)
 
 
-def _arrives_whole(leaf: ShardedTensor) -> bool:
+def _needs_no_reduction(leaf: ShardedTensor) -> bool:
     """Whether autograd itself accumulates the gradient in the leaf's own layout: no rank holds a copy of its part."""
     return _without_copies(leaf) and leaf.mesh.coordinate is not None
 
@@ -208,24 +208,24 @@ def _without_copies(leaf: ShardedTensor) -> bool:
     return leaf._layout.dual is leaf._layout.grad
 
 
-def _watch(leaf: ShardedTensor) -> None:
-    if getattr(leaf, "_watched", None) is leaf._local:
+def _register_hooks(leaf: ShardedTensor) -> None:
+    if getattr(leaf, "_hooked_local", None) is leaf._local:
         return
-    leaf._watched = leaf._local  # type: ignore[attr-defined]
+    leaf._hooked_local = leaf._local  # type: ignore[attr-defined]
     reducer = _reducer(leaf._layout.mesh.world)  # type: ignore[attr-defined]
     reducer.made += 1
     number = leaf._number = reducer.made  # type: ignore[attr-defined]
     reference = weakref.ref(leaf)
-    origins: list[Origin] = []  # of the gradient that autograd is about to take, or to copy, as `.grad`
+    origins: list[Origin] = []  # of the gradient that autograd is about to store, or to copy, in `.grad`
 
-    def arrives(grads: tuple[Tensor, ...]) -> None:
+    def before_accumulation(grads: tuple[Tensor, ...]) -> None:
         origins.clear()
         alive, grad = reference(), grads[0]
         if alive is not None and grad is not None and alive._local.grad is None:
             origin = origin_of(grad, alive._layout.dual)
             origins.extend([] if origin.tensor is grad else [origin])
 
-    def arrived(local: Tensor) -> None:
+    def after_accumulation(local: Tensor) -> None:
         alive = reference()
         if alive is not None:
             if origins and local.grad is not None:
@@ -233,14 +233,14 @@ def _watch(leaf: ShardedTensor) -> None:
             reducer.add(number, alive)
 
     leaf._accumulator = torch.autograd.graph.get_gradient_edge(leaf._local).node  # type: ignore[attr-defined]
-    leaf._accumulator.register_prehook(arrives)  # type: ignore[attr-defined]
-    leaf._local.register_post_accumulate_grad_hook(arrived)
+    leaf._accumulator.register_prehook(before_accumulation)  # type: ignore[attr-defined]
+    leaf._local.register_post_accumulate_grad_hook(after_accumulation)
 
 
 def _reduce(leaves: Sequence[ShardedTensor]) -> None:
     """Reduce the leaves' accumulated local gradients in buckets and move them to `.grad`.
 
-    A gradient whose reduction fails stays pending where it is.
+    A gradient whose reduction fails stays pending.
     """
     there = [(leaf, leaf._local.grad) for leaf in leaves if leaf._local.grad is not None]
     for (_, axes, _, together), members in _buckets(there).items():
@@ -265,7 +265,7 @@ GRADIENT = seed_of("gradient")
 
 
 def _buckets(pairs: Iterable[tuple[ShardedTensor, Tensor]]) -> dict[Any, list[tuple[ShardedTensor, Tensor]]]:
-    """Leaves and gradients that are reduced together."""
+    """Group the leaves and gradients that are reduced together."""
     found: dict[Any, list[tuple[ShardedTensor, Tensor]]] = {}
     for leaf, grad in pairs:
         found.setdefault(_bucket_of(leaf, grad), []).append((leaf, grad))
@@ -284,7 +284,7 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 
 
 def _start_bucket(
-    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, own: bool
+    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, donate: bool
 ) -> Callable[[], list[Tensor]]:
     layouts = [
         leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
@@ -293,9 +293,9 @@ def _start_bucket(
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
-    with carrying(world, mixed(unpacked(world.carried.lineage), leaves)):
-        own = own and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
-        wait = many_runner(pairs).start([origin for origin, _ in known], own=own, note=note)
+    with comm_context(world, mixed(unpacked(world.carried.lineage), leaves)):
+        donate = donate and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
+        wait = many_runner(pairs).start([origin for origin, _ in known], own=donate, note=note)
     return lambda: [
         _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
@@ -303,18 +303,18 @@ def _start_bucket(
 
 
 def _whole_origin(grad: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
-    """What the gradient of a leaf was made from, if that is reduced already; else the gradient, so that all are summed in one bucket."""
+    """Return the origin of a leaf's gradient if that is reduced already, else the gradient; all are summed in one bucket."""
     origin = origin_of(grad, layout.dual)
     return (origin.tensor, origin.layout) if origin.layout is layout.grad else (grad, layout.dual)
 
 
 def _unaliased(part: Tensor, origin: Tensor) -> Tensor:
-    """The part, copied where it lies in the memory of its origin, which is not the leaf's to keep."""
+    """Return the part, copied if it shares memory with its origin, which the leaf does not own."""
     return part.clone() if part.untyped_storage()._cdata == origin.untyped_storage()._cdata else part
 
 
 def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
-    """The part in the shape and with the strides of `grad`, which are those of the leaf."""
+    """Return the part with the shape and strides of `grad`, which are those of the leaf."""
     if part is grad:
         return part
     whole = part.view(grad.shape)
@@ -322,7 +322,7 @@ def _shaped_like(part: Tensor, grad: Tensor) -> Tensor:
 
 
 def _reduce_alone(leaf: ShardedTensor, grad: Tensor) -> Tensor:
-    """The differentiable way, for `create_graph=True`."""
+    """Reduce one gradient differentiably, for `create_graph=True`."""
     layout = leaf._layout.replace(dtype=grad.dtype)
     with torch.set_grad_enabled(grad.requires_grad):
         return _unaliased(redistribute_grad(grad, layout.dual, layout.grad), origin_of(grad, layout.dual).tensor)
@@ -335,7 +335,7 @@ def _gradient_of(leaf: ShardedTensor, grad: Tensor, layout: Layout) -> ShardedTe
 
 
 def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
-    """Add to `.grad`; `lineage` is that of the value whose gradient was asked for."""
+    """Add to `.grad`; `lineage` is that of the value that backward started from."""
     old = getattr(leaf, "_reduced_grad", None)
     before = [] if old is None else [old]
     if old is None:
@@ -346,34 +346,34 @@ def _accumulate(leaf: ShardedTensor, grad: Tensor, lineage: int) -> None:
     else:
         old._local += grad
         kept = old
-    if not _without_copies(leaf):  # else it is known by its leaf alone, as on the ranks where it arrives whole
+    if not _without_copies(leaf):  # else its lineage is that of the leaf alone, as on ranks where no reduction is needed
         kept._lineage = mixed(lineage, [leaf, *before])
 
 
 # -- `.grad` -----------------------------------------------------------------------------------------------------------
 
 
-def read(x: ShardedTensor) -> ShardedTensor | None:
-    """The gradient of `x` as it stands: reduced, with what is still pending added as pending. No communication."""
+def get_grad(x: ShardedTensor) -> ShardedTensor | None:
+    """Return the gradient of `x`, with what is not reduced yet as a pending sum. No communication."""
     done, fresh = getattr(x, "_reduced_grad", None), x._local.grad
     if fresh is None:
         return done
-    pending = _arrived(x, fresh)
+    pending = _accumulated(x, fresh)
     if done is None:
         return pending
     return _gradient_of(x, redistribute_local(done._local, done._layout, pending._layout) + fresh, pending._layout)
 
 
-def _arrived(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
-    """What autograd has accumulated, the same object each time it is asked for."""
-    kept = getattr(x, "_arrived_grad", None)
+def _accumulated(x: ShardedTensor, fresh: Tensor) -> ShardedTensor:
+    """Return what autograd has accumulated; the same object at every call."""
+    kept = getattr(x, "_accumulated_grad", None)
     if kept is None or kept._local is not fresh:
-        kept = x._arrived_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
+        kept = x._accumulated_grad = _gradient_of(x, fresh, x._layout.dual.replace(dtype=fresh.dtype))
     return kept
 
 
-def write(x: ShardedTensor, value: Tensor | None) -> None:
-    """Replace the gradient of `x`."""
+def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
+    """Replace the gradient of `x`; assignment to `.grad`."""
     if value is not None and not isinstance(value, ShardedTensor):
         raise TypeError(
             "the gradient of a ShardedTensor is a ShardedTensor; place the plain tensor with distribute_tensor"
@@ -386,16 +386,16 @@ def write(x: ShardedTensor, value: Tensor | None) -> None:
             f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the tensor's mesh"
         )
     placed = None if value is None else value.redistribute(x._layout.grad.spec)
-    whole = placed is not None and placed.dtype is x.dtype and _arrives_whole(x)
+    whole = placed is not None and placed.dtype is x.dtype and _needs_no_reduction(x)
     x._local.grad = placed._local if whole else None  # type: ignore[union-attr]
-    x._arrived_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
+    x._accumulated_grad, x._reduced_grad = (placed, None) if whole else (None, placed)
 
 
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
 def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | None]) -> Any:
-    """A hook on the gradient of `x`, given and returning a `ShardedTensor`."""
+    """Call `hook` with the gradient when it is computed; the hook gets it in the layout dual to this tensor's."""
     dual = x._layout.dual
 
     def on_local(local: Tensor) -> Tensor | None:
@@ -410,13 +410,11 @@ def register_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], Tensor | Non
 
 
 def register_post_accumulate_grad_hook(x: ShardedTensor, hook: Callable[[ShardedTensor], None]) -> Any:
-    """A hook called when `.grad` of this leaf is complete."""
+    """Call `hook(x)` at the end of a backward, when `.grad` is complete and reduced."""
     if not x.requires_grad or not x.is_leaf:
         raise RuntimeError("post accumulate grad hooks can only be registered on leaf tensors that require grad")
-    _watch(x)
+    _register_hooks(x)
     hooks = vars(x).setdefault("_after_grad_hooks", OrderedDict())
     handle = torch.utils.hooks.RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
-
-

@@ -163,7 +163,7 @@ def _(mesh):
     assert mine.tolist() == [rank, rank]
     (x * x).sum().backward()
     assert mine.grad is not None
-    with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* asks for .*3: \['f32', \d\]"):
+    with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]"):
         sm.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
 
 
@@ -254,7 +254,7 @@ def _(mesh):
 
 @difference("`data_ptr()`")
 def _(mesh):
-    with pytest.raises(RuntimeError, match="no single piece of memory"):
+    with pytest.raises(RuntimeError, match="not one block of memory"):
         place(mesh, numbers(5)).data_ptr()
 
 
@@ -427,9 +427,9 @@ def test_bad_placements_of_local_map(mesh):
     here = [Shard(0)]
     for words, call in {
         "2 in_placements for 1 flattened": lambda: sm.local_map(torch.neg, here, (here, here))(x),
-        "argument 0 lies as .* ask for .*redistribute_inputs=True": lambda: sm.local_map(torch.neg, here, ([Replicate()],))(x),
+        "argument 0 is laid out as .* require .*redistribute_inputs=True": lambda: sm.local_map(torch.neg, here, ([Replicate()],))(x),
         "argument 0 is sharded": lambda: sm.local_map(torch.neg, here, (None,))(x),
-        "argument 1 is 3, no tensor": lambda: sm.local_map(torch.mul, here, (here, here))(x, 3),
+        "argument 1 is 3, not a tensor": lambda: sm.local_map(torch.mul, here, (here, here))(x, 3),
         "1 out_placements for 2 flattened": lambda: sm.local_map(lambda t: (t, t), here)(x),
         "result 1 is 5, and": lambda: sm.local_map(lambda t: (t, 5), (here, here))(x),
     }.items():

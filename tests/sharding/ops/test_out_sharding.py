@@ -221,12 +221,12 @@ def test_errors_are_the_same_on_every_rank_and_move_nothing():
             (lambda: call(torch.add, x, 1, out_sharding=None), TypeError, r"for replicated write P\(\)"),
             (lambda: call(torch.matmul, x, x, out_sharding=P("a", "b", None)), ValueError, "3 entries but the tensor has 2"),
             (lambda: call(torch.max, x, 1, out_sharding=(P(), P())), ValueError, "the specs are a tuple of 2"),
-            (lambda: call(torch.Tensor.add_, x, 1, out_sharding=P()), ValueError, "writes into a tensor that has a layout"),
-            (lambda: call(torch.add, x, 1, out=x, out_sharding=P()), ValueError, "writes into a tensor that has a layout"),
-            (lambda: call(F.relu, x, inplace=True, out_sharding=P()), ValueError, "writes into a tensor that has a layout"),
-            (lambda: call(torch.numel, x, out_sharding=P()), TypeError, "the result is 16, which lies nowhere; call numel itself"),
+            (lambda: call(torch.Tensor.add_, x, 1, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
+            (lambda: call(torch.add, x, 1, out=x, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
+            (lambda: call(F.relu, x, inplace=True, out_sharding=P()), ValueError, "writes into a tensor, which already has a layout"),
+            (lambda: call(torch.numel, x, out_sharding=P()), TypeError, "the result is 16, which has no layout; call numel itself"),
             (lambda: call(torch.matmul, x, torch.ones(4, 4), out_sharding=P()), RuntimeError, "mixes a plain tensor"),
-            (lambda: call(torch.matmul, x, elsewhere, out_sharding=P()), ValueError, "operands lie on two meshes"),
+            (lambda: call(torch.matmul, x, elsewhere, out_sharding=P()), ValueError, "operands are on two meshes"),
             (lambda: call(torch.matmul, x, sm.ones((3, 3), mesh), out_sharding=P()), RuntimeError, "same reduction dim"),
         ]:
             with sm.comm_budget(launches=0), pytest.raises(error, match=text) as raised:

@@ -586,4 +586,4 @@ def test_device_put_copies_an_array():
 @pytest.mark.parametrize("value", ["text", {"x": "text"}, [torch.ones(2), object()]])
 def test_device_put_refuses_what_is_no_array(value):
     text = same_error((2,), lambda mesh: sm.device_put(value, mesh, P()), TypeError)
-    assert "device_put takes tensors, NumPy arrays and numbers, or a tree of them, and got" in text
+    assert "device_put takes tensors, NumPy arrays and numbers, or a tree of them, got" in text

@@ -174,7 +174,7 @@ def test_what_is_wrong_with_local_data(mesh):
     for call, error, text in [
         (lambda: from_local_data(mesh, P("a"), torch.ones(3), (4,)), ValueError, r"shape \[3\]; under .* this rank holds \[2\]"),
         (lambda: from_local_data(mesh, P("a"), torch.ones(2, 2), (4,)), ValueError, r"shape \[2, 2\]; under"),
-        (lambda: from_local_data(mesh, P("a", "b"), torch.ones(1 + rank, 1)), ValueError, r"rank 0: f32\[1, 1\], .* are no parts"),
+        (lambda: from_local_data(mesh, P("a", "b"), torch.ones(1 + rank, 1)), ValueError, r"rank 0: f32\[1, 1\], .* are not parts"),
         (lambda: from_local_data(mesh, P(unreduced={"a"}), torch.ones(2)), ValueError, "leaves values pending"),
         (lambda: from_local_data(mesh, P("z"), torch.ones(2)), ValueError, "names axis 'z'"),
         (lambda: from_local_data(mesh, P(), sm.ones(2, device_mesh=mesh)), TypeError, "got a ShardedTensor"),
@@ -249,9 +249,9 @@ def test_ranks_outside_the_mesh(everyone):
         moved = x.redistribute(everyone, [Replicate()])
         assert torch.equal(moved.to_local(), whole)
     if not inside:
-        with pytest.raises(ValueError, match="no data tells the dtype; pass dtype="):
+        with pytest.raises(ValueError, match="has no data with a dtype; pass dtype="):
             from_callback((5,), mesh, P("x"), refuse)
-        with pytest.raises(ValueError, match="no data tells the dtype; pass dtype="):
+        with pytest.raises(ValueError, match="has no data with a dtype; pass dtype="):
             from_arrays((5,), mesh, P("x"), [])
         with pytest.raises(ValueError, match="pass global_shape="):
             from_local_data(mesh, P("x"), part)

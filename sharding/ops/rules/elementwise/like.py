@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout, told_apart
+from ....tensor import methods
+from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
 from ..decomposition_utils import without_pending
-from ..registry import functions, handler
+from ..registry import handler
 
 
 def _like(
@@ -148,20 +150,9 @@ def _make_dual(tensor: Any, tangent: Any, level: int) -> Any:
     )
 
 
-def _register_autograd() -> None:
-    from ....tensor.autograd import backward
+handler(also=(torch.autograd.grad,))(backward.grad)
+handler(also=(torch.autograd.backward,))(backward.backward)
 
-    handler(also=(torch.autograd.grad,))(backward.grad)
-    handler(also=(torch.autograd.backward,))(backward.backward)
-
-
-_register_autograd()
-
-
-def _register_own_methods() -> None:
-    """Register methods of `ShardedTensor` that are also called as functions of torch."""
-    for func in functions("item", "tolist", "requires_grad_"):
-        handler(also=(func,))(getattr(ShardedTensor, func.__name__))
-
-
-_register_own_methods()
+# Methods that `ShardedTensor` overrides, for calls by torch's own name such as `torch.Tensor.item(x)`.
+for _method in (methods.item, methods.tolist, methods.requires_grad_):
+    handler(_method.__name__)(_method)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .....mesh.monitor.recording.recorder import Note
 from ....layout.layout import Layout
-from ....ops.lineage import carrying, mixed, seed_of
+from ....ops.lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import InOrder
@@ -84,8 +84,8 @@ class Joint:
         self._together.update(dict.fromkeys(homes, homes if len(homes) == len(parts) else ()))
         leaves = [x for part in parts for x in part.leaves]
         note = Note("; ".join(summing(part.unit, len(part.leaves), part.missing).text for part in parts))
-        with carrying(leaves[0].mesh.world, mixed(_SUMMING, leaves)):
-            leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, own=all(part.own for part in parts))
+        with comm_context(leaves[0].mesh.world, mixed(_SUMMING, leaves)):
+            leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, donate=all(part.own for part in parts))
 
     def end(self) -> None:
         """Backward has ended. Communication: as `launch`."""

@@ -137,7 +137,7 @@ def _used(passage: Passage, number: int, value: Tensor) -> Tensor:
     node: Any = found.grad_fn
     if node is not None:  # gradients are on
         node.register_prehook(arrives)
-        engine_hooks.turn_to_at_once(node)
+        engine_hooks.run_as_soon_as_ready(node)
     return found
 
 

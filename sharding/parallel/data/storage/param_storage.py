@@ -155,7 +155,7 @@ def _version(x: ShardedTensor, moves: int) -> Version:
     Tensors of inference mode do not count, and are taken for written each time.
     """
     local = x._local
-    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._touched + moves, id(x)
+    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._data_accesses + moves, id(x)
 
 
 _never = iter(range(-1, -(1 << 62), -1))

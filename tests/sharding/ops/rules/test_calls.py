@@ -244,7 +244,7 @@ def test_refused_before_any_communication():
 def test_two_meshes_are_refused():
     def program(mesh):
         x, y = (sm.distribute_tensor(X, m, P(m.axis_names[0])) for m in (mesh["a"], mesh["b"]))
-        with pytest.raises(ValueError, match="lie on two meshes"):
+        with pytest.raises(ValueError, match="are on two meshes"):
             x + y
 
     on_mesh((2, 2), program)

@@ -61,7 +61,7 @@ def _linear_groups(sample: _Sample, mesh: sm.DeviceMesh) -> list[set[int]]:
 
     args, kwargs = _mapped(sample.args, meta), _mapped(sample.kwargs, meta)
     try:
-        made = None if strategy.form_for(sample.func, args, kwargs) else strategy.rule_for(sample.func, args, kwargs, metas)
+        made = None if strategy.decomposition_for(sample.func, args, kwargs) else strategy.rule_for(sample.func, args, kwargs, metas)
     except TypeError:  # a function of torch.nn.functional, which passes its arguments on in another way
         return []
     if made is None:

@@ -36,9 +36,9 @@ def test_over_a_whole_dim_there_is_nothing_but_the_local_call(name):
             with collectives() as records:
                 REDUCE[name](x, 1)
             assert not records
-            (decision,) = x._layout.decisions.values()
-            assert decision.form is None
-            assert decision.direct or name == "var_mean"
+            (strategy,) = x._layout.decisions.values()
+            assert strategy.decomposition is None
+            assert strategy.direct or name == "var_mean"
 
     on_mesh((4,), program)
 

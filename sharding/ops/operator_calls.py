@@ -1,0 +1,50 @@
+"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and `implicit`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ...mesh.comm.call_site import DESCRIBERS, OperatorCall
+from ..tensor import methods
+from ..tensor.autograd import backward
+from ..tensor.sharded_tensor import ShardedTensor
+from . import dispatch
+from .rules.registry import HANDLERS
+from .strategy import OpStrategy, name_of
+
+# Modules of handlers that read values or compute gradients: what these communicate was asked for.
+_ASKED_IN = frozenset({backward.__name__, methods.__name__})
+
+
+def _describe(frame: dict[str, Any]) -> OperatorCall | str:
+    """Return the operator that `torch_function` runs; its name alone where the program asks for values or gradients."""
+    func = frame["func"]
+    if getattr(HANDLERS.get(func), "__module__", None) in _ASKED_IN:
+        return name_of(func)
+    operands = list(_sharded((*frame["args"], *(frame["kwargs"] or {}).values())))
+    layouts = ", ".join(str(x._layout) for x in operands)
+    return OperatorCall(name_of(func), layouts, _advice(operands, frame.get("strategy")))
+
+
+def _sharded(items: Sequence[Any]) -> Iterator[ShardedTensor]:
+    for item in items:
+        if isinstance(item, ShardedTensor):
+            yield item
+        elif isinstance(item, (list, tuple)):
+            yield from _sharded(item)
+
+
+def _advice(operands: Sequence[ShardedTensor], strategy: OpStrategy | None) -> str:
+    """Return what to write before the operator, so that its operands have the layouts it needs."""
+    if strategy is None or strategy.decomposition is not None or not strategy.moves:
+        return "Redistribute its operands first, so that the dims it works along are whole"
+    moved = [
+        f"{'x' if len(operands) == 1 else f'operand_{i}'}.redistribute({target.spec})"
+        for i, (x, target) in enumerate(zip(operands, strategy.targets, strict=True))
+        if target is not x._layout
+    ]
+    return f"Write {' and '.join(moved)} before it"
+
+
+DESCRIBERS[dispatch.torch_function.__code__] = _describe

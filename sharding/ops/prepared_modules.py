@@ -1,0 +1,37 @@
+"""Marks on modules that the library has laid out, so that neither its own code nor other libraries lay them out again.
+
+`accelerate` and the `Trainer` of Hugging Face leave a model alone that has `_is_accelerate_prepared`. torch's
+`DistributedDataParallel` first asks a module which parameters to ignore; a prepared module raises there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+_PREPARED = "_shardmesh_prepared"  # attribute of a prepared module and of each module inside it
+
+
+class _AlreadyParallel:
+    """Raise when DistributedDataParallel reads the names of the parameters to ignore."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(
+            "this module is parallel already, by shardmesh: call it as it is, without DistributedDataParallel. For data parallelism with "
+            "whole parameters make it with sm.data_parallel(model, mesh), which sums gradients itself"
+        )
+
+
+def prepare(module: nn.Module) -> None:
+    """Mark a module and those inside it as laid out by the library."""
+    for inner in module.modules():
+        inner.__dict__[_PREPARED] = True
+    module.__dict__["_is_accelerate_prepared"] = True
+    module.__dict__["_ddp_params_and_buffers_to_ignore"] = _AlreadyParallel()
+
+
+def is_prepared(x: Any) -> bool:
+    """Return whether this is a module that the library has laid out, or one inside such a module."""
+    return isinstance(x, nn.Module) and _PREPARED in x.__dict__
