@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
+from ..text import ranks_text
 from .recording.files import parent_folder
-from .recording.job_directory import Board, boot_id
+from .recording.job_directory import JobDirectory, boot_id
 from .startup.rank_info import machine
-from .verdict import ranks_text
 
 if TYPE_CHECKING:
-    from .monitor import Watch
+    from .monitor import Monitor
 
 _PAUSE_S = 0.1  # between two questions, in a job of up to _FEW ranks
 _FEW = 100
@@ -67,9 +67,9 @@ class Agreement:
         chosen = str(parent_folder(needed))
         return Path(self._keys(self._whole).compare_set(f"folder/{machine()}", "", chosen).decode())
 
-    def join(self, board: Board) -> None:
+    def join(self, directory: JobDirectory) -> None:
         """Say where this rank's files are. Communication: one message to the store."""
-        self._keys(self._whole).set(f"place/{self._rank}", _place(board))
+        self._keys(self._whole).set(f"place/{self._rank}", _place(directory))
 
     def decline(self, reason: str) -> None:
         """Take the watch from all ranks; whoever does so first says it. Communication: one message to the store."""
@@ -81,28 +81,28 @@ class Agreement:
 
     # -- ranks that wait -----------------------------------------------------------------------------------------------
 
-    def doubt(self, watch: Watch, ranks: Iterable[int]) -> None:
+    def check_visible(self, monitor: Monitor, ranks: Iterable[int]) -> None:
         """Have the store asked whether those of these ranks that have not been seen yet can be seen at all; returns at once."""
-        self._unseen = [rank for rank in ranks if watch.board.of(rank) is None]
+        self._unseen = [rank for rank in ranks if monitor.directory.buffer_of(rank) is None]
         if not self._unseen or self._over.is_set():
             return
         self._asked.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(watch,), name="shardmesh-agreement", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(monitor,), name="shardmesh-agreement", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         self._over.set()
         self._asked.set()
 
-    def _run(self, watch: Watch) -> None:
+    def _run(self, monitor: Monitor) -> None:
         try:
             store = self._whole.clone()
             while self._asked.wait(_IDLE_S) and not self._over.is_set():
                 self._asked.clear()
-                reason = self._reason(watch, store)
+                reason = self._reason(monitor, store)
                 if reason:
-                    watch.give_up(reason)
+                    monitor.give_up(reason)
                     return
                 self._over.wait(self._pause)
         except (RuntimeError, ReferenceError):  # the store has ended with the job; the world has
@@ -110,7 +110,7 @@ class Agreement:
         finally:
             self._thread = None
 
-    def _reason(self, watch: Watch, store: Any) -> str:
+    def _reason(self, monitor: Monitor, store: Any) -> str:
         """Why the ranks must go on without a watch; "" where all is well."""
         keys = self._keys(store)
         if keys.check(["without"]):
@@ -118,20 +118,20 @@ class Agreement:
         if store.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
-        hidden = sorted(rank for rank in asked if self._is_hidden(watch, keys, rank))
-        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {watch.board.folder}" if hidden else ""
+        hidden = sorted(rank for rank in asked if self._is_hidden(monitor, keys, rank))
+        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {monitor.directory.folder}" if hidden else ""
 
-    def _is_hidden(self, watch: Watch, keys: Any, rank: int) -> bool:
+    def _is_hidden(self, monitor: Monitor, keys: Any, rank: int) -> bool:
         """Whether a rank has files, but not where this one can see them."""
         if not keys.check([f"place/{rank}"]):
             return False
-        is_near = keys.get(f"place/{rank}").decode() == _place(watch.board)
-        return watch.board.of(rank) is None and (is_near or watch.relay is None)
+        is_near = keys.get(f"place/{rank}").decode() == _place(monitor.directory)
+        return monitor.directory.buffer_of(rank) is None and (is_near or monitor.relay is None)
 
 
 def say(reason: str) -> None:
     print(f"shardmesh: no watch over this job. {reason}", file=sys.stderr, flush=True)
 
 
-def _place(board: Board) -> str:
-    return f"{boot_id()}/{board.place}"
+def _place(directory: JobDirectory) -> str:
+    return f"{boot_id()}/{directory.file_id}"

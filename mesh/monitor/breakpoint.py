@@ -21,8 +21,8 @@ from .. import errors
 from ..comm.group import World, current_world
 from ..simulated.output import callers_stdout
 from ..simulated.simulate import SimulatedWorld
-from .monitor import watch_of
-from .verdict import Seen, Verdict
+from .monitor import monitor_of
+from .verdict import Observation, Verdict
 
 _TERMINAL = "/dev/tty"
 
@@ -85,7 +85,7 @@ def _tell(world: World, said: Verdict | str | None) -> None:
 
 def _quit_verdict(rank: int, place: str) -> Verdict:
     text = f"rank {rank} quit the debugger at {place}"
-    return Verdict("raised", (rank,), "BdbQuit", (Seen(rank, "quit the debugger", place),), text)
+    return Verdict("raised", (rank,), "BdbQuit", (Observation(rank, "quit the debugger", place),), text)
 
 
 class _Debugger(pdb.Pdb):
@@ -127,13 +127,13 @@ class _Debugger(pdb.Pdb):
 
 @contextmanager
 def _asking(world: World, place: str) -> Iterator[None]:
-    watch = watch_of(world)
-    with nullcontext() if watch is None else watch.paused():
-        if watch is not None:
-            watch.set_state(f"in the debugger, from {place}")
+    monitor = monitor_of(world)
+    with nullcontext() if monitor is None else monitor.paused():
+        if monitor is not None:
+            monitor.set_state(f"in the debugger, from {place}")
         yield
-        if watch is not None:
-            watch.set_state("")
+        if monitor is not None:
+            monitor.set_state("")
 
 
 def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _Debugger:

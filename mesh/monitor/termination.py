@@ -33,11 +33,11 @@ from ..comm.call_site import frame_of_thread
 from ..errors import WatchError
 from . import thread_errors
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
-from .recording.trace_buffer import H, Page, State
+from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
-    from .monitor import Watch
+    from .monitor import Monitor
 
 _ALARM = 11  # of the real-time signals, which nothing else is likely to use
 _TO_PRINT_S = 2.0  # a full pipe must not keep a process that is to end
@@ -48,7 +48,7 @@ _HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy"
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
 
 alarm_signal: int | None = None
-watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _hooks: list[Any] = []
 _kept: set[int] = set()
 
@@ -63,7 +63,7 @@ def install() -> None:
     _hooks.append(sys.excepthook)
     _take_signal()
     sys.excepthook = _on_uncaught
-    thread_errors.install(lambda: [watch.page for watch in list(watches) if watch.pid == os.getpid()])
+    thread_errors.install(lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()])
     atexit.register(_on_exit)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_be_no_rank)
@@ -71,15 +71,15 @@ def install() -> None:
 
 def _be_no_rank() -> None:
     """A forked child says nothing in its rank's name. It has none of the threads that torch's groups would wait for when it ends."""
-    watches.clear()
+    monitors.clear()
     keep_groups()
 
 
-def tell_of(error: BaseException) -> None:
+def notify_peers(error: BaseException) -> None:
     """This process's program ends with an error: the other ranks of its jobs learn of it."""
-    for watch in list(watches):
+    for monitor in list(monitors):
         with contextlib.suppress(Exception):  # nothing must hide the error itself
-            watch.raised(error)
+            monitor.raised(error)
 
 
 def is_broken_connection(error: BaseException) -> bool:
@@ -118,9 +118,9 @@ def _take_signal() -> None:
 
 
 def _on_alarm(*_: Any) -> None:
-    for watch in list(watches):
-        if watch.pid == os.getpid() and not watch.told:
-            watch.check()
+    for monitor in list(monitors):
+        if monitor.pid == os.getpid() and not monitor.notified:
+            monitor.check()
 
 
 # -- a program that lives on -------------------------------------------------------------------------------------------
@@ -136,31 +136,31 @@ def is_hosted() -> bool:
     return hasattr(sys, "ps1")
 
 
-def may_end(watch: Watch) -> bool:
+def may_end(monitor: Monitor) -> bool:
     """Whether the process has no more to do than what the failed job was."""
-    if watch.pid != os.getpid() or not settings().exit_s or watch.page.words[H.PAUSED]:
+    if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED]:
         return False
     if not threading.main_thread().is_alive():  # the program is over, and one of its other threads is not
         return True
-    return watch.is_of_this_job() and not is_hosted()
+    return monitor.is_of_this_job() and not is_hosted()
 
 
-def end(watch: Watch, text: str) -> None:
+def end(monitor: Monitor, text: str) -> None:
     """Print it and end this process, whatever its main thread does, with those of this host that cannot end by themselves."""
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
-    _kill_late(watch, [page for page in watch.near_pages() if _is_stuck(page)])
+    _kill_late(monitor, [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)])
     _flush()
     os._exit(1)
 
 
-def set_deadline(watch: Watch, is_on: bool) -> None:
+def set_deadline(monitor: Monitor, is_on: bool) -> None:
     """Whether the process ends some seconds after its time to end, even where its watchdog thread cannot run any more."""
     global _deadline_of
     if is_on and _deadline_of is None:
-        _deadline_of = watch
+        _deadline_of = monitor
         _end_at_the_latest(settings().exit_s + _SPARE_S)
-    elif not is_on and _deadline_of is watch:
+    elif not is_on and _deadline_of is monitor:
         _deadline_of = None
         faulthandler.cancel_dump_traceback_later()
 
@@ -181,65 +181,67 @@ def _flush() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    tell_of(error)
+    notify_peers(error)
     _hooks[0](kind, error, where)
     if isinstance(error, WatchError):
         return
-    for watch in list(watches):  # what came of it must not hide why
+    for monitor in list(monitors):  # what came of it must not hide why
         with contextlib.suppress(Exception):
-            verdict = watch.standing()
-            if verdict is not None and not (verdict.kind == "raised" and watch.board.rank in verdict.ranks):
-                print(f"shardmesh: rank {watch.board.rank}: {verdict.text}", file=sys.stderr, flush=True)
+            verdict = monitor.standing()
+            if verdict is not None and not (verdict.kind == "raised" and monitor.directory.rank in verdict.ranks):
+                print(f"shardmesh: rank {monitor.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
 
 
 def _on_exit() -> None:
     global _last_word
-    here = [watch for watch in list(watches) if watch.pid == os.getpid()]
-    for watch in here:
-        watch.settle()
-    if any(watch.abandoned for watch in here):
+    here = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
+    for monitor in here:
+        monitor.settle()
+    if any(monitor.abandoned for monitor in here):
         keep_groups()
         _last_word = _LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
-        for watch in here:
-            if watch.alarm[0] == Alarm.VERDICT:
-                _end_others(watch)
-    for watch in here:
-        watch.close(State.ENDED)
+        for monitor in here:
+            if monitor.alarm[0] == Alarm.VERDICT:
+                _end_others(monitor)
+    for monitor in here:
+        monitor.close(RankState.ENDED)
 
 
-def _end_others(watch: Watch) -> None:
+def _end_others(monitor: Monitor) -> None:
     """Ends ranks of this host that cannot end by themselves: stopped, or in a call that keeps the interpreter's lock.
 
     Where there is no launcher nobody else does. The first of the other ranks waits for it, until the time of those ranks is over.
     """
-    watch.page.words[H.AWARE] = 1
-    while stuck := [page for page in watch.near_pages() if _is_stuck(page)]:
-        pages = [page for page in watch.near_pages() if is_local(page) and not is_dead(page) and all(page is not one for one in stuck)]
-        if watch.board.rank != min(page.words[H.RANK] for page in pages):
+    monitor.buffer.words[Header.AWARE] = 1
+    while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:
+        living = [buffer for buffer in monitor.near_buffers() if is_local(buffer) and not is_dead(buffer)]
+        buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
+        if monitor.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
             return
-        _kill_late(watch, stuck)
+        _kill_late(monitor, stuck)
         time.sleep(_PAUSE_S)
 
 
-def _kill_late(watch: Watch, stuck: Sequence[Page]) -> None:
+def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
     """Kills those of these ranks whose time to end is over."""
-    for page in stuck:
-        if monotonic_ns() - watch.failed_at > _SHARE * 1e9 * page.words[H.EXIT_S]:
-            print(f"shardmesh: rank {page.words[H.RANK]} does not react and is killed", file=sys.stderr, flush=True)
+    for buffer in stuck:
+        if monotonic_ns() - monitor.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
+            print(f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                os.kill(page.words[H.PID], signal.SIGKILL)
+                os.kill(buffer.words[Header.PID], signal.SIGKILL)
 
 
-def _is_stuck(page: Page) -> bool:
-    words = page.words
-    if not words[H.EXIT_S] or words[H.PAUSED] or words[H.STATE] not in (State.RUNNING, State.RAISED) or not is_local(page):
+def _is_stuck(buffer: TraceBuffer) -> bool:
+    words = buffer.words
+    is_over = words[Header.STATE] not in (RankState.RUNNING, RankState.RAISED)
+    if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] or not is_local(buffer):
         return False
-    found = process_state(words[H.PID])
-    if found is None or found[0] in "ZXt" or found[1] != words[H.BORN]:  # it has ended, or a debugger has it
+    found = process_state(words[Header.PID])
+    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger has it
         return False
-    return found[0] == "T" or not words[H.AWARE]
+    return found[0] == "T" or not words[Header.AWARE]
 
 
 class _LastWord:
@@ -253,4 +255,4 @@ class _LastWord:
 
 
 _last_word: _LastWord | None = None
-_deadline_of: Watch | None = None
+_deadline_of: Monitor | None = None

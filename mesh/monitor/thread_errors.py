@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .recording.trace_buffer import H, Page
+from .recording.trace_buffer import Header, TraceBuffer
 
 
-def install(pages: Callable[[], Iterable[Page]]) -> None:
+def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
     """From now on, write down on these pages which thread of the process has raised what."""
     before = threading.excepthook
 
@@ -17,14 +17,14 @@ def install(pages: Callable[[], Iterable[Page]]) -> None:
         if args.exc_type is not SystemExit:
             name = "a thread" if args.thread is None else f"thread {args.thread.name!r}"
             text = f"its {name} raised {args.exc_type.__name__}: {args.exc_value}".removesuffix(": ")
-            for page in pages():
-                page.words[H.THREAD_ERROR] = page.text(text)
+            for buffer in buffers():
+                buffer.words[Header.THREAD_ERROR] = buffer.text(text)
         before(args)
 
     threading.excepthook = hook
 
 
-def raised_in_thread(page: Page) -> str:
+def raised_in_thread(buffer: TraceBuffer) -> str:
     """Which thread of a rank has raised what last, for messages; "" where none has."""
-    at = page.words[H.THREAD_ERROR]
-    return f"; {page.read_text(at)}" if at else ""
+    at = buffer.words[Header.THREAD_ERROR]
+    return f"; {buffer.read_text(at)}" if at else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ..errors import (
@@ -32,7 +32,7 @@ ERRORS: dict[str, type[WatchError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """What one rank was seen to do.
 
     Attributes:
@@ -65,7 +65,7 @@ class Verdict:
     kind: str
     ranks: tuple[int, ...]
     field: str
-    seen: tuple[Seen, ...]
+    seen: tuple[Observation, ...]
     text: str
 
     def error(self) -> WatchError:
@@ -78,7 +78,7 @@ class Verdict:
     @staticmethod
     def from_json(text: str) -> Verdict:
         found = json.loads(text)
-        seen = tuple(Seen(**one) for one in found["seen"])
+        seen = tuple(Observation(**one) for one in found["seen"])
         return Verdict(found["kind"], tuple(found["ranks"]), found["field"], seen, found["text"])
 
 
@@ -96,11 +96,3 @@ def _wrapped(line: str) -> list[str]:
     whole = f"{call} at\0{place}" if at else line  # a place is found by its "at"
     pieces = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [piece.replace("\0", " ") for piece in pieces]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left off."""
-    names = [str(r) for r in ranks]
-    if len(names) > 16:
-        names = [*names[:8], "...", *names[-4:]]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}"

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import CollectiveMismatchError, DeadlockError, at, short
-from ..monitor.diagnosis.diagnose import connected, minority, worst_correspondent
 from ..monitor.diagnosis.history import left_the_order
 from ..monitor.diagnosis.verdict_text import OTHER_VALUES, RULE, numbers_drawn
+from ..monitor.diagnosis.votes import connected, minority, worst_correspondent
 from ..monitor.recording.recorder import unlike
-from ..monitor.recording.trace_buffer import H
-from ..monitor.verdict import Seen, Verdict, composed, ranks_text
+from ..monitor.recording.trace_buffer import Header
+from ..monitor.verdict import Observation, Verdict, composed
+from ..text import ranks_text
 
 if TYPE_CHECKING:
     from .rendezvous import Call
@@ -37,10 +38,10 @@ def different_collectives(
     for rank, call, place in zip(ranks, calls, places, strict=True):
         who.setdefault(f"{call}{at(place)}", []).append(rank)
     lines = [f"  ranks {members} call {text}" for text, members in who.items()]
-    seen = tuple(Seen(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
+    seen = tuple(Observation(*found) for found in zip(ranks, map(str, calls), (place or "" for place in places), strict=True))
     advice = RULE
     if field == "lineage":
-        advice = numbers_drawn({rank: call.page for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
+        advice = numbers_drawn({rank: call.trace_buffer for rank, call in zip(ranks, calls, strict=True)}) or OTHER_VALUES
     text = composed(f"{problem} in the group of ranks {short(ranks)}{_blame(blamed)}.", advice, lines)
     return CollectiveMismatchError(text, Verdict("mismatch", blamed, field, seen, text))
 
@@ -113,7 +114,7 @@ def no_rank_can_go_on(waits: Sequence[Wait], finished: Sequence[int]) -> Deadloc
     lines = [f"  rank {w.rank} waits in {w.call} over ranks {short(w.ranks)} for ranks {w.missing}{at(w.place)}" for w in waits]
     if finished:
         lines.append(f"  ranks {list(finished)} have finished")
-    seen = tuple(Seen(w.rank, str(w.call), w.place or "") for w in waits) + tuple(Seen(r, "has finished", "") for r in finished)
+    seen = tuple(Observation(w.rank, str(w.call), w.place or "") for w in waits) + tuple(Observation(r, "has finished", "") for r in finished)
     text = composed(f"no simulated rank can go on{_blame(blamed)}.", RULE, lines)
     return DeadlockError(text, Verdict("deadlock", blamed, "order", seen, text))
 
@@ -123,5 +124,5 @@ def _who_keeps_waiting(waits: Sequence[Wait], finished: set[int]) -> tuple[int, 
     gone = sorted({r for w in waits for r in w.missing if r in finished})
     if gone:
         return minority([gone, [w.rank for w in waits if not finished.isdisjoint(w.missing)]])
-    pages = {w.rank: w.call.page for w in waits if w.call.page is not None}
-    return left_the_order(pages, {rank: page.words[H.RECORDS] - 1 for rank, page in pages.items()}) if pages else ()
+    buffers = {w.rank: w.call.trace_buffer for w in waits if w.call.trace_buffer is not None}
+    return left_the_order(buffers, {rank: buffer.words[Header.RECORDS] - 1 for rank, buffer in buffers.items()}) if buffers else ()

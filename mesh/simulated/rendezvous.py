@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..monitor.diagnosis.diagnose import connected
+from ..monitor.diagnosis.votes import connected
 from ..monitor.recording.recorder import unlike
-from ..monitor.recording.trace_buffer import Page
+from ..monitor.recording.trace_buffer import TraceBuffer
 from . import diagnosis as verdict
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
@@ -32,7 +32,7 @@ class Call:
         agree: what must agree between ranks.
         note: what it belongs to, as text; must agree, too.
         lineage: how the value was made; 0 where that is not known.
-        page: the rank's ledger; None where nothing is noted down.
+        trace_buffer: the rank's ledger; None where nothing is noted down.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Call:
     buffers: tuple[Any, ...]
     note: str = ""
     lineage: int = 0
-    page: Page | None = None
+    trace_buffer: TraceBuffer | None = None
 
     def __str__(self) -> str:
         words = [str(a).removeprefix("torch.") for a in self.agree]

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...mesh.comm.call_site import user_frame
-from ...mesh.monitor.recording.trace_buffer import H
+from ...mesh.monitor.recording.trace_buffer import Header
 from ...mesh.monitor.settings import settings
 from ..layout.layout import Layout
 
@@ -79,7 +79,7 @@ def root(layout: Layout) -> int:
     if world is None or _settings.mode == "off":
         return 0
     line = " ".join(_lines())
-    stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
+    stamp, collectives = layout.stamp, world.trace_buffer.words[Header.RECORDS]
     roots = world.carried.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     return _beside(*(zlib.crc32(repr(known).encode()) for known in (
@@ -116,7 +116,7 @@ def _count_since(counts: dict[Any, Any], key: Any, when: int) -> int:
 
 
 def packed(lineage: int) -> int:
-    """As it stands beside a collective: the upper 21 bits of each hash, in 63 bits; see `seat.unlike`."""
+    """As it stands beside a collective: the upper 21 bits of each hash, in 63 bits; see `recorder.unlike`."""
     return lineage >> 139 << 42 | (lineage >> 75 & 0x1F_FFFF) << 21 | (lineage >> 11 & 0x1F_FFFF)
 
 

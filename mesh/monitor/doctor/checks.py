@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..verdict import ranks_text
+from ...text import ranks_text
 from . import host_checks, job_checks
 from .bandwidth import Bandwidth
 from .facts import Facts

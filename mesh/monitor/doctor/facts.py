@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...version import __version__
 from .devices import Devices, devices
 from .network import Network, network
 from .system import System, system
@@ -114,8 +115,6 @@ def facts() -> Facts:
 
 
 def _software() -> Software:
-    from .... import __version__  # which is being defined while this file is imported
-
     has = dist.is_available()
     return Software(
         python=platform.python_version(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from math import inf
 
-from ..recording.trace_buffer import PAGE_BYTES
+from ..recording.trace_buffer import BUFFER_BYTES
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
 
@@ -146,7 +146,7 @@ def shared_memory(facts: Facts) -> Finding:
     if not have.total:
         return warning(f"{have.folder} is not there or cannot be written: the watch uses files in the temporary folder", larger)
     text = f"{size_text(have.free)} free of {size_text(have.total)} in {have.folder}"
-    needed = ranks * (PAGE_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
+    needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
     if have.free < needed:
         return fault(f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus error", larger)
     if have.total <= _DOCKER_SHARED:

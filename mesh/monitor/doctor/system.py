@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..recording.cleanup import is_over
 from ..recording.files import job_folders, parent_folders
-from ..recording.job_directory import is_local, open_page, process_state
+from ..recording.job_directory import is_local, open_buffer, process_state
 from .network import within
 
 _DISK_S = 3.0  # a folder on a file server that is gone is waited for without end
@@ -181,7 +181,7 @@ def leftovers(watched: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """What jobs left behind of whose processes none lives: pages of the watch, and torch's shared tensors."""
     for folder in sorted(folder for parent in watched for _, folder in job_folders(parent)):
         with contextlib.suppress(OSError):  # a job deletes it
-            if is_over(folder) and any(is_local(page) for path in folder.glob("rank*.page") if (page := open_page(path))):
+            if is_over(folder) and any(is_local(buffer) for path in folder.glob("rank*.trace") if (buffer := open_buffer(path))):
                 yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
         found = _OF_TORCH.match(file.name)

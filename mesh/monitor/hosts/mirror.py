@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..recording.files import make_file, map_file
-from ..recording.job_directory import open_page
+from ..recording.job_directory import open_buffer
 from ..recording.recorder import row_of
 from ..recording.trace_buffer import (
+    BUFFER_BYTES,
     GROUP_TABLE,
     GROUPS,
-    PAGE_BYTES,
     RECORD_WORDS,
     RECORDS,
     RING,
@@ -27,34 +27,34 @@ from ..recording.trace_buffer import (
     SLOTS,
     STACK_BYTES,
     TEXT_BYTES,
-    H,
-    Page,
-    State,
+    Header,
+    RankState,
+    TraceBuffer,
 )
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
-_TEXT = PAGE_BYTES - TEXT_BYTES
+_TEXT = BUFFER_BYTES - TEXT_BYTES
 _HEADER_WORDS = 32  # as many as there are in use
 _PART_BYTES = 4096  # of the ring, and of the text
 _SENT_RECORDS = 256  # the last ones; those before were sent when they were the last
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
 _REASON = TEXT_BYTES - _PART_BYTES  # where a copy's text has room for one of its own
-_OWN = (H.STACK_WANTED, H.STACK_GIVEN, H.PID_SPACE)  # words in which a copy speaks for this host
+_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words in which a copy speaks for this host
 
 
-def parts(page: Page) -> Iterator[tuple[int, int]]:
+def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
     """(start, length) in bytes of all parts in use; what points elsewhere comes before what it points to."""
-    words = page.words
-    groups = min(words[H.GROUPS], GROUPS)
+    words = buffer.words
+    groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
-    if words[H.STACK_BYTES]:
-        yield _STACK, words[H.STACK_BYTES]
+    if words[Header.STACK_BYTES]:
+        yield _STACK, words[Header.STACK_BYTES]
     yield GROUP_TABLE * 8, groups * 16
     for number in range(groups):
         yield row_of(number) * 8, SLOTS * SLOT_WORDS * 8
-    for part in _ring_parts(words[H.RECORDS]):
+    for part in _ring_parts(words[Header.RECORDS]):
         yield RING * 8 + part * _PART_BYTES, _PART_BYTES
-    for start in range(0, min(words[H.TEXT_END], _REASON), _PART_BYTES):
+    for start in range(0, min(words[Header.TEXT_END], _REASON), _PART_BYTES):
         yield _TEXT + start, _PART_BYTES
 
 
@@ -65,18 +65,18 @@ def _ring_parts(count: int) -> list[int]:
     return [part % (RECORDS // _PART_RECORDS) for part in range(first, last)]
 
 
-class Source:
+class BufferSource:
     """A page of this host, and which of its parts have been sent."""
 
-    def __init__(self, page: Page) -> None:
-        self.page = page
+    def __init__(self, buffer: TraceBuffer) -> None:
+        self.buffer = buffer
         self.versions: dict[int, int] = {}
 
     def changed(self) -> dict[int, bytes]:
         """The parts that are not as they were the last time, by where they start."""
         found, versions = {}, {}
-        for start, length in parts(self.page):
-            data = bytes(self.page.data[start : start + length])
+        for start, length in parts(self.buffer):
+            data = bytes(self.buffer.data[start : start + length])
             versions[start] = zlib.crc32(data)
             if self.versions.get(start) != versions[start]:
                 found[start] = data
@@ -84,11 +84,11 @@ class Source:
         return found
 
 
-class Copy:
+class BufferCopy:
     """The page of a rank of another host, in this host's folder."""
 
-    def __init__(self, page: Page) -> None:
-        self.page = page
+    def __init__(self, buffer: TraceBuffer) -> None:
+        self.buffer = buffer
         self._versions: dict[int, int] = {}
         self._beat = 0
 
@@ -100,43 +100,43 @@ class Copy:
         """What is pointed to is written first, the header last."""
         for start in sorted(found, reverse=True):
             if start:
-                self.page.data[start : start + len(found[start])] = found[start]
+                self.buffer.data[start : start + len(found[start])] = found[start]
             self._versions[start] = versions[start]
         if 0 in found:
             self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", found[0]))
 
     def _write_header(self, given: tuple[int, ...]) -> None:
-        words, now = self.page.words, time.monotonic_ns()
-        blocked_for = max(0, given[H.HEARTBEAT] - given[H.BLOCKED_SINCE])
+        words, now = self.buffer.words, time.monotonic_ns()
+        blocked_for = max(0, given[Header.HEARTBEAT] - given[Header.BLOCKED_SINCE])
         for number, value in enumerate(given):
-            if number not in (*_OWN, H.HEARTBEAT, H.BLOCKED_SINCE):
+            if number not in (*_OWN, Header.HEARTBEAT, Header.BLOCKED_SINCE):
                 words[number] = value
-        if given[H.HEARTBEAT] != self._beat:
-            self._beat = given[H.HEARTBEAT]
-            words[H.HEARTBEAT] = now
-        words[H.BLOCKED_SINCE] = now - blocked_for
+        if given[Header.HEARTBEAT] != self._beat:
+            self._beat = given[Header.HEARTBEAT]
+            words[Header.HEARTBEAT] = now
+        words[Header.BLOCKED_SINCE] = now - blocked_for
 
     def explain(self, reason: str) -> None:
         """Says in the rank's place what it does."""
         encoded = reason.encode()[: _PART_BYTES - 4]
-        struct.pack_into("I", self.page.data, _TEXT + _REASON, len(encoded))
-        self.page.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded
-        self.page.words[H.DOING] = _REASON
+        struct.pack_into("I", self.buffer.data, _TEXT + _REASON, len(encoded))
+        self.buffer.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded
+        self.buffer.words[Header.DOING] = _REASON
 
     def lose(self) -> None:
         """Marks the rank as one that cannot be reached; its next header takes that back."""
-        self.page.words[H.STATE] = State.LOST
+        self.buffer.words[Header.STATE] = RankState.LOST
         self._versions.pop(0, None)
 
 
-def make_copy(path: Path) -> Copy:
+def make_copy(path: Path) -> BufferCopy:
     """An empty copy in a file, or what there is of one. Where hosts share the folder of a job, the page itself is there and stays as it is.
 
     Raises: OSError where no file can be made.
     """
     if not path.exists():
         temporary = path.with_suffix(f".{time.monotonic_ns()}")
-        Page(map_file(make_file(temporary, PAGE_BYTES), PAGE_BYTES)).begin(0, 0)
+        TraceBuffer(map_file(make_file(temporary, BUFFER_BYTES), BUFFER_BYTES)).begin(0, 0)
         temporary.replace(path)
-    page = open_page(path)
-    return Copy(Page(bytearray(PAGE_BYTES)) if page is None or page.words[H.PID_SPACE] else page)
+    buffer = open_buffer(path)
+    return BufferCopy(TraceBuffer(bytearray(BUFFER_BYTES)) if buffer is None or buffer.words[Header.PID_SPACE] else buffer)

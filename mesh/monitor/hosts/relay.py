@@ -26,17 +26,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore
 
+from ...text import ranks_text
 from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
-from ..recording.job_directory import Board, boot_id
-from ..recording.recorder import SLOT_WORDS, SLOTS, Seat, unlike
-from ..recording.trace_buffer import H, Page, State
+from ..recording.job_directory import JobDirectory, boot_id
+from ..recording.recorder import SLOT_WORDS, SLOTS, Recorder, unlike
+from ..recording.trace_buffer import Header, RankState, TraceBuffer
 from ..settings import _seconds
-from ..verdict import Verdict, ranks_text
-from .mirror import Copy, Source, make_copy
+from ..verdict import Verdict
+from .mirror import BufferCopy, BufferSource, make_copy
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
+    from ..monitor import Monitor
 
 _LOST_S = 10.0  # silence after which a host counts as lost
 _TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits for others
@@ -64,8 +65,8 @@ class Host:
     ranks: tuple[int, ...]
     beat: int = 0
     heard: float = 0.0
-    is_told: bool = False
-    copies: dict[int, Copy] = field(default_factory=dict)
+    is_notified: bool = False
+    copies: dict[int, BufferCopy] = field(default_factory=dict)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -82,7 +83,7 @@ def is_needed(env: Mapping[str, str], size: int) -> bool:
     return env.get("LOCAL_WORLD_SIZE") != str(size)
 
 
-def start_relay(watch: Watch, store: Any) -> Relay | None:
+def start_relay(monitor: Monitor, store: Any) -> Relay | None:
     """The relay of this rank, already running; None where there is one host, or no store that hosts share.
 
     Args:
@@ -92,10 +93,10 @@ def start_relay(watch: Watch, store: Any) -> Relay | None:
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, TCPStore) or not is_needed(os.environ, watch.board.size):
+    if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
         return None
-    job = watch.board.folder.name.removeprefix(folder_prefix())
-    relay = Relay(watch, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
+    job = monitor.directory.folder.name.removeprefix(folder_prefix())
+    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
     relay.start()
     return relay
 
@@ -103,14 +104,14 @@ def start_relay(watch: Watch, store: Any) -> Relay | None:
 class Relay:
     """Speaks for this host when this rank has to, and looks for what is different on others."""
 
-    def __init__(self, watch: Watch, store: Any, address: str) -> None:
-        self._watch, self._board, self._address = watch, watch.board, address
+    def __init__(self, monitor: Monitor, store: Any, address: str) -> None:
+        self._monitor, self._directory, self._address = monitor, monitor.directory, address
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
         self._mine: tuple[int, ...] = ()
         self._others: list[Host] = []
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, BufferSource] = {}
         self._exchanged = self._felt = self._answered = 0.0  # clocks that stand still while this process does
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
@@ -141,7 +142,7 @@ class Relay:
                 self._try_to(self._exchange)
             else:
                 self._answered = self._felt
-        if self._others and (self._watch.standing() is not None or not self._living()):
+        if self._others and (self._monitor.standing() is not None or not self._living()):
             self._try_to(self._say_farewell)
         self._store = None  # which may keep a server alive
 
@@ -156,8 +157,8 @@ class Relay:
 
     def _find_hosts(self) -> None:
         """Returns when all ranks have said which host they are on."""
-        size, rank = self._board.size, self._board.rank
-        self._store.set(f"place/{rank}", json.dumps([_host_key(self._board), self._name]))
+        size, rank = self._directory.size, self._directory.rank
+        self._store.set(f"place/{rank}", json.dumps([_host_key(self._directory), self._name]))
         keys = [f"place/{r}" for r in range(size)]
         while not self._store.check(keys):
             if self._over.wait(_EAGER_S):
@@ -171,20 +172,21 @@ class Relay:
         self._mine = mine
 
     def _pause(self) -> float:
-        waits = any(page.words[H.BLOCKED] for page in self._pages())
+        waits = any(buffer.words[Header.BLOCKED] for buffer in self._buffers())
         return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
 
-    def _pages(self) -> list[Page]:
-        return [page for rank in self._mine if (page := self._board.of(rank)) is not None]
+    def _buffers(self) -> list[TraceBuffer]:
+        return [buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None]
 
     def _living(self) -> list[int]:
         """The ranks of this host that could speak for it."""
         oldest = time.monotonic_ns() - _FRESH_NS
-        pages = [page for page in self._pages() if page.words[H.STATE] == State.RUNNING]
-        return [page.words[H.RANK] for page in pages if page is self._board.page or page.words[H.HEARTBEAT] > oldest]
+        buffers = [buffer for buffer in self._buffers() if buffer.words[Header.STATE] == RankState.RUNNING]
+        own = self._directory.buffer
+        return [buffer.words[Header.RANK] for buffer in buffers if buffer is own or buffer.words[Header.HEARTBEAT] > oldest]
 
     def _is_speaker(self) -> bool:
-        return self._board.rank == min(self._living(), default=-1)
+        return self._directory.rank == min(self._living(), default=-1)
 
     def _exchange(self) -> None:
         self._publish()
@@ -198,25 +200,25 @@ class Relay:
         """The last words of a host. When the job has failed, its store may end with it: so not before the others know why."""
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
-        while self._watch.standing() is not None and self._unaware() and time.monotonic() < deadline:
+        while self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline:
             time.sleep(_EAGER_S)
             self._exchange()
 
     def _unaware(self) -> list[Host]:
         """Hosts that have not said that they know of the verdict, but could."""
-        pages = {host.head: self._board.of(host.ranks[0]) for host in self._others}
-        states = {head: State.RUNNING if page is None else page.words[H.STATE] for head, page in pages.items()}
-        return [host for host in self._others if not host.is_told and states[host.head] != State.LOST]
+        buffers = {host.head: self._directory.buffer_of(host.ranks[0]) for host in self._others}
+        states = {head: RankState.RUNNING if buffer is None else buffer.words[Header.STATE] for head, buffer in buffers.items()}
+        return [host for host in self._others if not host.is_notified and states[host.head] != RankState.LOST]
 
     def _publish(self) -> None:
         entries: dict[str, Any] = {}
         said: dict[str, Any] = {"beat": time.monotonic_ns(), "pages": {}, "wanted": self._wanted(), "answers": self._given()}
-        for page in self._pages():
-            rank = page.words[H.RANK]
-            source = self._sources.setdefault(rank, Source(page))
+        for buffer in self._buffers():
+            rank = buffer.words[Header.RANK]
+            source = self._sources.setdefault(rank, BufferSource(buffer))
             entries |= {f"page/{rank}/{start}": data for start, data in source.changed().items()}
             said["pages"][rank] = list(source.versions.items())
-        verdict = self._watch.standing()
+        verdict = self._monitor.standing()
         said["verdict"] = None if verdict is None else verdict.to_json()
         entries[f"head/{self._mine[0]}"] = json.dumps(said).encode()
         self._store.multi_set(list(entries), list(entries.values()))
@@ -240,13 +242,13 @@ class Relay:
     def _missing(self, host: Host, said: Any) -> list[str]:
         return [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
 
-    def _copy(self, host: Host, rank: int) -> Copy:
+    def _copy(self, host: Host, rank: int) -> BufferCopy:
         found = host.copies.get(rank)
         if found is None:
             try:
-                found = host.copies[rank] = make_copy(self._board.path(rank))
+                found = host.copies[rank] = make_copy(self._directory.path(rank))
             except OSError as error:
-                self._watch.give_up(f"no copies of the files of other hosts can be made: {error}")
+                self._monitor.give_up(f"no copies of the files of other hosts can be made: {error}")
                 raise
         return found
 
@@ -258,31 +260,31 @@ class Relay:
             self._copy(host, rank).write({int(key[len(mine) :]): data for key, data in parts.items() if key.startswith(mine)}, versions)
         self._ask(host, said["wanted"])
         for rank, number in said["answers"].get(str(self._mine[0]), {}).items():
-            host.copies[int(rank)].page.words[H.STACK_GIVEN] = number
-        host.is_told = said["verdict"] is not None
-        if host.is_told and self._watch.standing() is None:
-            self._watch.fail(Verdict.from_json(said["verdict"]))
+            host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = number
+        host.is_notified = said["verdict"] is not None
+        if host.is_notified and self._monitor.standing() is None:
+            self._monitor.fail(Verdict.from_json(said["verdict"]))
 
     # -- questions for stacks ------------------------------------------------------------------------------------------
 
     def _wanted(self) -> dict[int, int]:
         """What ranks of this host want to know of those of others."""
-        words = {rank: copy.page.words for host in self._others for rank, copy in host.copies.items()}
-        return {rank: w[H.STACK_WANTED] for rank, w in words.items() if w[H.STACK_WANTED] != w[H.STACK_GIVEN]}
+        words = {rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()}
+        return {rank: w[Header.STACK_WANTED] for rank, w in words.items() if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]}
 
     def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
         """Passes another host's questions on to the ranks of this one."""
         for rank in set(map(int, wanted)) & set(self._mine):
-            page, number = self._board.of(rank), wanted[str(rank)]
-            if page is not None and host.asked.get(rank, (0, 0))[1] != number:
-                page.words[H.STACK_WANTED] += 1
-                host.asked[rank] = page.words[H.STACK_WANTED], number
+            buffer, number = self._directory.buffer_of(rank), wanted[str(rank)]
+            if buffer is not None and host.asked.get(rank, (0, 0))[1] != number:
+                buffer.words[Header.STACK_WANTED] += 1
+                host.asked[rank] = buffer.words[Header.STACK_WANTED], number
 
     def _given(self) -> dict[int, dict[int, int]]:
         """By host and rank, which questions have been answered."""
-        words = {page.words[H.RANK]: page.words for page in self._pages()}
+        words = {buffer.words[Header.RANK]: buffer.words for buffer in self._buffers()}
         return {
-            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][H.STACK_GIVEN] >= at}
+            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][Header.STACK_GIVEN] >= at}
             for host in self._others
         }
 
@@ -295,9 +297,9 @@ class Relay:
         self._looked = now
         if self._others and self._is_speaker():
             self._note_silence()
-        for seat in self._watch.seats:
-            if not self._watch.alarm[0]:
-                self._compare(seat)
+        for recorder in self._monitor.recorders:
+            if not self._monitor.alarm[0]:
+                self._compare(recorder)
 
     def _note_silence(self) -> None:
         unanswered, store = self._felt - self._answered, f"the store at {self._address}"
@@ -311,33 +313,33 @@ class Relay:
     def _lose(self, host: Host, reason: str) -> None:
         """Of all ranks at once, so that an error names them all."""
         copies = [self._copy(host, rank) for rank in host.ranks]
-        running = [copy for copy in copies if copy.page.words[H.STATE] == State.RUNNING]
+        running = [copy for copy in copies if copy.buffer.words[Header.STATE] == RankState.RUNNING]
         for copy in running:
             copy.explain(reason)
         for copy in running:
             copy.lose()
 
-    def _compare(self, seat: Seat) -> None:
+    def _compare(self, recorder: Recorder) -> None:
         """Main threads compare with what they find when they call: what came from another host is older than that."""
-        for words, row in seat.others:
-            if words[H.PID_SPACE] == 0 and seat.row is not None:
-                sequence = _first_difference(seat, words, row)
+        for words, row in recorder.others:
+            if words[Header.PID_SPACE] == 0 and recorder.row is not None:
+                sequence = _first_difference(recorder, words, row)
                 if sequence is not None:
-                    since = self._suspicion.setdefault((seat.key, sequence), time.monotonic_ns())
-                    verdict = diagnose.judge(self._watch, seat, sequence, since)
+                    since = self._suspicion.setdefault((recorder.key, sequence), time.monotonic_ns())
+                    verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
                     if verdict is not None:
-                        self._watch.fail(verdict)
+                        self._monitor.fail(verdict)
 
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
     return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
 
 
-def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
+def _first_difference(recorder: Recorder, words: Any, row: int) -> int | None:
     """The first collective of the last ones in which a neighbour differs."""
-    size, start = SLOTS * SLOT_WORDS, seat.row or 0
-    ours, theirs = seat.words[start : start + size].tolist(), words[row : row + size].tolist()
-    newest = seat.called - 1
+    size, start = SLOTS * SLOT_WORDS, recorder.row or 0
+    ours, theirs = recorder.words[start : start + size].tolist(), words[row : row + size].tolist()
+    newest = recorder.called - 1
     differing = []
     for at in range(0, size, SLOT_WORDS):
         one, other = ours[at], theirs[at]
@@ -348,6 +350,6 @@ def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
     return min(differing, default=None)
 
 
-def _host_key(board: Board) -> str:
+def _host_key(directory: JobDirectory) -> str:
     """The same for two ranks exactly if they see the same folder."""
-    return f"{boot_id()}/{board.place}"
+    return f"{boot_id()}/{directory.file_id}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders
 from .ledger import Ledger
+from .stragglers import StragglerReport
 
 EXAMPLE = """\
   python -m shardmesh ledger
@@ -42,7 +43,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         found = Ledger.read(folder)
     except FileNotFoundError as error:
         parser.error(str(error))
-    print(f"{folder}\n\n{found.stragglers() if arguments.stragglers else found.report(arguments.last)}")
+    print(f"{folder}\n\n{StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)}")
     if arguments.trace is not None:
         found.save_trace(arguments.trace)
     if arguments.flight_recorder is not None:
@@ -53,5 +54,5 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 def newest_job() -> Path | None:
     """The folder of the user's job that began, or ended, last."""
     folders = [one for parent in parent_folders() for one in job_folders(parent)]
-    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.page"))]
+    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.trace"))]
     return max(found)[1] if found else None

@@ -18,7 +18,7 @@ import torch
 from ..settings import settings
 
 if TYPE_CHECKING:
-    from .ledger import Entry, Ledger
+    from .ledger import Ledger, LedgerEntry
 
 _VERSION = "2.10"
 # Those that torch has, too. What it has not counts as an all_to_all of the bytes that really move, as far as it can compare that.
@@ -47,7 +47,7 @@ def _names(ledger: Ledger) -> dict[int, str]:
     return names
 
 
-def _dump(entries: Sequence[Entry], names: Mapping[int, str]) -> dict[str, Any]:
+def _dump(entries: Sequence[LedgerEntry], names: Mapping[int, str]) -> dict[str, Any]:
     groups = {entry.group_key: entry.ranks for entry in entries}
     places = {key: place for place, key in enumerate(groups)}
     return {
@@ -63,14 +63,14 @@ def _uid(key: int) -> str:
     return f"{key:016x}"
 
 
-def _status(entries: Iterable[Entry]) -> dict[str, int]:
+def _status(entries: Iterable[LedgerEntry]) -> dict[str, int]:
     called = list(entries)
     done = [entry.sequence + 1 for entry in called if not entry.is_under_way]
     last = called[-1].sequence + 1
     return {"last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": max(done, default=-1)}
 
 
-def _entry(entry: Entry, group: int, name: str) -> dict[str, Any]:
+def _entry(entry: LedgerEntry, group: int, name: str) -> dict[str, Any]:
     sizes, dtypes = _sizes(entry), [_dtype(entry.dtype)]
     start, end = int(entry.start * 1e9), None if entry.end is None else int(entry.end * 1e9)
     return {
@@ -96,15 +96,15 @@ def _entry(entry: Entry, group: int, name: str) -> dict[str, Any]:
     }
 
 
-def _is_known(entry: Entry) -> bool:
+def _is_known(entry: LedgerEntry) -> bool:
     return entry.op in _KNOWN and (entry.elements is not None or entry.op == "all_to_all")
 
 
-def _profiling_name(entry: Entry) -> str:
+def _profiling_name(entry: LedgerEntry) -> str:
     return f"gloo:{entry.op}" if _is_known(entry) else f"gloo:all_to_all ({entry.op})"
 
 
-def _sizes(entry: Entry) -> tuple[list[int], list[int]]:
+def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
     """Of the input and the output, flat. For an all_to_all without the part that stays, so that sums over ranks agree."""
     size, n = entry.elements or 0, len(entry.ranks)
     if not _is_known(entry) or entry.elements is None:
@@ -113,7 +113,7 @@ def _sizes(entry: Entry) -> tuple[list[int], list[int]]:
     return [size], [size * n if entry.op == "all_gather" else size // n if entry.op == "reduce_scatter" else size]
 
 
-def _frame(entry: Entry) -> dict[str, Any]:
+def _frame(entry: LedgerEntry) -> dict[str, Any]:
     """The user's line. What stands for the function's name says what torch's format has no place for: reduction and layouts."""
     file, _, line = entry.place.rpartition(":")
     return {"name": entry.text, "filename": file, "line": int(line) if line.isdigit() else 0}

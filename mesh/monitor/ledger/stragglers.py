@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from .ledger import aligned, ledger
+from ...text import columns
+from .ledger import ledger
 
 if TYPE_CHECKING:
-    from .ledger import Entry, Ledger
+    from .ledger import Ledger, LedgerEntry
 
 _LINES = 10  # of the program, in the table
 _COLUMNS = 16  # ranks, in the tables
@@ -32,7 +33,7 @@ class Wait(NamedTuple):
     rank: int
     awaited: int
     seconds: float
-    entry: Entry
+    entry: LedgerEntry
 
 
 @dataclass(slots=True)
@@ -124,18 +125,18 @@ class StragglerReport:
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
         rows = [["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)] for step, waits in named]
-        return aligned([heads, *rows], range(2, len(heads)))
+        return columns([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
         between, shown = self.all.between, self._shown()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
         rows = [[f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)] for rank in shown]
-        return aligned([heads, *rows], range(1, len(heads)))
+        return columns([heads, *rows], range(1, len(heads)))
 
     def _lines(self) -> list[str]:
         heads = ["collective", "waited for", "share", "all wait ms", "line"]
         rows = [[what, *_most(waits), place] for (place, what), waits in list(self.lines.items())[:_LINES]]
-        return aligned([heads, *rows], (2, 3))
+        return columns([heads, *rows], (2, 3))
 
     def __str__(self) -> str:
         return self.report()
@@ -144,7 +145,7 @@ class StragglerReport:
         return f"StragglerReport(steps={len(self.steps)}, straggler={self.all.straggler})"
 
 
-def _waits(parts: Mapping[int, Entry]) -> list[Wait]:
+def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
     """Every rank waits for the last one to come; one that got away before (the source of a broadcast) until it did."""
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
@@ -185,4 +186,4 @@ def straggler_report() -> StragglerReport:
     ...     print(sm.straggler_report())
     no collective that all ranks have come to (0 others)
     """
-    return ledger().stragglers()
+    return StragglerReport.of(ledger())

@@ -18,7 +18,7 @@ from ...errors import CollectiveError
 from ..settings import settings
 
 if TYPE_CHECKING:
-    from .recorder import Seat
+    from .recorder import Recorder
 
 _settings = settings()
 
@@ -33,10 +33,10 @@ class Guarded(Work):
         over: what to call when it is over.
     """
 
-    __slots__ = ("_before", "_error", "_number", "_over", "_seat", "_version", "_work", "_x")
+    __slots__ = ("_before", "_error", "_number", "_over", "_recorder", "_version", "_work", "_x")
 
-    def __init__(self, work: Work, x: Tensor, in_place: bool, seat: Seat, number: int, over: Callable[[], None]) -> None:
-        self._work, self._seat, self._number, self._over = work, seat, number, over
+    def __init__(self, work: Work, x: Tensor, in_place: bool, recorder: Recorder, number: int, over: Callable[[], None]) -> None:
+        self._work, self._recorder, self._number, self._over = work, recorder, number, over
         self._x: Tensor | None = x
         self._error: CollectiveError | None = None
         self._before = _bytes(x).clone() if _settings.mode == "full" and not in_place else None
@@ -49,7 +49,7 @@ class Guarded(Work):
             return self._work.wait()
         if self._is_written(self._x):
             self._error = CollectiveError(
-                f"{self._seat.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
+                f"{self._recorder.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
                 "received new values in place of the old ones. Call wait() first, or write to a clone."
             )
         self._x = self._before = None

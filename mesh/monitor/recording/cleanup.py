@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 from .files import claim, is_being_deleted, job_folders
-from .job_directory import is_dead, is_local, open_page
-from .trace_buffer import H, State
+from .job_directory import is_dead, is_local, open_buffer
+from .trace_buffer import Header, RankState
 
 _KEPT = 10  # folders of dead jobs that are left for whoever wants to know what happened
 _NEW_S = 60.0
@@ -34,6 +34,6 @@ def sweep(parent: Path) -> None:
 
 def is_over(folder: Path) -> bool:
     """Whether no process of the job in this folder is left, as far as its pages can tell: those of another container cannot."""
-    pages = [page for path in folder.glob("rank*.page") if (page := open_page(path)) is not None]
-    ours = [page for page in pages if page.words[H.PID_SPACE]]  # not the copies of other hosts' pages
-    return all(is_local(page) and (is_dead(page) or page.words[H.STATE] != State.RUNNING) for page in ours)
+    buffers = [buffer for path in folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None]
+    ours = [buffer for buffer in buffers if buffer.words[Header.PID_SPACE]]  # not the copies of other hosts' pages
+    return all(is_local(buffer) and (is_dead(buffer) or buffer.words[Header.STATE] != RankState.RUNNING) for buffer in ours)

@@ -1,7 +1,7 @@
 """The pages of all ranks of a job on this host, in one folder, and the verdict that ends the job.
 
     /dev/shm/shardmesh-1000-5f3a.../     named by the job and the user
-        rank0.page  rank1.page ...       written by their ranks; what other hosts' ranks do is copied here by `relay.py`
+        rank0.trace  rank1.trace ...       written by their ranks; what other hosts' ranks do is copied here by `relay.py`
         alarm                            whether there is a verdict, and its text
         verdict.json                     the same, for whoever reads the folder later
 """
@@ -25,7 +25,7 @@ from typing import Any
 
 from ..verdict import Verdict
 from .files import folder_prefix, make_file, map_file, parent_folder
-from .trace_buffer import MAGIC, PAGE_BYTES, H, Page, State, stable_hash
+from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
 
 ALARM_BYTES = 1 << 18
 _LONGEST_TEXT = 16_000
@@ -40,7 +40,7 @@ class Alarm:
     NONE, VERDICT, UNWATCHED = range(3)
 
 
-class Board:
+class JobDirectory:
     """What the ranks of one job on this host show each other.
 
     Everything that a running job needs is mapped memory of files that were allocated before: it works on when the folder is deleted or
@@ -62,43 +62,43 @@ class Board:
         self._alarm = memoryview(mmap.mmap(self._alarm_file, ALARM_BYTES))
         self.alarm: Any = self._alarm.cast("Q")
         self._posting = threading.Lock()
-        self.page = self._make_page()
-        self._pages: dict[int, Page] = {rank: self.page}
+        self.buffer = self._make_buffer()
+        self._buffers: dict[int, TraceBuffer] = {rank: self.buffer}
 
-    def _make_page(self) -> Page:
+    def _make_buffer(self) -> TraceBuffer:
         path = self.path(self.rank)
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
-            page = Page(map_file(make_file(temporary, PAGE_BYTES), PAGE_BYTES))
+            buffer = TraceBuffer(map_file(make_file(temporary, BUFFER_BYTES), BUFFER_BYTES))
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        words = page.words
-        page.begin(self.rank, self.size)
-        words[H.PID], words[H.BORN], words[H.PID_SPACE] = os.getpid(), born(os.getpid()), pid_space()
-        words[H.CLOCK] = time.time_ns() - time.monotonic_ns()
-        words[H.HEARTBEAT] = time.monotonic_ns()
-        words[H.HOST] = page.text(socket.gethostname())
+        words = buffer.words
+        buffer.begin(self.rank, self.size)
+        words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = os.getpid(), born(os.getpid()), pid_space()
+        words[Header.CLOCK] = time.time_ns() - time.monotonic_ns()
+        words[Header.HEARTBEAT] = time.monotonic_ns()
+        words[Header.HOST] = buffer.text(socket.gethostname())
         temporary.replace(path)  # others see it whole or not at all
-        return page
+        return buffer
 
     def path(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.page"
+        return self.folder / f"rank{rank}.trace"
 
     @property
-    def place(self) -> str:
+    def file_id(self) -> str:
         """The same on two ranks exactly if they have the same files, whatever the names of their folders."""
         found = os.fstat(self._alarm_file)
         return f"{found.st_dev}:{found.st_ino}"
 
-    def of(self, rank: int) -> Page | None:
+    def buffer_of(self, rank: int) -> TraceBuffer | None:
         """The page of a rank; None as long as there is none."""
-        found = self._pages.get(rank)
+        found = self._buffers.get(rank)
         if found is None:
-            found = open_page(self.path(rank))
+            found = open_buffer(self.path(rank))
             if found is not None:
-                self._pages[rank] = found
+                self._buffers[rank] = found
         return found
 
     def post(self, verdict: Verdict) -> Verdict:
@@ -164,12 +164,12 @@ class Board:
 
     def leave(self, state: int) -> None:
         """This rank is done with the job; the last one on this host deletes the folder, if all went well."""
-        self.page.words[H.STATE] = state
+        self.buffer.words[Header.STATE] = state
         if self.alarm[0] == Alarm.VERDICT:
             return
         with contextlib.suppress(OSError):  # the folder is gone already
-            pages = [page for path in self.folder.glob("rank*.page") if (page := open_page(path)) is not None and is_near(page)]
-            if len(pages) >= ranks_here(self.size) and all(page.words[H.STATE] != State.RUNNING for page in pages):
+            buffers = [buffer for path in self.folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None and is_near(buffer)]
+            if len(buffers) >= ranks_here(self.size) and all(buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -179,13 +179,13 @@ def ranks_here(size: int) -> int:
     return int(told) if told.isdecimal() else size
 
 
-def open_page(path: Path) -> Page | None:
+def open_buffer(path: Path) -> TraceBuffer | None:
     """The page in this file, mapped; None where there is none."""
     try:
-        page = Page(map_file(path, PAGE_BYTES))
+        buffer = TraceBuffer(map_file(path, BUFFER_BYTES))
     except (OSError, ValueError):
         return None
-    return page if page.words[H.MAGIC] == MAGIC else None
+    return buffer if buffer.words[Header.MAGIC] == MAGIC else None
 
 
 def read_verdict(folder: Path) -> Verdict | None:
@@ -195,14 +195,14 @@ def read_verdict(folder: Path) -> Verdict | None:
         return None
 
 
-def is_local(page: Page) -> bool:
+def is_local(buffer: TraceBuffer) -> bool:
     """Whether the page's process can be looked up from here."""
-    return page.words[H.PID_SPACE] == pid_space()
+    return buffer.words[Header.PID_SPACE] == pid_space()
 
 
-def is_near(page: Page) -> bool:
+def is_near(buffer: TraceBuffer) -> bool:
     """Whether the page is its rank's own, and not a copy of what a rank of another host said some time ago."""
-    return page.words[H.PID_SPACE] != 0
+    return buffer.words[Header.PID_SPACE] != 0
 
 
 def pid_space() -> int:
@@ -247,15 +247,15 @@ def born(pid: int) -> int:
     return 0 if found is None else found[1]
 
 
-def is_dead(page: Page) -> bool:
+def is_dead(buffer: TraceBuffer) -> bool:
     """Whether the process of a page of this host is gone."""
-    if not is_local(page):
+    if not is_local(buffer):
         return False
-    found = process_state(page.words[H.PID])
-    return found is None or found[0] in "ZX" or found[1] != page.words[H.BORN]
+    found = process_state(buffer.words[Header.PID])
+    return found is None or found[0] in "ZX" or found[1] != buffer.words[Header.BORN]
 
 
-def is_stopped(page: Page) -> bool:
+def is_stopped(buffer: TraceBuffer) -> bool:
     """Whether the process of a page of this host was stopped by a signal."""
-    found = process_state(page.words[H.PID]) if is_local(page) else None
+    found = process_state(buffer.words[Header.PID]) if is_local(buffer) else None
     return found is not None and found[0] in "Tt"

@@ -14,7 +14,7 @@ import secrets
 from collections import Counter
 from typing import Any
 
-from ..startup.rank_info import Card, machine, own_card
+from ..startup.rank_info import RankInfo, machine, own_rank_info
 
 _joined: Counter[str] = Counter()
 
@@ -24,12 +24,12 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
 
     Communication: a few questions to the store; waits for no rank.
     """
-    card = own_card(rank, {}, 0, os.environ)
+    info = own_rank_info(rank, {}, 0, os.environ)
     try:
         for number in itertools.count():
             record = f"shardmesh/job/{number}"
             name = store.compare_set(record, "", secrets.token_hex(8)).decode()
-            if not store.check([f"{record}/stale"]) and _is_ours(store, record, card):
+            if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
                 _joined[name] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
                 return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
@@ -37,20 +37,20 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
     return None
 
 
-def _is_ours(store: Any, record: str, card: Card) -> bool:
-    holder = Card.from_json(store.compare_set(f"{record}/rank{card.rank}", "", card.to_json()))
-    if holder.is_same_process(card) and not _others_are_gone(store, record, card):
+def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
+    holder = RankInfo.from_json(store.compare_set(f"{record}/rank{info.rank}", "", info.to_json()))
+    if holder.is_same_process(info) and not _others_are_gone(store, record, info):
         return True
     store.set(f"{record}/stale", "1")
     return False
 
 
-def _others_are_gone(store: Any, record: str, card: Card) -> bool:
+def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
     """Whether a process of this host that had the name has ended. Only torchrun uses a store again."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     here = f"{record}/{machine()}"
-    store.append(here, f"{card.rank} ")
-    ranks = {int(rank) for rank in store.get(here).split()} - {card.rank}
-    cards = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
-    return any(Card.from_json(text).is_gone() for text in cards)
+    store.append(here, f"{info.rank} ")
+    ranks = {int(rank) for rank in store.get(here).split()} - {info.rank}
+    infos = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
+    return any(RankInfo.from_json(text).is_gone() for text in infos)

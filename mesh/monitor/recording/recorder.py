@@ -15,8 +15,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ...comm.call_site import user_frame
-from ..diagnosis.verdict_text import call_text
 from ..settings import monotonic_ns
+from .call_text import call_text
 from .trace_buffer import (
     MOST_SPLITS,
     RECORD_WORDS,
@@ -25,22 +25,22 @@ from .trace_buffer import (
     SLOT_AREA,
     SLOT_WORDS,
     SLOTS,
-    H,
-    Page,
+    Header,
+    TraceBuffer,
     _pack_record,
     stable_hash,
 )
 
 if TYPE_CHECKING:
     from ...comm.group import Group
-    from ..monitor import Watch
-    from .job_directory import Board
+    from ..monitor import Monitor
+    from .job_directory import JobDirectory
 
 NO_GROUP = 0xFFFF  # in the records of groups for which there was no room
 _SMALL = 8  # ranks of a group in which each looks at all others
 _frame = sys._getframe
 _LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
-_COUNT = H.RECORDS
+_COUNT = Header.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW48 = (1 << 48) - 1
 _HASH = (1 << 21) - 1
@@ -58,7 +58,7 @@ class Note:
         return f"Note({self.text!r})"
 
 
-class _Call:
+class _CachedCall:
     """A collective that was called before, and from where.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Call:
         self.user: CodeType | None = None
 
 
-class Seat:
+class Recorder:
     """One rank's seat in one group.
 
     Attributes:
@@ -92,17 +92,17 @@ class Seat:
     """
 
     __slots__ = (
-        "_calls", "_carried", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
-        "watch", "words", "world",
+        "_calls", "_carried", "_data", "_numbers", "_tag", "buffer", "called", "caller", "group", "key", "monitor", "number", "others",
+        "row", "settled", "words", "world",
     )  # fmt: skip
-    assembles, is_channel = True, False
+    needs_rendezvous, is_channel = True, False
 
-    def __init__(self, group: Group, page: Page, watch: Watch | None) -> None:
-        self.group, self.page, self.watch, self.world = group, page, watch, group.world
-        self.words: Any = page.words
-        self._data, self._numbers, self._carried = page.data, page.numbers, group.world.carried
+    def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
+        self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
+        self.words: Any = buffer.words
+        self._data, self._numbers, self._carried = buffer.data, buffer.numbers, group.world.carried
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, _CachedCall] = {}
         self.number = self._tag = 0
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
@@ -118,9 +118,9 @@ class Seat:
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        watch, carried, words = self.watch, self._carried, self.words
-        if watch is not None and watch.alarm[0]:
-            watch = watch.checked()
+        monitor, carried, words = self.monitor, self._carried, self.words
+        if monitor is not None and monitor.alarm[0]:
+            monitor = monitor.checked()
         note = carried.note
         call = self._calls.get((op, how, dtype, size, note))
         if call is None:
@@ -154,31 +154,31 @@ class Seat:
         words[row + slot + 2] = number
         words[row + slot + 1] = lineage
         words[row + slot] = mine
-        if watch is not None:
+        if monitor is not None:
             for theirs, start in self.others:
                 found = theirs[start + slot]
                 if found == mine:
                     if theirs[start + slot + 1] != lineage:
-                        watch.look(self)
+                        monitor.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
-                    watch.look(self)
-            if (sequence == 0 or watch.is_strict) and self.assembles:
-                watch.assemble(self, sequence)
+                    monitor.look(self)
+            if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
+                monitor.rendezvous(self, sequence)
             elif sequence & (sequence - 1) == 0:
-                self.meet_neighbours(watch.board)
+                self.find_neighbours(monitor.directory)
         return number
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """Of an all_to_all that no layouts describe, compares how much goes where. Raises: WatchError where ranks differ."""
-        if self.watch is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
+        if self.monitor is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
             return
-        self.page.write_splits(number, sent, expected)
+        self.buffer.write_splits(number, sent, expected)
         self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on others may look at them
-        self.watch.compare_splits(self, self.called - 1)
+        self.monitor.compare_splits(self, self.called - 1)
 
     def described(self, number: int) -> str:
         """The collective of this record and its line, for messages."""
-        record = self.page.record(number)
+        record = self.buffer.record(number)
         return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
 
     def is_open(self, sequence: int) -> bool:
@@ -191,24 +191,25 @@ class Seat:
         if words[_COUNT] - number < RECORDS:  # else its place belongs to another
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
-    def meet_neighbours(self, board: Board) -> None:
+    def find_neighbours(self, directory: JobDirectory) -> None:
         """Finds the rows of the others, as far as they have called something: of all in a small group, else of the next on both sides."""
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
-        found = [(page, page.find_group(self.key)) for step in near if (page := board.of(self.group.ranks[(me + step) % size])) is not None]
-        self.others = [(page.words, row_of(number)) for page, number in found if number is not None]
+        neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
+        found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
+        self.others = [(buffer.words, row_of(number)) for buffer, number in found if number is not None]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _Call:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _CachedCall:
         if self.row is None and not self._calls:
-            self._sit_down()
+            self._claim_row()
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]
         text = "\t".join(fields)
-        call = self._calls[op, how, dtype, size, note] = _Call(self.page.text(text), stable_hash(text) & _LOW48 | 1)
+        call = self._calls[op, how, dtype, size, note] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
         if len(self._calls) > 10_000:  # calls of ever new sizes
             self._calls.clear()
         return call
 
-    def _sit_down(self) -> None:
+    def _claim_row(self) -> None:
         """Tells where in the page the row is, at the first collective: by then the axes of the group are known."""
         number = self._find_row()
         if number is not None:
@@ -217,20 +218,18 @@ class Seat:
             self._tag = NO_GROUP << 48
 
     def _find_row(self) -> int | None:
-        return self.page.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
+        return self.buffer.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
 
     def _name(self) -> str:
         """What the group is called in messages."""
-        from ...comm.report import axes_of
+        return self.world.axes_of(self.group.ranks)
 
-        return axes_of(self.world, self.group.ranks)
-
-    def _find_line(self, call: _Call) -> int:
+    def _find_line(self, call: _CachedCall) -> int:
         """The text of the line in the user's program from which this comes; `call` remembers it."""
         frame, depth = user_frame(2)
         call.depth, call.code = depth - 1, _frame(depth).f_code  # seen from `enter`, which is one lower
         call.user, call.instruction = frame.f_code, frame.f_lasti
-        call.line = self.page.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        call.line = self.buffer.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return call.line
 
 

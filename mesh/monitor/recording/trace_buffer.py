@@ -30,8 +30,8 @@ SPLITS = RING + RECORDS * RECORD_WORDS  # of the last few all_to_alls of which n
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
-PAGE_BYTES = _TEXT + TEXT_BYTES
-MAGIC = 0x7368617264_000000 + PAGE_BYTES  # "shard"; a page of another version has another size
+BUFFER_BYTES = _TEXT + TEXT_BYTES
+MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; a page of another version has another size
 
 _NO_ROOM = 8  # where the first text stands
 _LONGEST_TEXT = 4096
@@ -39,7 +39,7 @@ _LONGEST_TEXT = 4096
 _pack_record = struct.Struct("8Q").pack_into
 
 
-class H:
+class Header:
     """Words of the header.
 
     Times are `time.monotonic_ns()` of the host; `CLOCK` added to one gives nanoseconds since 1970.
@@ -62,7 +62,7 @@ class H:
     RESUMED = 28  # when the last pause ended
 
 
-class State:
+class RankState:
     """What became of a rank's program. LOST is said by others, of a rank on a host that cannot be reached."""
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
@@ -83,7 +83,7 @@ class Record(NamedTuple):
     received: int
 
 
-class Page:
+class TraceBuffer:
     """A rank's page in some memory of `PAGE_BYTES`: a map of its file, or a bytearray."""
 
     __slots__ = ("_memory", "_texts", "data", "numbers", "words")
@@ -96,17 +96,17 @@ class Page:
         self.numbers = itertools.count()  # of the own rank's records; several threads may write them
 
     @classmethod
-    def private(cls, rank: int, size: int) -> Page:
+    def private(cls, rank: int, size: int) -> TraceBuffer:
         """A page that nobody else reads."""
-        page = cls(mmap.mmap(-1, PAGE_BYTES))  # memory that is not touched costs nothing
-        page.begin(rank, size)
-        return page
+        buffer = cls(mmap.mmap(-1, BUFFER_BYTES))  # memory that is not touched costs nothing
+        buffer.begin(rank, size)
+        return buffer
 
     def begin(self, rank: int, size: int) -> None:
         words = self.words
-        words[H.RANK], words[H.SIZE], words[H.TEXT_END] = rank, size, 8  # offset 0 means no text
+        words[Header.RANK], words[Header.SIZE], words[Header.TEXT_END] = rank, size, 8  # offset 0 means no text
         self._texts["?"] = self._append(b"?")
-        words[H.MAGIC] = MAGIC
+        words[Header.MAGIC] = MAGIC
 
     # -- writing, by its own rank --------------------------------------------------------------------------------------
 
@@ -120,29 +120,29 @@ class Page:
         return found
 
     def _append(self, encoded: bytes) -> int:
-        start = self.words[H.TEXT_END]
+        start = self.words[Header.TEXT_END]
         end = start + 4 + len(encoded)
         if end > TEXT_BYTES:
             return _NO_ROOM
         at = _TEXT + start
         struct.pack_into("I", self.data, at, len(encoded))
         self.data[at + 4 : at + 4 + len(encoded)] = encoded
-        self.words[H.TEXT_END] = end
+        self.words[Header.TEXT_END] = end
         return start
 
     def add_group(self, key: int, description: str) -> int | None:
         """The number of a new group; None when the table is full."""
-        number = self.words[H.GROUPS]
+        number = self.words[Header.GROUPS]
         if number >= GROUPS:
             return None
         self.words[GROUP_TABLE + 2 * number] = key
         self.words[GROUP_TABLE + 2 * number + 1] = self.text(description)
-        self.words[H.GROUPS] = number + 1
+        self.words[Header.GROUPS] = number + 1
         return number
 
     def write_record(self, number: int, fields: Sequence[int]) -> None:
         _pack_record(self.data, (RING + (number % RECORDS) * RECORD_WORDS) * 8, *fields)
-        self.words[H.RECORDS] = number + 1
+        self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """How many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
@@ -158,8 +158,8 @@ class Page:
     def write_stack(self, text: str) -> None:
         encoded = text.encode(errors="replace")[: STACK_BYTES - 8]
         self.data[_HEADER_BYTES : _HEADER_BYTES + len(encoded)] = encoded
-        self.words[H.STACK_BYTES] = len(encoded)
-        self.words[H.STACK_GIVEN] = self.words[H.STACK_WANTED]
+        self.words[Header.STACK_BYTES] = len(encoded)
+        self.words[Header.STACK_GIVEN] = self.words[Header.STACK_WANTED]
 
     # -- reading, by anybody -------------------------------------------------------------------------------------------
 
@@ -170,16 +170,16 @@ class Page:
         return bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace")
 
     def read_stack(self) -> str:
-        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[H.STACK_BYTES]]).decode(errors="replace")
+        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[Header.STACK_BYTES]]).decode(errors="replace")
 
     @property
     def is_full(self) -> bool:
         """Whether there may be groups that are not in the table."""
-        return self.words[H.GROUPS] >= GROUPS
+        return self.words[Header.GROUPS] >= GROUPS
 
     def find_group(self, key: int) -> int | None:
         """The number that this rank has given a group; None while it has called nothing on it."""
-        for number in range(self.words[H.GROUPS]):
+        for number in range(self.words[Header.GROUPS]):
             if self.words[GROUP_TABLE + 2 * number] == key:
                 return number
         return None
@@ -192,7 +192,7 @@ class Page:
 
     def record(self, number: int) -> Record | None:
         """The collective with this number; None when it is no longer there, or not yet."""
-        count = self.words[H.RECORDS]
+        count = self.words[Header.RECORDS]
         if not max(0, count - RECORDS) <= number < count:
             return None
         at = RING + (number % RECORDS) * RECORD_WORDS
@@ -204,7 +204,7 @@ class Page:
 
     def records(self) -> Iterator[Record]:
         """The collectives that are still there, the oldest first."""
-        count = self.words[H.RECORDS]
+        count = self.words[Header.RECORDS]
         for number in range(max(0, count - RECORDS), count):
             found = self.record(number)
             if found is not None:
@@ -212,12 +212,12 @@ class Page:
 
     @property
     def last(self) -> Record | None:
-        return self.record(self.words[H.RECORDS] - 1)
+        return self.record(self.words[Header.RECORDS] - 1)
 
     @property
     def blocked(self) -> Record | None:
         """The collective that the rank's main thread waits in."""
-        return self.record(self.words[H.BLOCKED] - 1) if self.words[H.BLOCKED] else None
+        return self.record(self.words[Header.BLOCKED] - 1) if self.words[Header.BLOCKED] else None
 
 
 def stable_hash(text: str) -> int:

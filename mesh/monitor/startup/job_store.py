@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ... import errors
 from ..doctor.network import listener
-from .progress import Patience
+from .progress import Progress
 
 _ANSWER_S = 10.0  # for a store to answer; what is none never does
 _OTHERS_ANSWER_S = 0.5  # for what holds the port that this rank wants to serve
@@ -46,14 +46,14 @@ def address_of(env: Mapping[str, str]) -> Address:
     return Address(env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
-def opened(address: Address, rank: int, size: int, patience: Patience) -> tuple[Store, bool]:
+def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
     """The store, and whether this rank serves it.
 
     Raises: LaunchEnvironmentError when it cannot be reached in time, or something else has its port.
     """
     serves = rank == 0 and not address.is_launchers
     if address not in _open:
-        _open[address] = _served(address) if serves else _reached(address, rank, size, patience)
+        _open[address] = _served(address) if serves else _reached(address, rank, size, progress)
     return _open[address], serves
 
 
@@ -79,14 +79,14 @@ def _served(address: Address) -> Store:
         return other
 
 
-def _reached(address: Address, rank: int, size: int, patience: Patience) -> Store:
+def _reached(address: Address, rank: int, size: int, progress: Progress) -> Store:
     pause = _FIRST_PAUSE_S
     while problem := _problem(address):
-        if patience.is_over():
-            raise _unreachable(address, rank, problem, patience)
-        if patience.is_due():
+        if progress.is_over():
+            raise _unreachable(address, rank, problem, progress)
+        if progress.is_due():
             server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
-            patience.say(f"{server} at {address}", problem)
+            progress.say(f"{server} at {address}", problem)
         time.sleep(pause)
         pause = min(1.5 * pause, _PAUSE_S)
     try:
@@ -174,9 +174,9 @@ def _no_store(address: Address) -> errors.LaunchEnvironmentError:
     )
 
 
-def _unreachable(address: Address, rank: int, problem: str, patience: Patience) -> errors.LaunchEnvironmentError:
+def _unreachable(address: Address, rank: int, problem: str, progress: Progress) -> errors.LaunchEnvironmentError:
     server = "the launcher's store" if address.is_launchers else "rank 0"
     return errors.LaunchEnvironmentError(
-        f"rank {rank} cannot reach {server} at {address} within {patience.timeout:.0f} s: {problem}. Check that "
+        f"rank {rank} cannot reach {server} at {address} within {progress.timeout:.0f} s: {problem}. Check that "
         f"{'the launcher' if address.is_launchers else 'rank 0'} runs there and that the address and port are the same in every process."
     )

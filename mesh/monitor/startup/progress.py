@@ -10,7 +10,7 @@ SAID_BY_OTHERS_S = 30.0  # rank 0 speaks for all, unless it is the one that is m
 SAID_EVERY_S = 10.0
 
 
-class Patience:
+class Progress:
     """How long one rank waits, and when it says for whom.
 
     Attributes:

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ... import errors
-from ..verdict import ranks_text
+from ...text import ranks_text
 from . import job_store
 from .job_store import Address
-from .progress import Patience
-from .rank_info import Card, disagreement, own_card
+from .progress import Progress
+from .rank_info import RankInfo, disagreement, own_rank_info
 
 TIMEOUT_S = 600.0  # for the last rank to come
 _TO_TELL_S = 2.0  # a rank that cannot start tells the others, if the store can be reached so soon
@@ -45,8 +45,8 @@ _FEW = 100  # so that one store can serve them all
 _starts = itertools.count()
 
 
-def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
-    """meet(rank, size, alike) -> the store for a new default group of `size` ranks, all of which are there and agree.
+def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
+    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, all of which are there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
     with the same text, within about a second of their arrival. Jobs are told apart by TORCHELASTIC_RUN_ID, which torchrun and
@@ -60,22 +60,22 @@ def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOU
     Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
     Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
     """
-    patience, address = Patience(rank, timeout), job_store.address_of(os.environ)
+    progress, address = Progress(rank, timeout), job_store.address_of(os.environ)
     while True:
-        card = own_card(rank, alike, next(_starts), os.environ)
-        store, serves = job_store.opened(address, rank, size, patience)
+        info = own_rank_info(rank, alike, next(_starts), os.environ)
+        store, serves = job_store.opened(address, rank, size, progress)
         try:
-            number = RollCall(store, card, patience, address, serves).run()
+            number = StoreRendezvous(store, info, progress, address, serves).run()
         except dist.DistError as error:  # the rank that serves it has ended, or makes a new one
             job_store.drop(address)
-            if patience.is_over():
+            if progress.is_over():
                 raise errors.LaunchEnvironmentError(f"rank {rank} lost the store at {address}: {error}") from error
             time.sleep(_PAUSE_S)
         else:
             return PrefixStore(f"shardmesh/epoch{number}", store)
 
 
-def tell_of_early_errors() -> None:
+def notify_of_early_errors() -> None:
     """Have the other ranks told where this one raises before its first mesh and no launcher ends them: they would wait for it."""
     env = os.environ
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
@@ -88,22 +88,22 @@ def tell_of_early_errors() -> None:
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         before(kind, error, where)
         if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
-            told(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
+            notify_ranks(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
 
     sys.excepthook = tell
 
 
-def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
+def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
     """What all ranks raise because this one cannot start, as far as they can be reached in time."""
     env = os.environ
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error
     rank = int(env["RANK"])
-    patience, address = Patience(rank, seconds), job_store.address_of(env)
-    card = own_card(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
+    progress, address = Progress(rank, seconds), job_store.address_of(env)
+    info = own_rank_info(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
-        store, serves = job_store.opened(address, rank, 0, patience)
-        RollCall(store, card, patience, address, serves, f"rank {rank} ({card.place}) cannot start: {error}").run()
+        store, serves = job_store.opened(address, rank, 0, progress)
+        StoreRendezvous(store, info, progress, address, serves, f"rank {rank} ({info.place}) cannot start: {error}").run()
     except errors.LaunchEnvironmentError as found:
         return found if job_store.is_open(address) else error
     except dist.DistError:
@@ -111,15 +111,15 @@ def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> e
     return error
 
 
-class RollCall:
+class StoreRendezvous:
     """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and tells the others why."""
 
     def __init__(
-        self, store: Store, card: Card, patience: Patience, address: Address, serves: bool, fault: str = ""
+        self, store: Store, info: RankInfo, progress: Progress, address: Address, serves: bool, fault: str = ""
     ) -> None:
         self.store: Any = PrefixStore("shardmesh/start", store)
-        self.card, self.patience, self.address, self.serves, self.fault = card, patience, address, serves, fault
-        self.size = int(card.size) if card.size.isdecimal() else 0
+        self.info, self.progress, self.address, self.serves, self.fault = info, progress, address, serves, fault
+        self.size = int(info.size) if info.size.isdecimal() else 0
 
     def run(self) -> int:
         """The number of the roll call in which all ranks agreed.
@@ -143,12 +143,12 @@ class RollCall:
 
     def _check_job(self) -> None:
         """Raises: LaunchEnvironmentError when the store is another job's, which goes on."""
-        first = Card.from_json(self.store.compare_set("job", "", self.card.to_json()))
-        if self.card.job and first.job and first.job != self.card.job:
-            self.store.append("strays", f"rank {self.card.rank} of job {self.card.job!r} ({self.card.place}) came here by mistake; ")
+        first = RankInfo.from_json(self.store.compare_set("job", "", self.info.to_json()))
+        if self.info.job and first.job and first.job != self.info.job:
+            self.store.append("strays", f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ")
             raise errors.LaunchEnvironmentError(
                 f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, {first.place}, came first), and rank "
-                f"{self.card.rank} ({self.card.place}) is one of job {self.card.job!r}: give each job its own MASTER_ADDR or "
+                f"{self.info.rank} ({self.info.place}) is one of job {self.info.job!r}: give each job its own MASTER_ADDR or "
                 "MASTER_PORT (torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
             )
 
@@ -157,11 +157,11 @@ class RollCall:
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one comes too late.
         """
-        holder = Card.from_json(keys.compare_set(f"rank{self.card.rank}", "", self.card.to_json()))
+        holder = RankInfo.from_json(keys.compare_set(f"rank{self.info.rank}", "", self.info.to_json()))
         verdict = _read(keys, "verdict")
         if verdict == _AGAIN:
             return False
-        if holder == self.card:
+        if holder == self.info:
             return self._is_in_time(keys, verdict)
         if not self._may_follow(holder):
             raise errors.LaunchEnvironmentError(self._duplicate(keys, holder, verdict))
@@ -176,23 +176,23 @@ class RollCall:
             return False
         if verdict != _GO:
             raise errors.LaunchEnvironmentError(verdict)
-        first = Card.from_json(keys.get("first"))
+        first = RankInfo.from_json(keys.get("first"))
         raise errors.LaunchEnvironmentError(
             self.fault
-            or f"rank {self.card.rank} ({self.card.place}) came to {self.address} with WORLD_SIZE={self.card.size}, but a job of "
+            or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with WORLD_SIZE={self.info.size}, but a job of "
             f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. Give every process of one job the "
             "same WORLD_SIZE, and each job its own MASTER_PORT."
         )
 
-    def _may_follow(self, holder: Card) -> bool:
+    def _may_follow(self, holder: RankInfo) -> bool:
         """Whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
-        elsewhere = holder.machine != self.card.machine
-        return holder.is_same_process(self.card) or holder.is_gone() or (elsewhere and _is_restartable())
+        elsewhere = holder.machine != self.info.machine
+        return holder.is_same_process(self.info) or holder.is_gone() or (elsewhere and _is_restartable())
 
-    def _duplicate(self, keys: Any, holder: Card, verdict: str) -> str:
-        one, other = sorted((holder, self.card), key=lambda card: (card.host, card.pid))
+    def _duplicate(self, keys: Any, holder: RankInfo, verdict: str) -> str:
+        one, other = sorted((holder, self.info), key=lambda info: (info.host, info.pid))
         text = (
-            f"two processes are RANK={self.card.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
+            f"two processes are RANK={self.info.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
             "its own RANK, from 0 to WORLD_SIZE - 1, and each job its own MASTER_PORT. A process that a rank starts inherits its RANK: "
             "unset it there, if that one is not to take part."
         )
@@ -206,10 +206,10 @@ class RollCall:
 
     def _take_part(self, keys: Any) -> str:
         """The verdict on all ranks."""
-        first = Card.from_json(keys.compare_set("first", "", self.card.to_json()))
+        first = RankInfo.from_json(keys.compare_set("first", "", self.info.to_json()))
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}", "1")
-        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.card.alike else "")
+        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.info.alike else "")
 
     def _wait(self, keys: Any, differing: str) -> str:
         """The verdict on all ranks.
@@ -225,7 +225,7 @@ class RollCall:
                     _settle(keys, self._compared(keys) or _GO)
             if differing and (time.monotonic() - since > _TO_COME_S or keys.check([differing])):
                 _settle_if_any(keys, self._compared(keys))
-            self._be_patient(keys)
+            self._report_progress(keys)
             time.sleep(next(pauses))
         return verdict
 
@@ -239,19 +239,19 @@ class RollCall:
 
     def _sign(self, keys: Any, roll: str) -> int:
         """Puts this rank on a roll; how many are on it."""
-        keys.append(roll, f"{self.card.rank} ")
+        keys.append(roll, f"{self.info.rank} ")
         return keys.add(f"{roll}/number", 1)
 
     def _compared(self, keys: Any) -> str:
         """What differs between those that have come; "" where nothing does."""
         here = [f"rank{rank}" for rank in _on_roll(keys, "came")]
-        return disagreement([Card.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
+        return disagreement([RankInfo.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
 
-    def _be_patient(self, keys: Any) -> None:
-        if self.patience.is_over():
+    def _report_progress(self, keys: Any) -> None:
+        if self.progress.is_over():
             _settle(keys, self._too_late(keys))
-        elif self.patience.is_due():
-            self.patience.say(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
+        elif self.progress.is_due():
+            self.progress.say(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
 
     def _awaited(self, keys: Any) -> list[int]:
         """Ranks that have not come; when all have, those that have not been seen since."""
@@ -263,7 +263,7 @@ class RollCall:
     def _too_late(self, keys: Any) -> str:
         missing = self._awaited(keys)
         return (
-            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.patience.timeout:.0f} s. Look at what "
+            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.progress.timeout:.0f} s. Look at what "
             f"{'it' if len(missing) == 1 else 'they'} printed, and whether the launcher on every host was given the same address and "
             "the same number of ranks."
         )

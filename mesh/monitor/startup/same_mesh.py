@@ -20,10 +20,11 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
 from ...comm.call_site import user_line
-from ..diagnosis.diagnose import minority, parties_by
-from ..monitor import watch_of
+from ...text import ranks_text
+from ..diagnosis.votes import minority, parties_by
+from ..monitor import monitor_of
 from ..settings import settings
-from ..verdict import Seen, Verdict, composed, ranks_text
+from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ _FIELDS = ("device type", "shape", "axis names", "rank order")
 
 
 @dataclass(frozen=True)
-class Made:
+class MeshCall:
     """One rank's call of `init_device_mesh`.
 
     Attributes:
@@ -80,7 +81,7 @@ def compare(mesh: DeviceMesh) -> None:
     if meshes.store is None or key in meshes.known:
         return
     line = user_line()
-    made = Made(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
+    made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = PrefixStore(str(len(meshes.known)), meshes.store)
     meshes.known.add(key)
     with contextlib.suppress(dist.DistError):  # a store that is gone: the next collective tells what happened
@@ -111,29 +112,29 @@ def _whole(store: Any) -> Any:
     return store
 
 
-def _compare(world: World, keys: Any, key: str, made: Made, number: int) -> None:
+def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> None:
     keys.append("made", json.dumps(asdict(made)) + "\n")
     if keys.compare_set("first", "", key) == key.encode():
         return
-    verdict = Verdict.from_json(keys.compare_set("verdict", "", _judged(_all_made(world, keys), number).to_json()))
-    watch = watch_of(world)
-    raise verdict.error() if watch is None else watch.failed(verdict)
+    verdict = Verdict.from_json(keys.compare_set("verdict", "", _diagnosed(_all_made(world, keys), number).to_json()))
+    monitor = monitor_of(world)
+    raise verdict.error() if monitor is None else monitor.failed(verdict)
 
 
-def _all_made(world: World, keys: Any) -> list[Made]:
+def _all_made(world: World, keys: Any) -> list[MeshCall]:
     """What the ranks have made that come within a moment."""
     deadline = time.monotonic() + _TO_COME_S
     while True:
         made = {}
         for line in keys.get("made").splitlines():
-            one = Made(**json.loads(line))
+            one = MeshCall(**json.loads(line))
             made[one.rank] = one
         if len(made) == world.size or time.monotonic() > deadline:
             return [made[rank] for rank in sorted(made)]
         time.sleep(_PAUSE_S)
 
 
-def _judged(made: list[Made], number: int) -> Verdict:
+def _diagnosed(made: list[MeshCall], number: int) -> Verdict:
     parties = sorted(parties_by(made, lambda one: json.dumps(one.fields)), key=len)
     odd = minority([[one.rank for one in party] for party in parties])
     usual, other = parties[-1][0].fields, parties[0][0].fields
@@ -147,4 +148,4 @@ def _judged(made: list[Made], number: int) -> Verdict:
         "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
         "DeviceMesh(device_type, array_of_ranks), which only those need."
     )
-    return Verdict("mesh", odd, field, tuple(Seen(one.rank, one.text, one.place) for one in seen), composed(said, advice, lines))
+    return Verdict("mesh", odd, field, tuple(Observation(one.rank, one.text, one.place) for one in seen), composed(said, advice, lines))

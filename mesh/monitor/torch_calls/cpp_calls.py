@@ -106,8 +106,8 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
 
 
     def inner_of(real: Any) -> Any:
-        seat = find(real) if type(real) is dist.ProcessGroup else None
-        if seat is None or not seat.on_cpu:
+        recorder = find(real) if type(real) is dist.ProcessGroup else None
+        if recorder is None or not recorder.on_cpu:
             return real
         known = _inner.get(id(real))
         if known is not None and known[0]() is real:

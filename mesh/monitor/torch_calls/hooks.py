@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..recording.recorder import _COUNT, _LAST_RECORD
-from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, H
+from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ..settings import monotonic_ns, settings
 from ..termination import is_broken_connection
 from . import cpp_calls
 from .entries import ENTER, Enter
-from .point_to_point import MessageSeat
-from .recorder import _LAST, TorchSeat
+from .point_to_point import MessageRecorder
+from .recorder import _LAST, TorchRecorder
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
+    from ..monitor import Monitor
 
 OWN_PREFIX = "shardmesh_"  # of the names of the library's groups
 _OFTEN = 1023  # calls, less 1, after which works that were dropped are forgotten
@@ -40,24 +40,24 @@ _IN_TIME = timedelta(milliseconds=200)  # for torch to say who is missing, after
 
 _installed: _Installed | None = None
 # A work's id -> (sequence number; the work, by a reference; seat; number of the record), until somebody waits for it
-_pending: dict[int, tuple[int, Callable[[], Any], TorchSeat, int]] = {}
+_pending: dict[int, tuple[int, Callable[[], Any], TorchRecorder, int]] = {}
 _ours = threading.local()
 _has_shared = False  # whether `as_ours` was ever called
 
 
-def watch_calls(watch: Watch | None) -> None:
+def monitor_calls(monitor: Monitor | None) -> None:
     """From now on what the program calls on torch's groups is watched, until the watch ends; nothing if the setting says so."""
-    if watch is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
+    if monitor is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
         return
-    if _installed is None or _installed.watch is not watch:
+    if _installed is None or _installed.monitor is not monitor:
         stop()
-        _install(watch)
+        _install(monitor)
 
 
-def stop(watch: Watch | None = None) -> None:
+def stop(monitor: Monitor | None = None) -> None:
     """Leaves torch as it was; of this watch, or whichever there is."""
     global _installed
-    if _installed is not None and (watch is None or _installed.watch is watch):
+    if _installed is not None and (monitor is None or _installed.monitor is monitor):
         _installed.undo()
         _installed = None
         _pending.clear()
@@ -80,10 +80,10 @@ class _Installed:
         seats: id of one of torch's groups -> (the group, by a weak reference; its seat, None where it is not watched).
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        self.seats: dict[int, tuple[Callable[[], Any], TorchSeat | None]] = {}
-        self._channels: dict[tuple[int, int, int, int], MessageSeat] = {}
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.recorders: dict[int, tuple[Callable[[], Any], TorchRecorder | None]] = {}
+        self._channels: dict[tuple[int, int, int, int], MessageRecorder] = {}
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._lock = threading.Lock()
 
@@ -100,32 +100,32 @@ class _Installed:
                 setattr(owner, name, before)
         cpp_calls.forget()
 
-    def new_seat(self, handle: Any) -> TorchSeat | None:
+    def new_recorder(self, handle: Any) -> TorchRecorder | None:
         with self._lock:
             ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, ()))
             name = distributed_c10d._world.pg_names.get(handle, OWN_PREFIX)
-            is_known = len(ranks) > 1 and self.watch.board.rank in ranks and not name.startswith(OWN_PREFIX)
-            seat = TorchSeat(handle, ranks, self.watch) if is_known else None
-            if seat is not None:
-                self.watch.seats.append(seat)
-            self.seats[id(handle)] = _ref(handle), seat
-            return seat
+            is_known = len(ranks) > 1 and self.monitor.directory.rank in ranks and not name.startswith(OWN_PREFIX)
+            recorder = TorchRecorder(handle, ranks, self.monitor) if is_known else None
+            if recorder is not None:
+                self.monitor.recorders.append(recorder)
+            self.recorders[id(handle)] = _ref(handle), recorder
+            return recorder
 
-    def channel(self, handle: Any, seat: TorchSeat, is_sending: bool, peer: int, tag: int) -> MessageSeat:
-        mine, other = seat.world.rank, seat.group.ranks[peer]
+    def channel(self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int) -> MessageRecorder:
+        mine, other = recorder.world.rank, recorder.group.ranks[peer]
         src, dst = (mine, other) if is_sending else (other, mine)
-        key = id(seat), src, dst, tag
+        key = id(recorder), src, dst, tag
         found = self._channels.get(key)
         if found is None:
             with self._lock:
-                found = self._channels[key] = MessageSeat(handle, seat.label, src, dst, tag, self.watch)
-                self.watch.seats.append(found)
+                found = self._channels[key] = MessageRecorder(handle, recorder.label, src, dst, tag, self.monitor)
+                self.monitor.recorders.append(found)
         return found
 
 
-def _install(watch: Watch) -> None:
+def _install(monitor: Monitor) -> None:
     global _installed
-    made = _installed = _Installed(watch)
+    made = _installed = _Installed(monitor)
     for name, enter in ENTER.items():
         made.put(dist.ProcessGroup, name, lambda original, enter=enter: _collective(original, enter, made))
     made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
@@ -134,38 +134,38 @@ def _install(watch: Watch) -> None:
     made.put(dist.ProcessGroup, "recv_anysource", _from_anywhere)
     made.put(dist.Work, "wait", _wait)
     made.put(dist.Work, "get_future", _get_future)
-    cpp_calls.install(made.put, _seat_of)
+    cpp_calls.install(made.put, _recorder_of)
 
 
-def _seat_of(handle: Any) -> TorchSeat | None:
+def _recorder_of(handle: Any) -> TorchRecorder | None:
     """The seat in a group; None where its calls are not watched."""
     here = _installed
     if here is None or _settings.mode == "off":
         return None
-    known = here.seats.get(id(handle))
-    seat = known[1] if known is not None and known[0]() is handle else here.new_seat(handle)
-    return seat if seat is None or not (_has_shared and getattr(_ours, "on", False)) else None
+    known = here.recorders.get(id(handle))
+    recorder = known[1] if known is not None and known[0]() is handle else here.new_recorder(handle)
+    return recorder if recorder is None or not (_has_shared and getattr(_ours, "on", False)) else None
 
 
 def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) -> Callable[..., Any]:
-    seats, here_settings = here.seats, _settings
+    recorders, here_settings = here.recorders, _settings
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        known = seats.get(id(group))
-        seat = known[1] if known is not None and known[0]() is group else here.new_seat(group)
-        if seat is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
+        known = recorders.get(id(group))
+        recorder = known[1] if known is not None and known[0]() is group else here.new_recorder(group)
+        if recorder is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
             return original(group, *args, **kwargs)
-        sequence = seat.called
-        number = enter(seat, *args, **kwargs)
+        sequence = recorder.called
+        number = enter(recorder, *args, **kwargs)
         try:  # as in `_started`: a call of it would take 0.2 us
             work = original(group, *args, **kwargs)
         except BaseException as error:
-            _refused(seat, sequence, number, error)
+            _refused(recorder, sequence, number, error)
             raise
         if work is None:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
             return None
-        seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
+        recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
         if not sequence & _OFTEN:
             _forget_dropped()
         return work
@@ -173,28 +173,28 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
     return call
 
 
-def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
     """Starts what torch has to do, and notes down that it is under way."""
     try:
         work = original(group, *args, **kwargs)
     except BaseException as error:
-        _refused(seat, sequence, number, error)
+        _refused(recorder, sequence, number, error)
         raise
     if work is None:
-        seat.end(sequence, number)
+        recorder.end(sequence, number)
         return work
-    seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
+    recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
     return work
 
 
-def _refused(seat: TorchSeat, sequence: int, number: int, error: BaseException) -> None:
+def _refused(recorder: TorchRecorder, sequence: int, number: int, error: BaseException) -> None:
     """Torch did not start a call. It counts all the same: other ranks, whose calls are refused, too, may not have come to it yet.
 
     Raises: WatchError where another rank is the reason.
     """
     if isinstance(error, RuntimeError) and is_broken_connection(error):
-        seat.explain(sequence, error)
-    seat.end(sequence, number)
+        recorder.explain(sequence, error)
+    recorder.end(sequence, number)
 
 
 def _forget_dropped() -> None:
@@ -210,25 +210,25 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
         entry = pop(id(work), None)
         if entry is None or entry[1]() is not work:
             return original(work) if timeout is None else original(work, timeout)
-        sequence, _, seat, number = entry
+        sequence, _, recorder, number = entry
         if not timeout and work.is_completed():
             try:
                 original(work)
             except RuntimeError as error:
-                seat.explain(sequence, error)
+                recorder.explain(sequence, error)
                 raise
-            words = seat.words
+            words = recorder.words
             if words[_COUNT] - number < RECORDS:  # as in `leave`
                 words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
             return True
-        seat.begin(sequence)
+        recorder.begin(sequence)
         try:
-            return seat.wait(sequence, work, timeout or None, original)
+            return recorder.wait(sequence, work, timeout or None, original)
         except RuntimeError as error:
-            seat.mark(error, sequence)
+            recorder.mark(error, sequence)
             raise
         finally:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
 
     return wait
 
@@ -239,8 +239,8 @@ def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_future(work: Any) -> Any:
         entry = _pending.pop(id(work), None)
         if entry is not None and entry[1]() is work:
-            at, _, seat, number = entry
-            seat.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), seat, number
+            at, _, recorder, number = entry
+            recorder.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), recorder, number
         return original(work)
 
     return get_future
@@ -250,30 +250,30 @@ def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
     """It blocks without looking up: so first all ranks must have come, or its time must be over."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        seat = _seat_of(group)
-        if seat is None:
+        recorder = _recorder_of(group)
+        if recorder is None:
             return original(group, timeout, wait_all_ranks)
-        sequence = seat.called
-        number = seat.enter("monitored_barrier", "", "", -1, 0, 0)
-        seat.begin(sequence)
+        sequence = recorder.called
+        number = recorder.enter("monitored_barrier", "", "", -1, 0, 0)
+        recorder.begin(sequence)
         try:
-            limit = timeout if timeout else timedelta(microseconds=seat.timeout_ns / 1000)
-            return original(group, timeout if seat.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
+            limit = timeout if timeout else timedelta(microseconds=recorder.timeout_ns / 1000)
+            return original(group, timeout if recorder.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
         except RuntimeError as error:
-            seat.mark(error, sequence)
+            recorder.mark(error, sequence)
             raise
         finally:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
 
     return monitored_barrier
 
 
 def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     def call(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
-        seat, here = _seat_of(group), _installed
-        if seat is None or here is None or not 0 <= peer < seat.size:
+        recorder, here = _recorder_of(group), _installed
+        if recorder is None or here is None or not 0 <= peer < recorder.size:
             return original(group, tensors, peer, tag)
-        channel = here.channel(group, seat, op == "send", peer, tag)
+        channel = here.channel(group, recorder, op == "send", peer, tag)
         x = tensors[0]
         sent, received = (x.nbytes, 0) if op == "send" else (0, x.nbytes)
         sequence = channel.called
@@ -288,7 +288,7 @@ def _from_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
     def recv_anysource(group: Any, *args: Any, **kwargs: Any) -> Any:
         here = _installed
         if here is not None:
-            here.watch.page.words[H.UNMATCHED] = 1
+            here.monitor.buffer.words[Header.UNMATCHED] = 1
         return original(group, *args, **kwargs)
 
     return recv_anysource

@@ -46,7 +46,7 @@ def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
 
 
 def trained(mesh: sm.DeviceMesh) -> None:
-    print("result", train(mesh), "watch", "off" if mesh.world.watch is None else "on", flush=True)
+    print("result", train(mesh), "watch", "off" if mesh.world.monitor is None else "on", flush=True)
 
 
 # -- files that cannot be made, or vanish ------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ def simply_trains() -> None:
 def fills_up() -> None:
     """The folder is full once the job has begun."""
     mesh = make_mesh()
-    watch = mesh.world.watch
-    if rank() == 1 and watch is not None:
-        with (watch.board.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    monitor = mesh.world.monitor
+    if rank() == 1 and monitor is not None:
+        with (monitor.directory.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
     mesh.group().barrier()
@@ -128,9 +128,9 @@ def vanishes(when: str) -> None:
         if rank() in (2, 3):
             time.sleep(0.5)
         mesh = make_mesh()
-    watch = mesh.world.watch
-    if rank() == 1 and watch is not None:
-        shutil.rmtree(watch.board.folder)
+    monitor = mesh.world.monitor
+    if rank() == 1 and monitor is not None:
+        shutil.rmtree(monitor.directory.folder)
     trained(mesh)
     if when == "late" and rank() == 2:
         raise ValueError("no more data")
@@ -274,7 +274,7 @@ def dies_in_a_raw_collective() -> None:
 
 
 def raises_before_its_mesh(odd: int) -> None:
-    rendezvous.tell_of_early_errors()  # as the import does, in a process that has its RANK by then
+    rendezvous.notify_of_early_errors()  # as the import does, in a process that has its RANK by then
     if rank() == odd:
         if os.fork() == 0:
             raise ValueError("of the child")
@@ -285,7 +285,7 @@ def raises_before_its_mesh(odd: int) -> None:
 
 def never_comes(how: str) -> None:
     """Rank 2 dies before it makes a mesh, or does something else."""
-    rendezvous.meet.__defaults__ = (5.0,)
+    rendezvous.rendezvous.__defaults__ = (5.0,)
     progress.FIRST_SAID_S = 0.5
     if rank() == 2 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -164,7 +164,7 @@ def _start(rank: Rank) -> None:
 
     os.environ.update(rank.env)
     torch.__version__ = rank.torch or torch.__version__
-    rendezvous.meet.__defaults__ = (rank.timeout,)
+    rendezvous.rendezvous.__defaults__ = (rank.timeout,)
     progress.FIRST_SAID_S, progress.SAID_BY_OTHERS_S, progress.SAID_EVERY_S = 0.3, 0.4, 0.3
     size = int(rank.env["WORLD_SIZE"]) if rank.env["WORLD_SIZE"].isdecimal() else 1
     _make_meshes(rank.shapes or [[size]], size)
