@@ -22,10 +22,11 @@ from torch.distributed import distributed_c10d
 from .. import errors
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
-from ..monitor.monitor import Monitor, start_monitor
+from ..monitor.monitor import Monitor
 from ..monitor.recording.job_name import find_name
 from ..monitor.recording.recorder import Recorder
 from ..monitor.settings import settings
+from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer, World

@@ -1,4 +1,7 @@
-"""The debugger on one rank, while the others wait.
+"""Run the Python debugger on one rank while the others wait.
+
+    rank 0   ... (Pdb) p x  n  n  c ........... gather   goes on
+    rank 1   ..................... waits ...... gather   goes on       or: PeerError: rank 0 quit the debugger
 
     rank 0   ... (Pdb) p x  n  n  c ........... meet   goes on
     rank 1   ..................... waits ...... meet   goes on       or: PeerError: rank 0 quit the debugger
@@ -28,10 +31,10 @@ _TERMINAL = "/dev/tty"
 
 
 def breakpoint(rank: int = 0) -> None:
-    """breakpoint(rank): the Python debugger on this rank, at the line of the call; the other ranks wait until it goes on.
+    """breakpoint(rank): start the Python debugger on this rank, at the line of the call; the other ranks wait until it continues.
 
-    Call it on every rank. However long it takes, it is no stall: stepping on with `n` or `s` lets the others go on too, and as long
-    as there is a prompt nobody is taken for late. `q` ends all ranks. Where stdin is /dev/null, as in the processes of `launch`,
+    Call it on every rank. The time in the debugger never counts as a stall: stepping with `n` or `s` lets the others go on too, and as
+    long as there is a prompt no rank is reported as late. `q` ends all ranks. Where stdin is /dev/null, as in processes of `launch`,
     the debugger reads from the terminal. It leaves Ctrl-C alone.
 
     Args:
@@ -67,7 +70,7 @@ def breakpoint(rank: int = 0) -> None:
             raise bdb.BdbQuit(f"rank {rank} quit the debugger at {place}")
         if debugger.goes_on:
             debugger.files = stack.pop_all()
-    debugger.resume(frame)  # the last thing done here, since from then on it stops at whatever is called
+    debugger.resume(frame)  # must come last: from here on it stops at whatever is called
 
 
 def _wait(world: World, rank: int) -> None:
@@ -79,7 +82,7 @@ def _wait(world: World, rank: int) -> None:
 
 
 def _tell(world: World, said: Verdict | str | None) -> None:
-    """Lets the others go on, or tells them why not."""
+    """Let the others go on, or tell them why not."""
     world.group(range(world.size)).all_gather_object(said)
 
 
@@ -89,7 +92,7 @@ def _quit_verdict(rank: int, place: str) -> Verdict:
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. While it asks, no rank takes waiting for a stall.
+    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on all ranks.
 
     Attributes:
         files: what it reads from, closed when the debugger is no longer used.
@@ -117,7 +120,7 @@ class _Debugger(pdb.Pdb):
         return self.stoplineno == -1
 
     def resume(self, frame: FrameType) -> None:
-        """Goes on as the last command said: `n`, `s`, `c` ..."""
+        """Continue as the last command said: `n`, `s`, `c` ..."""
         if not self.goes_on:
             return
         continues, stop = self._continues, (self.stopframe, self.returnframe, self.stoplineno)
@@ -137,7 +140,10 @@ def _asking(world: World, place: str) -> Iterator[None]:
 
 
 def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _Debugger:
-    """Raises: RuntimeError, on all ranks, when there is nothing to read from."""
+    """Return a debugger on stdin or the terminal.
+
+    Raises: RuntimeError, on all ranks, when there is nothing to read commands from.
+    """
     if _can_ask(sys.stdin):
         return _Debugger(world, place, sys.stdin, callers_stdout(caller_is_rank=False))
     try:
@@ -153,7 +159,7 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Whether there is something to read from: a terminal, a pipe, a file, but not /dev/null."""
+    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not /dev/null."""
     if stream is None or stream.closed:
         return False
     try:

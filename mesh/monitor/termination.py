@@ -1,4 +1,12 @@
-"""How a process ends whose job has failed: with the verdict as the last thing it prints, and within some seconds whatever it does.
+"""End the processes of a failed job: the verdict is the last thing printed, and every process exits within seconds.
+
+    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
+              +5 s     one that does not react is ended
+              +10 s    one that raised the error and lives on, in the same job, is ended
+    at exit            torch's groups are kept: destroying one waits for its threads, which wait for ranks that never answer
+
+Programs that host others are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
+it has destroyed the default group and goes on with something else.
 
     verdict   +0.5 s   a program that computes is called by a signal: the error is raised where it is        SHARDMESH_EXIT_S=10
               +5 s     one that does not react is ended
@@ -39,12 +47,13 @@ from .settings import monotonic_ns, settings
 if TYPE_CHECKING:
     from .monitor import Monitor
 
-_ALARM = 11  # of the real-time signals, which nothing else is likely to use
-_TO_PRINT_S = 2.0  # a full pipe must not keep a process that is to end
-_SHARE = 0.8  # of its time to end that a process has before another one kills it
+_ALARM = 11  # which real-time signal: one that nothing else is likely to use
+_TO_PRINT_S = 2.0  # a full pipe must not keep a process from exiting
+_SHARE = 0.8  # share of its time to exit that a process has before another one kills it
 _SPARE_S = 3.0
 _PAUSE_S = 0.05
-_HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}  # packages of programs that run others
+# packages of programs that run other programs
+_HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
 
 alarm_signal: int | None = None
@@ -57,7 +66,7 @@ _kept: set[int] = set()
 
 
 def install() -> None:
-    """Take the hooks for uncaught errors, exit and fork, and the signal, once."""
+    """Install the hooks for uncaught errors, exit and fork, and the signal handler, once."""
     if _hooks:
         return
     _hooks.append(sys.excepthook)
@@ -70,25 +79,25 @@ def install() -> None:
 
 
 def _be_no_rank() -> None:
-    """A forked child says nothing in its rank's name. It has none of the threads that torch's groups would wait for when it ends."""
+    """Detach a forked child from its rank. It has none of the threads that torch's groups would wait for at exit."""
     monitors.clear()
     keep_groups()
 
 
 def notify_peers(error: BaseException) -> None:
-    """This process's program ends with an error: the other ranks of its jobs learn of it."""
+    """Tell the other ranks of this process's jobs that its program ends with an error."""
     for monitor in list(monitors):
-        with contextlib.suppress(Exception):  # nothing must hide the error itself
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
             monitor.raised(error)
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether the error says only that another rank has gone."""
+    """Return whether the error says only that another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error))))
 
 
 def torch_groups() -> list[dist.ProcessGroup]:
-    """All process groups that torch has in this process."""
+    """Return all process groups that torch has in this process."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     known = getattr(distributed_c10d, "_world", None)
@@ -96,7 +105,9 @@ def torch_groups() -> list[dist.ProcessGroup]:
 
 
 def keep_groups() -> None:
-    """Keep all process groups of torch for good.
+    """Keep all of torch's process groups from being destroyed.
+
+    Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
 
     A group of gloo's waits for its threads when it is taken apart, and those may wait for ranks that never answer.
     """
@@ -107,7 +118,7 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """A signal by which the watchdog's thread calls the main thread away from whatever it does, when the job has failed."""
+    """Install a signal by which the watchdog thread interrupts the main thread when the job has failed."""
     global alarm_signal
     wanted = getattr(signal, "SIGRTMIN", None)
     if wanted is None or threading.current_thread() is not threading.main_thread():
@@ -127,7 +138,7 @@ def _on_alarm(*_: Any) -> None:
 
 
 def is_hosted() -> bool:
-    """Whether the main thread's program is run by another one: a test runner, a notebook, a debugger."""
+    """Return whether another program runs the main thread's: a test runner, a notebook, a debugger."""
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
@@ -137,16 +148,16 @@ def is_hosted() -> bool:
 
 
 def may_end(monitor: Monitor) -> bool:
-    """Whether the process has no more to do than what the failed job was."""
+    """Return whether the process exists only for the failed job, so that it may be ended."""
     if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED]:
         return False
-    if not threading.main_thread().is_alive():  # the program is over, and one of its other threads is not
+    if not threading.main_thread().is_alive():  # the program is over, but another thread of it is not
         return True
     return monitor.is_of_this_job() and not is_hosted()
 
 
 def end(monitor: Monitor, text: str) -> None:
-    """Print it and end this process, whatever its main thread does, with those of this host that cannot end by themselves."""
+    """Print a message and end this process whatever its main thread does, and those of this host that cannot end by themselves."""
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
     _kill_late(monitor, [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)])
@@ -155,7 +166,7 @@ def end(monitor: Monitor, text: str) -> None:
 
 
 def set_deadline(monitor: Monitor, is_on: bool) -> None:
-    """Whether the process ends some seconds after its time to end, even where its watchdog thread cannot run any more."""
+    """Set whether the process ends some seconds after its time to exit even if its watchdog thread cannot run any more."""
     global _deadline_of
     if is_on and _deadline_of is None:
         _deadline_of = monitor
@@ -166,7 +177,7 @@ def set_deadline(monitor: Monitor, is_on: bool) -> None:
 
 
 def _end_at_the_latest(seconds: float) -> None:
-    """Have a thread that needs no interpreter end the process after so many seconds, with all threads' stacks."""
+    """End the process after so many seconds with all threads' stacks, from a thread that does not need the interpreter."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
         faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True, file=2)
 
@@ -185,7 +196,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, where: Traceba
     _hooks[0](kind, error, where)
     if isinstance(error, WatchError):
         return
-    for monitor in list(monitors):  # what came of it must not hide why
+    for monitor in list(monitors):  # nothing may hide the error itself
         with contextlib.suppress(Exception):
             verdict = monitor.standing()
             if verdict is not None and not (verdict.kind == "raised" and monitor.directory.rank in verdict.ranks):
@@ -210,7 +221,9 @@ def _on_exit() -> None:
 
 
 def _end_others(monitor: Monitor) -> None:
-    """Ends ranks of this host that cannot end by themselves: stopped, or in a call that keeps the interpreter's lock.
+    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the interpreter's lock.
+
+    Without a launcher nothing else ends them. The lowest of the other ranks does it, once their time to exit is over.
 
     Where there is no launcher nobody else does. The first of the other ranks waits for it, until the time of those ranks is over.
     """
@@ -225,7 +238,7 @@ def _end_others(monitor: Monitor) -> None:
 
 
 def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
-    """Kills those of these ranks whose time to end is over."""
+    """Kill those of these ranks whose time to exit is over."""
     for buffer in stuck:
         if monotonic_ns() - monitor.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
             print(f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed", file=sys.stderr, flush=True)
@@ -239,13 +252,15 @@ def _is_stuck(buffer: TraceBuffer) -> bool:
     if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] or not is_local(buffer):
         return False
     found = process_state(words[Header.PID])
-    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger has it
+    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger holds it
         return False
     return found[0] == "T" or not words[Header.AWARE]
 
 
 class _LastWord:
-    """Ends the process when the interpreter takes its modules apart: all exit functions have run by then, and output is flushed.
+    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
+
+    Next would come the destructors of torch's objects, which wait for what is under way.
 
     Next would be the destructors of what torch has, which wait for what is under way.
     """

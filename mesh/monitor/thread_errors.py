@@ -1,4 +1,4 @@
-"""Uncaught exceptions of other threads than the main one, shown with a stall: mostly they are why the main thread waits."""
+"""Record uncaught exceptions of threads other than the main one, shown with a stall: they often explain why the main thread waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .recording.trace_buffer import Header, TraceBuffer
 
 
 def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
-    """From now on, write down on these pages which thread of the process has raised what."""
+    """Install a `threading.excepthook` that writes each error to these trace buffers."""
     before = threading.excepthook
 
     def hook(args: Any) -> None:
@@ -25,6 +25,6 @@ def install(buffers: Callable[[], Iterable[TraceBuffer]]) -> None:
 
 
 def raised_in_thread(buffer: TraceBuffer) -> str:
-    """Which thread of a rank has raised what last, for messages; "" where none has."""
+    """Return which thread of a rank last raised what, for messages; "" where none has."""
     at = buffer.words[Header.THREAD_ERROR]
     return f"; {buffer.read_text(at)}" if at else ""

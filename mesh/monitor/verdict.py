@@ -1,4 +1,4 @@
-"""What went wrong between ranks, as every rank tells it: who, in what, where, and which field differs."""
+"""The verdict on a job that cannot go on: the kind of fault, the ranks to blame, the field that differs, and what each rank did."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import (
 
 _COLUMNS = 120
 
-# kind -> the error that ranks raise
+# kind of verdict -> the error that ranks raise
 ERRORS: dict[str, type[WatchError]] = {
     "mismatch": CollectiveMismatchError,
     "deadlock": DeadlockError,
@@ -33,7 +33,7 @@ ERRORS: dict[str, type[WatchError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one rank was seen to do.
+    """What one rank was observed doing.
 
     Attributes:
         rank: global rank.
@@ -69,7 +69,7 @@ class Verdict:
     text: str
 
     def error(self) -> WatchError:
-        """The error that every rank raises."""
+        """Return the error that every rank raises."""
         return ERRORS[self.kind](self.text, self)
 
     def to_json(self) -> str:
@@ -83,16 +83,16 @@ class Verdict:
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
-    """The text of a verdict, in 120 columns: who did what, what to do about it, then what each rank did."""
+    """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it, what each rank did."""
     return "\n".join(part for line in (said, advice, *lines) for part in _wrapped(line))
 
 
 def _wrapped(line: str) -> list[str]:
-    """The line in pieces that fit; a piece of a stack or a traceback stays as it is."""
+    """Return the line in pieces that fit; a line of a stack or a traceback stays whole."""
     if len(line) <= _COLUMNS or line.lstrip().startswith("|"):
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     call, at, place = line.rpartition(" at ")
-    whole = f"{call} at\0{place}" if at else line  # a place is found by its "at"
+    whole = f"{call} at\0{place}" if at else line  # file:line stays on the line of its "at"
     pieces = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [piece.replace("\0", " ") for piece in pieces]

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that shows that the process lives, and where its main thread is when others ask."""
+"""A thread per process that publishes a heartbeat, and the main thread's stack when another rank asks for it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
     from .recording.recorder import Recorder
 
 TICK_S = 0.05
-_POLITE_S, _DEAF_S = 0.5, 5.0  # how long after a verdict a program has to come to a collective, and to react to a signal
-_TO_LEAVE_S = 1.5  # how long a program without its groups has to live on, to be no program that ends
+_POLITE_S = 0.5  # time after a verdict that a program has to call a collective, before its main thread is interrupted
+_DEAF_S = 5.0  # time after a verdict until a program that did not react is ended
+_TO_LEAVE_S = 1.5  # how long a program must go on after its groups were destroyed to count as living on
 
 
 class Watchdog:
-    """One thread for one `Watch`."""
+    """The watchdog thread of one `Monitor`."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
         self._over = threading.Event()
         self._left_at = 0
-        self._before: dict[Recorder, int] = {}  # what seats had called at the last tick
+        self._before: dict[Recorder, int] = {}  # what recorders had called at the last tick
         self._warned: set[tuple[int, int]] = set()
         self._thread = threading.Thread(target=self._run, name="shardmesh-watchdog", daemon=True)
 
@@ -40,7 +41,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the thread no longer looks at anything."""
+        """Stop the thread and wait until it no longer reads anything."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
@@ -67,12 +68,12 @@ class Watchdog:
         elif settings().mode != "off":
             for recorder in monitor.recorders:
                 called = recorder.called
-                if recorder.settled < called and self._before.get(recorder) == called:  # a program that moves on needs no looking after
+                if recorder.settled < called and self._before.get(recorder) == called:  # else the program is making progress
                     self._look(recorder, called)
                 self._before[recorder] = called
 
     def _see_to_the_end(self) -> None:
-        """The job has failed: a program that is busy elsewhere is called, and one that does not end is ended."""
+        """End this process's part in a failed job: interrupt a main thread that is busy elsewhere, end a process that does not exit."""
         monitor = self._monitor
         verdict = monitor.standing()
         waited = (monotonic_ns() - monitor.failed_at) / 1e9
@@ -92,7 +93,7 @@ class Watchdog:
             termination.end(monitor, f"rank {monitor.directory.rank} is ended {why}{verdict.text}")
 
     def _has_left(self) -> bool:
-        """Whether the program has destroyed the job's groups, and goes on: one that is about to end does so, too."""
+        """Return whether the program has destroyed the job's groups and goes on. One that is about to exit destroys them, too."""
         if self._monitor.is_of_this_job() or not threading.main_thread().is_alive():
             self._left_at = 0
         elif not self._left_at:
@@ -100,7 +101,7 @@ class Watchdog:
         return bool(self._left_at) and monotonic_ns() - self._left_at > _TO_LEAVE_S * 1e9
 
     def _look(self, recorder: Recorder, called: int) -> None:
-        """Looks at a collective for which not all ranks have come yet; main threads that wait for a GPU cannot."""
+        """Diagnose a collective that not all ranks have called; main threads that wait for a GPU cannot do so themselves."""
         monitor, sequence = self._monitor, called - 1
         if monitor.is_settled(recorder) or not recorder.is_open(sequence):
             return
@@ -121,7 +122,7 @@ class Watchdog:
         print(f"shardmesh: rank {self._monitor.directory.rank}: {text}", file=sys.stderr, flush=True)
 
     def stack(self) -> str:
-        """The main thread's stack; what is not the user's is left off but for the innermost frame."""
+        """Return the main thread's stack, without the library's frames except for the innermost one."""
         frame = frame_of_thread(threading.main_thread().ident)
         if frame is None:
             return ""

@@ -418,7 +418,7 @@ def test_what_is_said_of_ranks_and_hosts_is_what_the_code_says() -> None:
     phrases = [phrase for row in table("| what the doctor says | what to do |") for phrase in re.findall(r"`([^`]+)`", row[0])]
     names = [phrase for phrase in phrases if phrase in CHECKS or f'"{phrase}"' in SOURCES]
     assert len(names) > 6
-    phrases += ["alive and busy elsewhere", "stopped by a signal", "frozen", "no watch over this job", "cannot be reached"]
+    phrases += ["alive and busy elsewhere", "stopped by a signal", "frozen", "this job is not monitored", "cannot be reached"]
     phrases += ["is down, frozen or cut off: silent since", "has no answer from"]
     assert [phrase for phrase in phrases if phrase not in names and phrase not in SOURCES] == []
     assert all(f"`{phrase}`" in PAGE or phrase in PAGE for phrase in phrases)

@@ -1,4 +1,9 @@
-"""The pages of all ranks of a job on this host, in one folder, and the verdict that ends the job.
+"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the job.
+
+    /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
+        rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
+        alarm                            whether there is a verdict, and its text
+        verdict.json                     the same, for reading it later
 
     /dev/shm/shardmesh-1000-5f3a.../     named by the job and the user
         rank0.trace  rank1.trace ...       written by their ranks; what other hosts' ranks do is copied here by `relay.py`
@@ -29,8 +34,8 @@ from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, s
 
 ALARM_BYTES = 1 << 18
 _LONGEST_TEXT = 16_000
-_VERDICT = 16  # where the verdict starts in the alarm file, after its length
-_TO_LOCK_S = 1.0  # a process that is stopped while it has the lock must not stop the others
+_VERDICT = 16  # where the verdict starts in the alarm file, after the flag and its length
+_TO_LOCK_S = 1.0  # a process that is stopped while it holds the lock must not stop the others
 _PAUSE_S = 0.001
 
 
@@ -41,7 +46,10 @@ class Alarm:
 
 
 class JobDirectory:
-    """What the ranks of one job on this host show each other.
+    """What the ranks of one job share on this host.
+
+    Everything that a running job needs is mapped memory of files that were allocated beforehand, so it keeps working when the folder is
+    deleted or its file system is full.
 
     Everything that a running job needs is mapped memory of files that were allocated before: it works on when the folder is deleted or
     its file system is full.
@@ -80,7 +88,7 @@ class JobDirectory:
         words[Header.CLOCK] = time.time_ns() - time.monotonic_ns()
         words[Header.HEARTBEAT] = time.monotonic_ns()
         words[Header.HOST] = buffer.text(socket.gethostname())
-        temporary.replace(path)  # others see it whole or not at all
+        temporary.replace(path)  # others see the whole file or none
         return buffer
 
     def path(self, rank: int) -> Path:
@@ -88,12 +96,12 @@ class JobDirectory:
 
     @property
     def file_id(self) -> str:
-        """The same on two ranks exactly if they have the same files, whatever the names of their folders."""
+        """An identifier that is equal on two ranks exactly if they see the same files, whatever the names of their folders."""
         found = os.fstat(self._alarm_file)
         return f"{found.st_dev}:{found.st_ino}"
 
     def buffer_of(self, rank: int) -> TraceBuffer | None:
-        """The page of a rank; None as long as there is none."""
+        """Return the trace buffer of a rank; None as long as there is none."""
         found = self._buffers.get(rank)
         if found is None:
             found = open_buffer(self.path(rank))
@@ -118,7 +126,7 @@ class JobDirectory:
         self.alarm[1] = len(encoded)
 
     def _save(self, verdict: Verdict) -> None:
-        """For whoever reads the folder later; without room for it, or the folder, the ranks know it all the same."""
+        """Write the verdict for later readers. Without room, or without the folder, the ranks still have it in the alarm."""
         unfinished = self.folder / f"verdict.{os.getpid()}"
         try:
             unfinished.write_text(verdict.to_json())
@@ -133,7 +141,7 @@ class JobDirectory:
         return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]).decode())
 
     def give_up(self) -> bool:
-        """The ranks of this host go on without a watch. Return whether this call is what decided so; False after a verdict."""
+        """Let the ranks of this host go on without the monitor. Return whether this call decided so; False after a verdict."""
         with self._locked():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
@@ -142,7 +150,7 @@ class JobDirectory:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """A lock of the job's processes on this host; that of one that dies is free again."""
+        """Lock the job's processes on this host; the lock of a process that dies is released."""
         deadline = time.monotonic() + _TO_LOCK_S
         with self._posting:
             while not self._try_lock() and time.monotonic() < deadline:
@@ -163,11 +171,11 @@ class JobDirectory:
         return True
 
     def leave(self, state: int) -> None:
-        """This rank is done with the job; the last one on this host deletes the folder, if all went well."""
+        """Set this rank's final state; the last rank on this host deletes the folder if there is no verdict."""
         self.buffer.words[Header.STATE] = state
         if self.alarm[0] == Alarm.VERDICT:
             return
-        with contextlib.suppress(OSError):  # the folder is gone already
+        with contextlib.suppress(OSError):  # the folder has been deleted
             buffers = [buffer for path in self.folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None and is_near(buffer)]
             if len(buffers) >= ranks_here(self.size) and all(buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers):
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -180,7 +188,7 @@ def ranks_here(size: int) -> int:
 
 
 def open_buffer(path: Path) -> TraceBuffer | None:
-    """The page in this file, mapped; None where there is none."""
+    """Map the trace buffer in this file; None where there is none."""
     try:
         buffer = TraceBuffer(map_file(path, BUFFER_BYTES))
     except (OSError, ValueError):
@@ -196,17 +204,17 @@ def read_verdict(folder: Path) -> Verdict | None:
 
 
 def is_local(buffer: TraceBuffer) -> bool:
-    """Whether the page's process can be looked up from here."""
+    """Return whether the buffer's process can be looked up from here."""
     return buffer.words[Header.PID_SPACE] == pid_space()
 
 
 def is_near(buffer: TraceBuffer) -> bool:
-    """Whether the page is its rank's own, and not a copy of what a rank of another host said some time ago."""
+    """Return whether the buffer is its rank's own, and not a copy of a buffer on another host."""
     return buffer.words[Header.PID_SPACE] != 0
 
 
 def pid_space() -> int:
-    """Return a number of the set of processes that this one can look up by their process numbers."""
+    """Return an identifier of the set of processes that this one can look up by process id."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the same on all hosts, outside containers
     except OSError:
@@ -224,7 +232,7 @@ def boot_id() -> str:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """(state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
+    """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -248,7 +256,7 @@ def born(pid: int) -> int:
 
 
 def is_dead(buffer: TraceBuffer) -> bool:
-    """Whether the process of a page of this host is gone."""
+    """Return whether the process of a buffer on this host is gone."""
     if not is_local(buffer):
         return False
     found = process_state(buffer.words[Header.PID])
@@ -256,6 +264,6 @@ def is_dead(buffer: TraceBuffer) -> bool:
 
 
 def is_stopped(buffer: TraceBuffer) -> bool:
-    """Whether the process of a page of this host was stopped by a signal."""
+    """Return whether the process of a buffer on this host was stopped by a signal."""
     found = process_state(buffer.words[Header.PID]) if is_local(buffer) else None
     return found is not None and found[0] in "Tt"

@@ -1,4 +1,11 @@
-"""A rank's seat in a group: where each of its collectives is written down and compared, in about two microseconds.
+"""Record and compare each collective of a rank on one group, in about two microseconds.
+
+    enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in the group's row;
+            then read the rows of other ranks: publish before reading, so that on a mismatch at least one rank detects it before moving data
+    leave   the record gets its end time
+
+In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two neighbours: all ranks agree if each agrees
+with its neighbours.
 
     enter   what is called, on what, from where -> a record in the page, a fingerprint in the group's row
             a look at the rows of others in the group: first shown, then looked, so of two that differ one sees it before it moves anything
@@ -36,8 +43,8 @@ if TYPE_CHECKING:
     from ..monitor import Monitor
     from .job_directory import JobDirectory
 
-NO_GROUP = 0xFFFF  # in the records of groups for which there was no room
-_SMALL = 8  # ranks of a group in which each looks at all others
+NO_GROUP = 0xFFFF  # group number in the records of groups without a row
+_SMALL = 8  # up to so many ranks, each reads the rows of all others
 _frame = sys._getframe
 _LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
 _COUNT = Header.RECORDS
@@ -47,7 +54,7 @@ _HASH = (1 << 21) - 1
 
 
 class Note:
-    """What a collective belongs to, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
+    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
 
     __slots__ = ("text",)
 
@@ -59,11 +66,11 @@ class Note:
 
 
 class _CachedCall:
-    """A collective that was called before, and from where.
+    """A collective that was called before, and the line that called it last.
 
     Attributes:
         text, fingerprint: what it is.
-        depth: how far above `enter` the outermost frame of ours was, 0 if there was none; `code` is what ran there.
+        depth: how far above `enter` the library's outermost frame was, 0 if there was none; `code` is what ran there.
         user, instruction, line: what called that, where, and the text of the line.
     """
 
@@ -77,17 +84,17 @@ class _CachedCall:
 
 
 class Recorder:
-    """One rank's seat in one group.
+    """What one rank records of one group.
 
     Attributes:
-        called: how many collectives it has called on the group.
-        caller: the thread that is in one of them; 0 if none is.
-        key: what the group is called on every rank's page.
-        number: of the group in the own page.
-        row: where the group's row begins in the own page, in words; None where there is no room for it.
-        settled: how many of its collectives all ranks have come to.
-        others: (words of the page, where its row begins) of the neighbours that are known so far.
-        assembles: whether ranks wait for each other before the first collective, for which torch connects them.
+        called: how many collectives this rank has called on the group.
+        caller: the thread that is inside one of them; 0 if none is.
+        key: a hash that identifies the group in every rank's trace buffer.
+        number: of the group in this rank's trace buffer.
+        row: where the group's row begins in this rank's trace buffer, in words; None where there is no room for it.
+        settled: how many of its collectives all ranks have called.
+        others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
+        needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
     """
 
@@ -109,7 +116,7 @@ class Recorder:
         self.others: list[tuple[Any, int]] = []
 
     def enter(self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, route: int = 0) -> int:
-        """Notes down a collective before it moves anything; the number of its record.
+        """Record a collective before it moves any data; return the number of its record.
 
         Args:
             how: the reduction, or "src=0" of a broadcast.
@@ -127,7 +134,7 @@ class Recorder:
             call = self._new_call(op, how, dtype, size, note)
         sequence = self.called
         self.called = sequence + 1
-        # Most calls come from where the last one did. (`sys._getframe` is fast, walking up the frames is not.)
+        # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
         line = 0
         if call.depth:
             try:
@@ -135,7 +142,7 @@ class Recorder:
                 user: Any = frame.f_back
                 if user.f_lasti == call.instruction and user.f_code is call.user and frame.f_code is call.code:
                     line = call.line
-            except (ValueError, AttributeError):  # this one comes from less deep
+            except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
         lineage = carried.lineage
@@ -149,7 +156,7 @@ class Recorder:
             return number
         slot = (sequence & _LAST) * SLOT_WORDS
         mine = (sequence & 0xFFFF) << 48 | call.fingerprint
-        words[row + slot] = 0  # so that nobody takes the new lineage for that of the old fingerprint
+        words[row + slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
         words[row + slot + 3] = route
         words[row + slot + 2] = number
         words[row + slot + 1] = lineage
@@ -169,30 +176,30 @@ class Recorder:
         return number
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Of an all_to_all that no layouts describe, compares how much goes where. Raises: WatchError where ranks differ."""
+        """Publish and compare the splits of an all_to_all that no layouts describe. Raises: WatchError where ranks differ."""
         if self.monitor is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on others may look at them
+        self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
         self.monitor.compare_splits(self, self.called - 1)
 
     def described(self, number: int) -> str:
-        """The collective of this record and its line, for messages."""
+        """Return the collective of this record and its line, for messages."""
         record = self.buffer.record(number)
         return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
 
     def is_open(self, sequence: int) -> bool:
-        """Whether to look after a call that not all ranks have come to."""
+        """Return whether a call that not all ranks have made is to be diagnosed."""
         return True
 
     def leave(self, number: int) -> None:
-        """The collective of this record is over."""
+        """Record that the collective of this record has ended."""
         words = self.words
-        if words[_COUNT] - number < RECORDS:  # else its place belongs to another
+        if words[_COUNT] - number < RECORDS:  # else its slot belongs to a newer record
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
     def find_neighbours(self, directory: JobDirectory) -> None:
-        """Finds the rows of the others, as far as they have called something: of all in a small group, else of the next on both sides."""
+        """Find the rows of the ranks to compare with, as far as they have called something: all in a small group, else both neighbours."""
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
         neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
@@ -205,12 +212,12 @@ class Recorder:
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]
         text = "\t".join(fields)
         call = self._calls[op, how, dtype, size, note] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
-        if len(self._calls) > 10_000:  # calls of ever new sizes
+        if len(self._calls) > 10_000:  # a program whose sizes always change
             self._calls.clear()
         return call
 
     def _claim_row(self) -> None:
-        """Tells where in the page the row is, at the first collective: by then the axes of the group are known."""
+        """Claim a row in the trace buffer at the first collective: by then the axes of the group are known."""
         number = self._find_row()
         if number is not None:
             self.number, self._tag, self.row = number, number << 48, row_of(number)
@@ -221,11 +228,11 @@ class Recorder:
         return self.buffer.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
 
     def _name(self) -> str:
-        """What the group is called in messages."""
+        """Return what the group is called in messages."""
         return self.world.axes_of(self.group.ranks)
 
     def _find_line(self, call: _CachedCall) -> int:
-        """The text of the line in the user's program from which this comes; `call` remembers it."""
+        """Find the line of the user's program that calls, and remember it in `call`; return the text's place in the trace buffer."""
         frame, depth = user_frame(2)
         call.depth, call.code = depth - 1, _frame(depth).f_code  # seen from `enter`, which is one lower
         call.user, call.instruction = frame.f_code, frame.f_lasti
@@ -234,16 +241,16 @@ class Recorder:
 
 
 def route_of(dst: int | None, src: int | None) -> int:
-    """The places in the group that a message goes to and comes from, as one word."""
+    """Return the places in the group that a message goes to and comes from, as one word."""
     return (0 if dst is None else dst + 1) << 32 | (0 if src is None else src + 1)
 
 
 def row_of(number: int) -> int:
-    """Where the row of a page's group begins, in words."""
+    """Return where the row of a group begins in a trace buffer, in words."""
     return SLOT_AREA + number * SLOTS * SLOT_WORDS
 
 
 def unlike(one: int, other: int) -> bool:
-    """Whether two lineages speak of different values: all three hashes differ; see `sharding/ops/lineage.py`. 0 says nothing."""
+    """Return whether two lineages belong to different values: all three hashes differ (see `sharding/ops/lineage.py`). 0 is unknown."""
     different = one ^ other
     return bool(one and other and different & _HASH and different >> 21 & _HASH and different >> 42)

@@ -17,10 +17,10 @@ from shardmesh.mesh.comm.null import NullWorld
 from shardmesh.mesh.monitor import monitor as monitor_module
 from shardmesh.mesh.monitor import settings as settings_module
 from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.monitor import start_monitor
 from shardmesh.mesh.monitor.recording.recorder import route_of
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, Header, RankState
 from shardmesh.mesh.monitor.settings import from_environment, guard, settings, watchdog
+from shardmesh.mesh.monitor.start import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
 from shardmesh.mesh.text import ranks_text
@@ -380,7 +380,7 @@ def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file.touch()
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(file))
     assert start_monitor(NullWorld(0, 2), "job") is None
-    assert "no watch over this job" in capsys.readouterr().err
+    assert "this job is not monitored" in capsys.readouterr().err
 
 
 def test_a_process_alone_has_no_watch() -> None:

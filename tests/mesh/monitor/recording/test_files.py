@@ -198,7 +198,7 @@ def test_ranks_that_gave_up_only_note_down(two: list[Hand], capsys: pytest.Captu
         recorder.enter("all_reduce", "sum", torch.float32, 4, 16, 16)  # neither waits nor compares
     assert (two[0].world.monitor, recorder.monitor) == (None, None)
     assert two[0].world.trace_buffer.words[Header.RECORDS] == 2  # the ledger goes on where it was
-    assert capsys.readouterr().err == "shardmesh: no watch over this job. the folder is full\n"
+    assert capsys.readouterr().err == "shardmesh: this job is not monitored: the folder is full\n"
     two[0].monitor.wait(recorder, 1, _Done())
     two[0].monitor.wait_for_peers(recorder, 1, [1])
     two[0].monitor.rendezvous(recorder, 1)
@@ -240,7 +240,7 @@ def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.Captu
     waiting.join()
     Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
     assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
-    assert capsys.readouterr().err == "shardmesh: no watch over this job. rank 0: the folder is full\n"
+    assert capsys.readouterr().err == "shardmesh: this job is not monitored. rank 0: the folder is full\n"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.Captu
 def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
     assert all(f"result 40.0 watch {monitor}" in rank.output for rank in ended)
-    assert sum(rank.output.count("no watch over this job") for rank in ended) == warnings
+    assert sum(rank.output.count("this job is not monitored") for rank in ended) == warnings
 
 
 @pytest.mark.parametrize("ranks", [[2], [0, 1, 2, 3]])
@@ -312,7 +312,7 @@ def test_a_folder_that_vanishes_again_and_again(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "always")
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
     assert all("result 40.0" in rank.output for rank in ended)
-    assert sum(rank.output.count("no watch over this job") for rank in ended) <= 1
+    assert sum(rank.output.count("this job is not monitored") for rank in ended) <= 1
 
 
 def test_a_rank_in_another_folder(forked: Forked) -> None:
