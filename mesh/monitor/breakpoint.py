@@ -2,9 +2,6 @@
 
     rank 0   ... (Pdb) p x  n  n  c ........... gather   goes on
     rank 1   ..................... waits ...... gather   goes on       or: PeerError: rank 0 quit the debugger
-
-    rank 0   ... (Pdb) p x  n  n  c ........... meet   goes on
-    rank 1   ..................... waits ...... meet   goes on       or: PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations

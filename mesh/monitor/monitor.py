@@ -2,9 +2,6 @@
 
 A process has one monitor for each default process group. It ends with the group or with the first verdict: after that every
 collective of every rank raises the verdict.
-
-A process has one watch for each default process group. It ends with the group, or with the first verdict: from then on every
-collective of every rank raises it.
 """
 
 from __future__ import annotations
@@ -71,14 +68,6 @@ class Monitor:
         notified: whether this rank's program has raised or printed the verdict.
         failed_at: when this rank learned of the verdict; 0 before.
         relay: the connection to other hosts; None where there is none.
-
-    Attributes:
-        board: the pages of all ranks.
-        alarm: one word, not 0 when there is a verdict.
-        seats: of the groups in which this rank has called something.
-        abandoned: whether a collective may have been left under way, which torch's threads would wait for at exit.
-        told: whether this rank's program has met the verdict.
-        failed_at: when this rank learned of the verdict; 0 before.
     """
 
     def __init__(self, world: World, directory: JobDirectory, agreement: Agreement | None = None) -> None:
@@ -272,8 +261,6 @@ class Monitor:
         """Return when these members have called this collective.
 
         A message between two ranks cannot be waited for in slices, so it is not waited for before both ranks have called.
-
-        A message between two ranks cannot be waited for in slices: so nobody waits for one who has not come.
         """
         ranks = [recorder.group.ranks[place] for place in places if place is not None]
 

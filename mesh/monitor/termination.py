@@ -7,14 +7,6 @@
 
 Programs that host others are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
 it has destroyed the default group and goes on with something else.
-
-    verdict   +0.5 s   a program that computes is called by a signal: the error is raised where it is        SHARDMESH_EXIT_S=10
-              +5 s     one that does not react is ended
-              +10 s    one that has met the error and lives on, in the same job, is ended
-    at exit            torch's groups are kept: taking one apart waits for its threads, which wait for ranks that never answer
-
-Others that live in the process are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
-it has destroyed the default group and goes on with something else.
 """
 
 from __future__ import annotations
@@ -108,8 +100,6 @@ def keep_groups() -> None:
     """Keep all of torch's process groups from being destroyed.
 
     Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
-
-    A group of gloo's waits for its threads when it is taken apart, and those may wait for ranks that never answer.
     """
     for handle in torch_groups():
         if id(handle) not in _kept:
@@ -224,8 +214,6 @@ def _end_others(monitor: Monitor) -> None:
     """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the interpreter's lock.
 
     Without a launcher nothing else ends them. The lowest of the other ranks does it, once their time to exit is over.
-
-    Where there is no launcher nobody else does. The first of the other ranks waits for it, until the time of those ranks is over.
     """
     monitor.buffer.words[Header.AWARE] = 1
     while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:
@@ -261,8 +249,6 @@ class _LastWord:
     """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
 
     Next would come the destructors of torch's objects, which wait for what is under way.
-
-    Next would be the destructors of what torch has, which wait for what is under way.
     """
 
     def __del__(self, end: Callable[[int], Any] = os._exit) -> None:

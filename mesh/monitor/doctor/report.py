@@ -1,4 +1,4 @@
-"""What the doctor says: for people, and as JSON."""
+"""The doctor's report, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...topology import seconds_text
 from .bandwidth import Bandwidth
 from .findings import Finding
 
-_VERSION = 1  # of the JSON; what is there keeps its name and meaning as long as it stays the same
+_VERSION = 1  # of the JSON; fields keep their name and meaning within a version
 _SHOWN = {"ok": "ok", "warning": "warning", "fault": "FAULT"}
 
 
@@ -21,7 +21,7 @@ class Report:
     """Report(subject, checks, bandwidth).
 
     Attributes:
-        subject: whose report it is, in words.
+        subject: what was examined, in words.
         checks: by name.
         bandwidth: of the axes that were measured.
     """

@@ -1,8 +1,8 @@
-"""Pages of ranks on other hosts, copied part by part, so that the rest of the watch reads them as it reads those of its own host.
+"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of its own host.
 
-    page of rank 2 on host-b                           copy on host-a
+    buffer of rank 2 on host-b                         copy on host-a
     header | table | rows | ring | text     ----->     header | table | rows | ring | text
-    a part is sent when it has changed                 in times of this host's clock, and marked as a copy
+    a part is sent when it has changed                 times on this host's clock, marked as a copy
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from ..recording.trace_buffer import (
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
 _TEXT = BUFFER_BYTES - TEXT_BYTES
-_HEADER_WORDS = 32  # as many as there are in use
+_HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = 256  # the last ones; those before were sent when they were the last
+_SENT_RECORDS = 256  # the last ones; earlier ones were sent when they were the last
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
-_REASON = TEXT_BYTES - _PART_BYTES  # where a copy's text has room for one of its own
-_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words in which a copy speaks for this host
+_REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for a reason of its own
+_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words that belong to this host's copy
 
 
 def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
-    """(start, length) in bytes of all parts in use; what points elsewhere comes before what it points to."""
+    """Yield (start, length) in bytes of all parts in use, those with references before what they refer to."""
     words = buffer.words
     groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
@@ -59,21 +59,21 @@ def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
 
 
 def _ring_parts(count: int) -> list[int]:
-    """Which parts of the ring hold the last records."""
+    """Return which parts of the ring hold the last records."""
     first = max(0, count - _SENT_RECORDS) // _PART_RECORDS
     last = -(-count // _PART_RECORDS)
     return [part % (RECORDS // _PART_RECORDS) for part in range(first, last)]
 
 
 class BufferSource:
-    """A page of this host, and which of its parts have been sent."""
+    """A trace buffer of this host, and which of its parts have been sent."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
         self.buffer = buffer
         self.versions: dict[int, int] = {}
 
     def changed(self) -> dict[int, bytes]:
-        """The parts that are not as they were the last time, by where they start."""
+        """Return the parts that have changed since the last call, by where they start."""
         found, versions = {}, {}
         for start, length in parts(self.buffer):
             data = bytes(self.buffer.data[start : start + length])
@@ -85,7 +85,7 @@ class BufferSource:
 
 
 class BufferCopy:
-    """The page of a rank of another host, in this host's folder."""
+    """The copy of another host's trace buffer, in this host's folder."""
 
     def __init__(self, buffer: TraceBuffer) -> None:
         self.buffer = buffer
@@ -93,11 +93,11 @@ class BufferCopy:
         self._beat = 0
 
     def missing(self, versions: Mapping[int, int]) -> list[int]:
-        """Where the parts start that are not here yet."""
+        """Return where the parts start that are not here yet."""
         return [start for start, version in versions.items() if self._versions.get(start) != version]
 
     def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
-        """What is pointed to is written first, the header last."""
+        """Write parts; what is referred to comes first, the header last."""
         for start in sorted(found, reverse=True):
             if start:
                 self.buffer.data[start : start + len(found[start])] = found[start]
@@ -116,21 +116,21 @@ class BufferCopy:
             words[Header.HEARTBEAT] = now
         words[Header.BLOCKED_SINCE] = now - blocked_for
 
-    def explain(self, reason: str) -> None:
-        """Says in the rank's place what it does."""
+    def set_reason(self, reason: str) -> None:
+        """Write in the rank's place what it is doing: why it is lost."""
         encoded = reason.encode()[: _PART_BYTES - 4]
         struct.pack_into("I", self.buffer.data, _TEXT + _REASON, len(encoded))
         self.buffer.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded
         self.buffer.words[Header.DOING] = _REASON
 
-    def lose(self) -> None:
-        """Marks the rank as one that cannot be reached; its next header takes that back."""
+    def mark_lost(self) -> None:
+        """Mark the rank as one that cannot be reached; its next header clears that."""
         self.buffer.words[Header.STATE] = RankState.LOST
         self._versions.pop(0, None)
 
 
 def make_copy(path: Path) -> BufferCopy:
-    """An empty copy in a file, or what there is of one. Where hosts share the folder of a job, the page itself is there and stays as it is.
+    """Return an empty copy in a file, or the copy that is there. Where hosts share the folder, the buffer itself is there and is kept.
 
     Raises: OSError where no file can be made.
     """

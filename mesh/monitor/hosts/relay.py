@@ -1,15 +1,15 @@
-"""Between hosts: what the pages of a host's ranks say, through the job's store, to the other hosts and back.
+"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its store.
 
-    host-a   pages of ranks 0, 1   --- publish --->   store   --- fetch --->   copies of ranks 0, 1   host-b
-             copies of ranks 2, 3  <--- fetch ----           <--- publish ---   pages of ranks 2, 3
+    host-a   buffers of ranks 0, 1  --- publish --->   store   --- fetch --->   copies of ranks 0, 1    host-b
+             copies of ranks 2, 3   <--- fetch ----           <--- publish ---  buffers of ranks 2, 3
 
-One rank of each host speaks for it, the lowest that lives, over a connection of its own: a question to a store that has become
-unreachable is never answered. What is copied is read like the pages of this host, so that everything else works between hosts as it
-does within one, only later, by a tenth of a second or two. A host that falls silent, or from which the store cannot be reached, is
-marked in the copies; it is an error, on every rank, as soon as a rank waits for one of its ranks.
+One rank of each host publishes for it, the lowest that is alive, over a connection of its own: a request to an unreachable store is
+never answered. Copies are read like the buffers of this host, so that everything else works between hosts as it does within one,
+a tenth of a second or two later. A host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
+every rank as soon as a rank waits for one of its ranks.
 
-In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK what the host whose lowest rank this is has to
-say; page/RANK/START a part of a page. Each host reads what all others write, so from 8 hosts on they do it less often.
+In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK the state of the host whose lowest rank this
+is; page/RANK/START a part of a trace buffer. Each host reads what all others write, so from 8 hosts on they exchange less often.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from .mirror import BufferCopy, BufferSource, make_copy
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
-_LOST_S = 10.0  # silence after which a host counts as lost
-_TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits for others
+_LOST_S = 10.0  # a host that is silent for so long counts as lost
+_TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
 _EAGER_S = 0.02
 _FEW_HOSTS = 8
-_FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not speak for its host
-_FAREWELL_S = 1.0  # for the others to hear the last words of a host
-_LONGEST_STEP_S = 0.5  # time in which this process did not run itself says nothing about others
-_OLDEST = 56  # of 64 fingerprints; the slots of those before are about to be overwritten, perhaps while they are copied
+_FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
+_FAREWELL_S = 1.0  # for the others to read the last state of a host
+_LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+_OLDEST = 56  # of 64 fingerprints; older slots are about to be overwritten, perhaps while they are copied
 
 
 @dataclass
 class Host:
-    """Another host, as it was last heard of.
+    """Another host, as of its last state.
 
     Attributes:
-        head: the name of its words in the store.
-        beat: changes whenever it says something.
+        head: the key of its state in the store.
+        beat: changes with each state that it publishes.
         heard: when it last did, on the clock of exchanges.
-        is_told: whether it knows of a verdict.
-        asked: for stacks, by rank; what the rank's page said was wanted, and the number that the host gave the question.
+        is_notified: whether it knows of a verdict.
+        asked: requests for stacks by rank: the count of requests in the rank's buffer, and the host's number of the request.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Host:
 
 
 def is_needed(env: Mapping[str, str], size: int) -> bool:
-    """Whether ranks may be on other hosts."""
+    """Return whether ranks may be on other hosts."""
     return env.get("LOCAL_WORLD_SIZE") != str(size)
 
 
 def start_relay(monitor: Monitor, store: Any) -> Relay | None:
-    """The relay of this rank, already running; None where there is one host, or no store that hosts share.
+    """Start the relay of this rank; None where there is one host, or no store that hosts share.
 
     Args:
         store: of the default group.
@@ -102,7 +102,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
 
 class Relay:
-    """Speaks for this host when this rank has to, and looks for what is different on others."""
+    """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
 
     def __init__(self, monitor: Monitor, store: Any, address: str) -> None:
         self._monitor, self._directory, self._address = monitor, monitor.directory, address
@@ -112,7 +112,7 @@ class Relay:
         self._mine: tuple[int, ...] = ()
         self._others: list[Host] = []
         self._sources: dict[int, BufferSource] = {}
-        self._exchanged = self._felt = self._answered = 0.0  # clocks that stand still while this process does
+        self._exchanged = self._felt = self._answered = 0.0  # clocks that stop while this process is stopped
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
@@ -127,7 +127,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """The last words of this host, if no other rank of it can say them."""
+        """Stop, after publishing the last state of this host if no other rank of it can."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.5 * _FAREWELL_S)
@@ -143,20 +143,20 @@ class Relay:
             else:
                 self._answered = self._felt
         if self._others and (self._monitor.standing() is not None or not self._living()):
-            self._try_to(self._say_farewell)
-        self._store = None  # which may keep a server alive
+            self._try_to(self._publish_last)
+        self._store = None  # it may keep a server alive
 
     def _try_to(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except (RuntimeError, OSError):  # the connection broke, or the folder has gone
-            self._sources.clear()  # what has arrived is not known
+        except (RuntimeError, OSError):  # the connection broke, or the folder is gone
+            self._sources.clear()  # which parts have arrived is not known
             if not self._over.wait(_TICK_S):
                 with contextlib.suppress(RuntimeError):
                     self._store = self._store.clone()
 
     def _find_hosts(self) -> None:
-        """Returns when all ranks have said which host they are on."""
+        """Wait until all ranks have published which host they are on."""
         size, rank = self._directory.size, self._directory.rank
         self._store.set(f"place/{rank}", json.dumps([_host_key(self._directory), self._name]))
         keys = [f"place/{r}" for r in range(size)]
@@ -179,7 +179,7 @@ class Relay:
         return [buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None]
 
     def _living(self) -> list[int]:
-        """The ranks of this host that could speak for it."""
+        """Return the ranks of this host that could publish for it."""
         oldest = time.monotonic_ns() - _FRESH_NS
         buffers = [buffer for buffer in self._buffers() if buffer.words[Header.STATE] == RankState.RUNNING]
         own = self._directory.buffer
@@ -196,8 +196,8 @@ class Relay:
         self._exchanged += min(now - self._spoke, _LONGEST_STEP_S)
         self._spoke, self._answered = now, self._felt
 
-    def _say_farewell(self) -> None:
-        """The last words of a host. When the job has failed, its store may end with it: so not before the others know why."""
+    def _publish_last(self) -> None:
+        """Publish the last state of a host. If the job has failed its store may end with it, so not before the others know why."""
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
         while self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline:
@@ -205,7 +205,7 @@ class Relay:
             self._exchange()
 
     def _unaware(self) -> list[Host]:
-        """Hosts that have not said that they know of the verdict, but could."""
+        """Return reachable hosts that have not confirmed the verdict."""
         buffers = {host.head: self._directory.buffer_of(host.ranks[0]) for host in self._others}
         states = {head: RankState.RUNNING if buffer is None else buffer.words[Header.STATE] for head, buffer in buffers.items()}
         return [host for host in self._others if not host.is_notified and states[host.head] != RankState.LOST]
@@ -232,7 +232,7 @@ class Relay:
             return
         parts: dict[str, bytes] = {}
         while missing := [key for key in self._missing(host, said) if key not in parts]:
-            # Asked for together with the head: if that has changed, so may have parts that were not asked for.
+            # Read together with the head: if that has changed, so may have parts that were not asked for.
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
             if (newer := json.loads(data))["beat"] != said["beat"]:
@@ -253,7 +253,7 @@ class Relay:
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
-        """Writes down what a host has said."""
+        """Write what a host has published into the copies."""
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"
@@ -268,12 +268,12 @@ class Relay:
     # -- questions for stacks ------------------------------------------------------------------------------------------
 
     def _wanted(self) -> dict[int, int]:
-        """What ranks of this host want to know of those of others."""
+        """Return which stacks ranks of this host ask for from other hosts' ranks."""
         words = {rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()}
         return {rank: w[Header.STACK_WANTED] for rank, w in words.items() if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]}
 
     def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
-        """Passes another host's questions on to the ranks of this one."""
+        """Pass another host's requests for stacks on to the ranks of this one."""
         for rank in set(map(int, wanted)) & set(self._mine):
             buffer, number = self._directory.buffer_of(rank), wanted[str(rank)]
             if buffer is not None and host.asked.get(rank, (0, 0))[1] != number:
@@ -281,17 +281,17 @@ class Relay:
                 host.asked[rank] = buffer.words[Header.STACK_WANTED], number
 
     def _given(self) -> dict[int, dict[int, int]]:
-        """By host and rank, which questions have been answered."""
+        """Return by host and rank which requests have been answered."""
         words = {buffer.words[Header.RANK]: buffer.words for buffer in self._buffers()}
         return {
             host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][Header.STACK_GIVEN] >= at}
             for host in self._others
         }
 
-    # -- looking around, by the watchdog -------------------------------------------------------------------------------
+    # -- silence and differences, called by the watchdog ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Notes which hosts are silent, and compares this rank's collectives with those of its neighbours elsewhere."""
+        """Mark hosts that are silent, and compare this rank's collectives with those of its neighbours on other hosts."""
         now = time.monotonic()
         self._felt += min(now - self._looked, _LONGEST_STEP_S)
         self._looked = now
@@ -306,21 +306,21 @@ class Relay:
         for host in self._others:
             silent = self._exchanged - host.heard
             if unanswered > self.lost_after_s:
-                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so hears nothing of {host.text}")
+                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so knows nothing of {host.text}")
             elif silent > self.lost_after_s:
                 self._lose(host, f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}")
 
     def _lose(self, host: Host, reason: str) -> None:
-        """Of all ranks at once, so that an error names them all."""
+        """Mark all ranks of a host as lost, at once, so that an error names them all."""
         copies = [self._copy(host, rank) for rank in host.ranks]
         running = [copy for copy in copies if copy.buffer.words[Header.STATE] == RankState.RUNNING]
         for copy in running:
-            copy.explain(reason)
+            copy.set_reason(reason)
         for copy in running:
-            copy.lose()
+            copy.mark_lost()
 
     def _compare(self, recorder: Recorder) -> None:
-        """Main threads compare with what they find when they call: what came from another host is older than that."""
+        """Compare a group's collectives with copies: what main threads compared with when they called was older than that."""
         for words, row in recorder.others:
             if words[Header.PID_SPACE] == 0 and recorder.row is not None:
                 sequence = _first_difference(recorder, words, row)
@@ -336,7 +336,7 @@ def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
 
 
 def _first_difference(recorder: Recorder, words: Any, row: int) -> int | None:
-    """The first collective of the last ones in which a neighbour differs."""
+    """Return the first of the last collectives in which a neighbour differs."""
     size, start = SLOTS * SLOT_WORDS, recorder.row or 0
     ours, theirs = recorder.words[start : start + size].tolist(), words[row : row + size].tolist()
     newest = recorder.called - 1
@@ -351,5 +351,5 @@ def _first_difference(recorder: Recorder, words: Any, row: int) -> int | None:
 
 
 def _host_key(directory: JobDirectory) -> str:
-    """The same for two ranks exactly if they see the same folder."""
+    """Return a text that is equal for two ranks exactly if they see the same folder."""
     return f"{boot_id()}/{directory.file_id}"

@@ -1,4 +1,4 @@
-"""The ledger as a trace that ui.perfetto.dev and chrome://tracing show: a process for each rank, a thread for each group."""
+"""Export the ledger as a trace for ui.perfetto.dev and chrome://tracing: a process per rank, a thread per group."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...comm.report import save_events, trace_event
 if TYPE_CHECKING:
     from .ledger import Ledger, LedgerEntry, RankLedger
 
-_STEPS = 0  # the thread on which a rank's steps are shown; those of groups follow
-_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap need several
+_STEPS = 0  # thread of a rank's steps; those of groups follow
+_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap are on several
 
 
 def save_trace(ledger: Ledger, path: str | Path) -> None:
@@ -21,7 +21,7 @@ def save_trace(ledger: Ledger, path: str | Path) -> None:
 
 
 def events(ledger: Ledger) -> list[dict[str, Any]]:
-    """All ranks' collectives and steps as events of Chrome's trace format; times in microseconds since 1970."""
+    """Return all ranks' collectives and steps as events of Chrome's trace format; times in microseconds since 1970."""
     ranks = {rank: _RankTrace(found) for rank, found in ledger.ranks.items()}
     found = [event for rank in ranks.values() for event in rank.events()]
     return found + list(_arrows(ledger, ranks))
@@ -48,7 +48,7 @@ class _RankTrace:
             self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
 
     def end(self, entry: LedgerEntry) -> float:
-        """When it ended, in seconds; what is under way lasts until the rank last gave a sign of life."""
+        """Return when it ended, in seconds; what is under way lasts until the rank's last sign of life."""
         return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -95,7 +95,7 @@ def _details(entry: LedgerEntry) -> dict[str, Any]:
 
 
 def _arrows(ledger: Ledger, ranks: Mapping[int, _RankTrace]) -> Iterator[dict[str, Any]]:
-    """From the rank that came last to a collective to those that waited there."""
+    """Yield arrows from the rank that came last to a collective to those that waited there."""
     ids = count()
     for parts in ledger.collectives():
         last = max(parts.values(), key=lambda entry: entry.start)

@@ -1,8 +1,8 @@
-"""Buffers of collectives under way, which nobody may write to until `wait` returns.
+"""Detect writes to the buffer of a collective that is under way, before `wait` returns.
 
-Every write through an operator raises the version that a tensor shares with its views. So a write to a buffer that has its memory for
-itself is found at no cost; where other tensors share the memory, it may be these that were written to. Under
-`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also finds writes through `.data` and NumPy.
+Every operator that writes raises the version that a tensor shares with its views. So a write to a buffer that alone uses its memory is
+detected at no cost; where other tensors share the memory, the write may have been to those. With
+`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also detects writes through `.data` and NumPy.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _settings = settings()
 
 
 class Guarded(Work):
-    """A collective under way whose buffer must stay as it is.
+    """A collective under way whose buffer must not change.
 
     Args:
         x: the input, or the one buffer of a collective that works in place.
         in_place: whether the collective itself writes to x.
-        seat, number: where it is noted down, and the number of its record.
-        over: what to call when it is over.
+        recorder, number: what recorded it, and the number of its record.
+        over: called when it has ended.
     """
 
     __slots__ = ("_before", "_error", "_number", "_over", "_recorder", "_version", "_work", "_x")

@@ -4,11 +4,6 @@
         rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
         alarm                            whether there is a verdict, and its text
         verdict.json                     the same, for reading it later
-
-    /dev/shm/shardmesh-1000-5f3a.../     named by the job and the user
-        rank0.trace  rank1.trace ...       written by their ranks; what other hosts' ranks do is copied here by `relay.py`
-        alarm                            whether there is a verdict, and its text
-        verdict.json                     the same, for whoever reads the folder later
 """
 
 from __future__ import annotations
@@ -51,12 +46,9 @@ class JobDirectory:
     Everything that a running job needs is mapped memory of files that were allocated beforehand, so it keeps working when the folder is
     deleted or its file system is full.
 
-    Everything that a running job needs is mapped memory of files that were allocated before: it works on when the folder is deleted or
-    its file system is full.
-
     Attributes:
         folder: where the files are.
-        page: this rank's.
+        buffer: this rank's trace buffer.
         alarm: words; the first is one of `Alarm`.
     """
 

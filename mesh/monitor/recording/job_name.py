@@ -1,9 +1,9 @@
-"""A name for the job that has a default process group, which its ranks find in the group's store without waiting for each other.
+"""Find a name for the job of a default process group in the group's store, without waiting for other ranks.
 
-    shardmesh/job/0           the name, chosen by whichever rank comes first
-    shardmesh/job/0/rank2     the card of the process that is rank 2
-    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, among the cards: an earlier attempt of a restarted
-    shardmesh/job/1           job has left them, since torchrun keeps one store for all attempts. The next name is this attempt's
+    shardmesh/job/0           the name, chosen by the rank that comes first
+    shardmesh/job/0/rank2     the rank info of the process that is rank 2
+    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, there: an earlier attempt of a restarted job
+    shardmesh/job/1           left them, since torchrun keeps one store for all attempts. The next name is this attempt's
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _joined: Counter[str] = Counter()
 
 
 def find_name(store: Any, rank: int) -> tuple[str, str] | None:
-    """Return the name and the key that tells whether it turned out to be an earlier attempt's; None with a store that keeps nothing.
+    """Return the name, and the key that is set if the name turns out to be an earlier attempt's; None if the store keeps nothing.
 
     Communication: a few questions to the store; waits for no rank.
     """
@@ -30,7 +30,7 @@ def find_name(store: Any, rank: int) -> tuple[str, str] | None:
             record = f"shardmesh/job/{number}"
             name = store.compare_set(record, "", secrets.token_hex(8)).decode()
             if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
-                _joined[name] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
+                _joined[name] += 1  # a store that is used for several default groups keeps the name, but not the trace buffers
                 return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
         pass
@@ -46,7 +46,7 @@ def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
 
 
 def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
-    """Whether a process of this host that had the name has ended. Only torchrun uses a store again."""
+    """Return whether a process of this host that used the name has ended. Only torchrun uses a store again."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     here = f"{record}/{machine()}"

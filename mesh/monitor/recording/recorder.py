@@ -6,12 +6,6 @@
 
 In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two neighbours: all ranks agree if each agrees
 with its neighbours.
-
-    enter   what is called, on what, from where -> a record in the page, a fingerprint in the group's row
-            a look at the rows of others in the group: first shown, then looked, so of two that differ one sees it before it moves anything
-    leave   when it is over
-
-In a group of up to 8 each looks at all others; in a larger one at two neighbours: all ranks are alike if each is like its neighbours.
 """
 
 from __future__ import annotations

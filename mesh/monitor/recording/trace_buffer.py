@@ -9,16 +9,6 @@
 
 Only its own rank writes to a trace buffer (except for one word, with which others ask for its stack), so nothing is locked. A reader may
 see a half-written record; what it compares, the fingerprint, is one word that is written last.
-
-    header     who it is, its heartbeat, what it is blocked on                       words of 8 bytes, see `H`; from 32 on marks of steps
-    stack      its Python stack, when somebody asked for it
-    groups     for each group: which, and for its last 64 collectives               (fingerprint, lineage, number of the record, route)
-    ring       its last 4096 collectives                                            records of 8 words
-    splits     how much its last all_to_alls sent and expected
-    text       what records point to: calls, places, groups                         only ever appended to
-
-Only its own rank writes to a page (but for one word, with which others ask for its stack), so nothing is locked. A reader may see a
-record half written; what it compares, the fingerprint, is one word, written last.
 """
 
 from __future__ import annotations

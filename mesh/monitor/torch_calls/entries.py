@@ -1,7 +1,7 @@
-"""How a call on one of torch's process groups is written down: what all ranks of the group must say alike, and the bytes.
+"""Record a call on one of torch's process groups: what must be the same on all ranks of the group, and the bytes.
 
-What may differ between ranks is left out: who scatters and who is scattered to, how much goes where in an all_to_all, what a rank that
-is not the root passes.
+What may differ between ranks is left out: the tensors of a scatter or gather, the splits of an all_to_all, what a rank that is not
+the root passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REDUCTIONS = {int(kind): name.lower() for name, kind in _KINDS.items()}
 
 
 def _reduction(options: Any) -> str:
-    """The hash of a ReduceOp is its number: to compare it, or to ask for its name, takes four times as long."""
+    """Return the name of a reduction. The hash of a ReduceOp is its number: comparing it or asking its name takes four times as long."""
     try:
         return _REDUCTIONS.get(hash(options.reduceOp), "?")
     except AttributeError:  # a ReduceOp itself
@@ -54,7 +54,7 @@ def reduce(recorder: TorchRecorder, tensors: Any, options: Any, op: Any = dist.R
 
 
 def all_gather(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
-    """Ranks may have parts of different sizes, where the backend takes them."""
+    """Record an all_gather, of parts of different sizes where the backend allows that."""
     x, parts = (ins[0], outs[0]) if isinstance(ins, list) else (ins, outs)
     is_even = all(part.numel() == x.numel() for part in parts)
     moved = (recorder.size - 1) * x.nbytes
@@ -82,7 +82,7 @@ def scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any) -> int:
 
 
 def reduce_scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
-    """Ranks may get parts of different sizes, where the backend gives them."""
+    """Record a reduce_scatter, into parts of different sizes where the backend allows that."""
     x, parts = (outs[0], ins[0]) if isinstance(outs, list) else (outs, ins)
     size = x.numel() if all(part.numel() == x.numel() for part in parts) else sum(part.numel() for part in parts)
     moved = (recorder.size - 1) * x.nbytes
@@ -100,7 +100,7 @@ def reduce_scatter_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, optio
 
 
 def all_to_all_flat(recorder: TorchRecorder, out: Any, x: Any, out_splits: Any = None, in_splits: Any = None, options: Any = None) -> int:
-    """Splits count rows, as torch's do."""
+    """Record an all_to_all of one tensor; splits count rows, as torch's do."""
     rows = x.shape[0] if x.dim() else 0, out.shape[0] if out.dim() else 0
     both = zip((in_splits, out_splits), rows, strict=True)
     sent, expected = ([*given] if given else [count // recorder.size] * recorder.size for given, count in both)
@@ -119,7 +119,7 @@ def barrier(recorder: TorchRecorder, *args: Any, **kwargs: Any) -> int:
     return recorder.enter("barrier", "", "", -1, 0, 0)
 
 
-# name of a method of torch's ProcessGroup -> what writes a call of it down, and returns the number of its record
+# method of torch's ProcessGroup -> what records a call of it and returns the number of the record
 ENTER: dict[str, Enter] = {
     "allreduce": all_reduce,
     "allreduce_coalesced": all_reduce_coalesced,

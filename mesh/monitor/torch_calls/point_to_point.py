@@ -1,7 +1,7 @@
-"""Messages between two ranks that the program sends by torch itself: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
+"""Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
 
-Torch delivers the messages of one sender, receiver and tag in their order, so each such channel counts for itself: number 3 of the
-sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so it shows that it does; nothing is
+Torch delivers the messages of one sender, receiver and tag in order, so each such channel has a count of its own: number 3 of the
+sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so publishes that it does; nothing is
 compared with it.
 """
 
@@ -21,8 +21,8 @@ from .recorder import _SOON, TorchRecorder
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
-_MOST_CHANNELS = 128  # so many have a place in the page, where the library's groups need some, too
-_ALIKE = 3  # the fingerprint of all messages: a receiver may give a larger buffer, of another dtype
+_MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
+_ALIKE = 3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
 
 
 class MessageRecorder(TorchRecorder):
@@ -52,7 +52,7 @@ class MessageRecorder(TorchRecorder):
         Recorder.find_neighbours(self, directory)
 
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
-        """As in a collective, but gloo can only wait for messages without looking up, so first the other rank must have come."""
+        """Wait as in a collective. Gloo can only wait for messages without interruption, so the other rank must have called first."""
         monitor = self.monitor
         if monitor is None or not self.on_cpu or self.row is None:
             return plainly(work) if timeout is None else plainly(work, timeout)
@@ -70,12 +70,12 @@ class MessageRecorder(TorchRecorder):
         return found.came is not False or self._is_unmatched() or (found.buffer is not None and not is_near(found.buffer))
 
     def _is_unmatched(self) -> bool:
-        """Whether the numbers of sender and receiver need not be the same."""
+        """Return whether sender and receiver may number messages differently."""
         buffers = [] if self.monitor is None else [self.monitor.directory.buffer_of(rank) for rank in (self.src, self.dst)]
         return any(buffer is not None and buffer.words[Header.UNMATCHED] for buffer in buffers)
 
     def compare(self, sequence: int) -> None:
-        """As far as both have come. Raises: WatchError where more is sent than there is room for, of which gloo dies."""
+        """Compare a message, if both ranks have called. Raises: WatchError where more is sent than fits, which would abort gloo."""
         monitor = self.monitor
         if monitor is None or self._is_unmatched():
             return

@@ -101,8 +101,8 @@ def test_times_are_those_of_the_reader(pair):
 def test_a_lost_rank_comes_back(pair):
     buffer, source, copy = pair
     carry(source, copy)
-    copy.explain("host-b is down")
-    copy.lose()
+    copy.set_reason("host-b is down")
+    copy.mark_lost()
     assert (copy.buffer.words[Header.STATE], copy.buffer.read_text(copy.buffer.words[Header.DOING])) == (RankState.LOST, "host-b is down")
     copy.write({0: bytes(buffer.data[:256])}, source.versions)
     assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (RankState.RUNNING, 0)
@@ -115,7 +115,7 @@ def test_a_page_of_another_rank_is_never_written_to(tmp_path):
     buffer.begin(2, 4)
     buffer.words[Header.PID_SPACE] = 5
     path.write_bytes(buffer.data)
-    make_copy(path).lose()
+    make_copy(path).mark_lost()
     assert path.read_bytes() == bytes(buffer.data)
 
 
@@ -265,7 +265,7 @@ def test_without_the_store_all_others_are_lost(ranks):
         relay._try_to = lambda act: time.sleep(0.01)  # type: ignore[method-assign]
     soon(ranks.sees(1, 2, RankState.LOST))
     reason = ranks.buffer(1, 2).read_text(ranks.buffer(1, 2).words[Header.DOING])
-    assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so hears nothing of \S+ \(ranks 2, 3\)", reason), reason
+    assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)", reason), reason
 
 
 def test_a_relay_only_where_there_may_be_other_hosts(monkeypatch, tmp_path):

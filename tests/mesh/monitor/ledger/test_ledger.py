@@ -95,7 +95,7 @@ def test_steps() -> None:
                 mark_step(step)
             group.barrier()
         found = ledger()
-        with pytest.raises(ValueError, match="write a step from 0 on"):
+        with pytest.raises(ValueError, match="step must be an integer >= 0 or None, got -1"):
             mark_step(-1)
     steps = found.ranks[0].steps
     assert [s.number for s in steps] == list(range(8, 40))
