@@ -288,9 +288,6 @@ class Monitor:
 
         Reading all trace buffers takes 0.2 ms. A rank that differs from others detects that before it waits, and the watchdog thread
         checks as well, so a long wait mostly means that a rank is gone. Raises: WatchError for what is diagnosed.
-
-        To look at everybody's pages takes 0.2 ms: a rank that differs from others looks itself before it waits, and the watchdog's thread
-        looks, too, so what is left to those who wait for long is mostly a rank that is gone.
         """
         if not self._is_done_soon(recorder, sequence, work, _SLICE):
             self._wait_long(recorder, sequence, work)

@@ -146,7 +146,7 @@ def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
 
 
 def _clocks(group: Group) -> tuple[float, ...]:
-    """Return how many seconds each clock is ahead of rank 0's: the least of several rounds, since ranks leave a barrier at different times."""
+    """Return how far each clock is ahead of rank 0's, in seconds: the least of several rounds, since a barrier ends at different times."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         group.barrier()

@@ -85,7 +85,7 @@ def collectives(rows: Sequence[Bandwidth]) -> Finding:
     wrong = [f"{row.op} along {row.axis}" for row in rows if not row.correct]
     if wrong:
         return fault(f"wrong results: {', '.join(wrong)}", "NCCL_DEBUG=INFO python -m shardmesh doctor   # and test memory and links")
-    return ok("all_reduce and all_to_all give what they should" if rows else "one rank has nobody to talk to")
+    return ok("all_reduce and all_to_all give correct results" if rows else "only one rank: nothing to try")
 
 
 def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) -> Finding:

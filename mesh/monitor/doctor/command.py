@@ -46,7 +46,7 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
         "doctor",
         help="what is wrong with this machine or job, and what to do about it",
         description="Looks at the machine and at how the job is started, tries out collectives, and says what is wrong and how to "
-        "mend it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
+        "fix it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,7 +102,7 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
         count = len(here.devices.found)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, here.system.cores))
     if size < 2:
-        raise ValueError(f"{size} process has nobody to talk to: write --nprocs 2, or more")
+        raise ValueError(f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more")
     return _over(given, size, here)
 
 
@@ -186,7 +186,7 @@ def _tried(measured: Measured, mesh: _Mesh, has_other_hosts: bool) -> dict[str, 
 
 
 def _not_tried(needed: Sequence[str]) -> Finding:
-    return warning(f"not tried, because of the fault in: {', '.join(needed)}", "mend that first, then run this again")
+    return warning(f"not tried, because of the fault in: {', '.join(needed)}", "fix that first, then run this again")
 
 
 def _failed(error: Exception) -> Finding:

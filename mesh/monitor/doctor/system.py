@@ -177,9 +177,9 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------- dead jobs
 
 
-def leftovers(watched: Sequence[Path], shared: Path) -> Iterator[Leftover]:
+def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
     """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
-    for folder in sorted(folder for parent in watched for _, folder in job_folders(parent)):
+    for folder in sorted(folder for parent in parents for _, folder in job_folders(parent)):
         with contextlib.suppress(OSError):  # a job deletes it
             if is_over(folder) and any(is_local(buffer) for path in folder.glob("rank*.trace") if (buffer := open_buffer(path))):
                 yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))

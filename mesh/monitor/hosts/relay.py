@@ -88,7 +88,7 @@ def start_relay(monitor: Monitor, store: Any) -> Relay | None:
 
     Args:
         store: of the default group.
-    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S makes no sense.
+    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S is not a positive number.
     """
     inner = store
     while isinstance(inner, PrefixStore):

@@ -169,7 +169,7 @@ def _does_not_lead_here(address: Address, error: Exception) -> errors.LaunchEnvi
 def _no_store(address: Address) -> errors.LaunchEnvironmentError:
     by = listener(address.port)
     return errors.LaunchEnvironmentError(
-        f"what listens at {address} is no store of torch.distributed{f': it is {by}, if that is this host' if by else ''}. Set "
+        f"the server at {address} is not a torch.distributed store{f': it is {by}, if that is this host' if by else ''}. Set "
         "MASTER_PORT to a free port of the host of rank 0, the same in every process."
     )
 

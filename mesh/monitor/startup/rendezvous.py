@@ -205,14 +205,14 @@ class StoreRendezvous:
     # -- the rounds ----------------------------------------------------------------------------------------------------
 
     def _take_part(self, keys: Any) -> str:
-        """The verdict on all ranks."""
+        """Take part in this round; return the verdict on all ranks."""
         first = RankInfo.from_json(keys.compare_set("first", "", self.info.to_json()))
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}", "1")
         return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.info.alike else "")
 
     def _wait(self, keys: Any, differing: str) -> str:
-        """The verdict on all ranks.
+        """Wait for the verdict on all ranks, and return it.
 
         Args:
             differing: the key that tells that all have come, on a rank that differs from the first one.

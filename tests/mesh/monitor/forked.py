@@ -1,8 +1,9 @@
 """Jobs of ranks that begin and end as programs of their own do: `Forked()(program, 4) -> [what came of each rank]`.
 
 Importing torch takes seconds, so one process imports it and forks the ranks. A rank runs a function of
-`tests.mesh.monitor.forked_ranks`, and then its interpreter ends as that of any program: uncaught error, threads, exit functions, modules. Where the system allows it, that process
-has mounts of its own, so that jobs can have folders that are small or cannot be written to.
+`tests.mesh.monitor.forked_ranks`, and then its interpreter ends as that of any program: uncaught error, threads, exit functions,
+modules. Where the system allows it, that process has mounts of its own, so that jobs can have folders that are small or cannot be
+written to.
 """
 
 from __future__ import annotations

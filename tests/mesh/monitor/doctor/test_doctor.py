@@ -160,7 +160,7 @@ def write_page(folder: Path, pid: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nprocs", "1"], "nobody to talk to"),
+        (["--nprocs", "1"], "collectives need at least 2 processes, got 1"),
         (["--mesh", "dp"], "'dp' is not a mesh"),
         (["--mesh", "dp=2,tp=2", "--nprocs", "3"], "--nprocs is 3"),
     ],

@@ -63,9 +63,9 @@ def test_without_room_there_is_an_error_and_no_rest(tmp_path: Path) -> None:
     program = f"""
 import os, resource
 resource.setrlimit(resource.RLIMIT_FSIZE, ({BUFFER_BYTES // 2}, {BUFFER_BYTES // 2}))
-from shardmesh.mesh.monitor.recording.job_directory import Board
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
 try:
-    Board("job", 0, 1)
+    JobDirectory("job", 0, 1)
 except OSError as error:
     print(error.errno, os.listdir("{tmp_path}/{folder_prefix()}job"))
 """
@@ -240,7 +240,7 @@ def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.Captu
     waiting.join()
     Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
     assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
-    assert capsys.readouterr().err == "shardmesh: this job is not monitored. rank 0: the folder is full\n"
+    assert capsys.readouterr().err == "shardmesh: this job is not monitored: rank 0: the folder is full\n"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

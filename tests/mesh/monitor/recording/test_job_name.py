@@ -30,7 +30,7 @@ def names(store: Any, infos: Sequence[RankInfo], monkeypatch: pytest.MonkeyPatch
     """What these processes find, one after the other."""
     found = []
     for one in infos:
-        monkeypatch.setattr(job_name, "own_card", lambda *_, one=one: one)
+        monkeypatch.setattr(job_name, "own_rank_info", lambda *_, one=one: one)
         monkeypatch.setattr(job_name, "_joined", job_name.Counter())
         name = job_name.find_name(store, one.rank)
         assert name is not None

@@ -230,7 +230,7 @@ def test_a_port_where_nothing_like_a_store_listens(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(job_store, "_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
-        with pytest.raises(LaunchEnvironmentError, match=r"is no store of torch\.distributed: it is "):
+        with pytest.raises(LaunchEnvironmentError, match=r"is not a torch\.distributed store: it is "):
             job_store.opened(address, 1, 2, Progress(1, 5.0))
 
 
