@@ -47,6 +47,7 @@ from .mesh.monitor.breakpoint import breakpoint
 from .mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
 from .mesh.monitor.ledger.stragglers import StragglerReport, straggler_report
 from .mesh.monitor.settings import guard, watchdog
+from .mesh.version import __version__ as __version__
 from .sharding.checkpoint.agreement import CheckpointError
 from .sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
 from .sharding.checkpoint.load import load
@@ -147,8 +148,6 @@ from .sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_t
 from .sharding.training.norms import norms
 from .sharding.training.sampler import DistributedSampler
 from .sharding.training.scaler import GradScaler
-
-__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .sharding.tensor import multihost

@@ -137,7 +137,7 @@ HEAD = """# What becomes of faulty programs
 
 Programs of four processes in which one rank (or two) does something else than the others, run three ways: by torch.distributed
 with its own settings (DTensor and its collectives over gloo, with the timeout of 30 minutes cut to 5 s), by the same with
-`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and by shardmesh as it is, with the watch on. The programs are in
+`TORCH_DISTRIBUTED_DEBUG=DETAIL`, and by shardmesh as it is, with the monitor on. The programs are in
 [tests/faults](../tests/faults), where every one of them is a test.
 
 How to read the tables: torch's columns have all that happens on any rank. *Wrong result*: a rank comes to its end without an

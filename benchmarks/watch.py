@@ -204,7 +204,7 @@ class Switch:
         self._groups = list(found.values())
         for group in self._groups:
             group.barrier()  # after which it has a seat
-        self._seats = [group.seat for group in self._groups]
+        self._seats = [group.recorder for group in self._groups]
         self._plain: list[Any] = [group.channel for group in self._groups]  # type: ignore[attr-defined]
         self._checked = [checked_group(group.ranks) for group in self._groups]
 
@@ -212,7 +212,7 @@ class Switch:
         guard(who if who in (ON, STRICT) else OFF)
         handles = self._checked if who == DETAIL else self._plain
         for group, seat, handle in zip(self._groups, self._seats, handles, strict=True):
-            group.seat = seat if who in (ON, STRICT) else None  # as where the watch was off from the beginning
+            group.recorder = seat if who in (ON, STRICT) else None  # as where the watch was off from the beginning
             group._channel = weakref.ref(handle)  # type: ignore[attr-defined]
 
 
@@ -283,12 +283,12 @@ def _time_torch_call(effort: Effort, mesh: sm.DeviceMesh, switch: Callable[[str]
     theirs = vars(dist.ProcessGroup)["allreduce"]
     dist.ProcessGroup.allreduce = lambda *_: work  # type: ignore[method-assign]
     switch(ON)
-    hooks.watch_calls(mesh.world.watch)
+    hooks.monitor_calls(mesh.world.monitor)
     call: Call = partial(dist.all_reduce, x, group=group)
     costs = take_turns({OFF: call, ON: call}, switch, effort.rounds["host"], 100, dist.barrier)
     hooks.stop()
     dist.ProcessGroup.allreduce = theirs
-    hooks.watch_calls(mesh.world.watch)
+    hooks.monitor_calls(mesh.world.monitor)
     return Case("host", f"a call of torch.distributed, {effort.ranks} processes", 1, costs)
 
 

@@ -391,7 +391,7 @@ def _interned(world: World, device_type: str, ranks: np.ndarray, names: tuple[st
     if mesh is None:
         mesh = world.meshes[key] = _make(world, device_type, ranks, names)
     if ranks.size == world.size and isinstance(world, ProcessWorld):
-        hooks.watch_calls(world.watch)
+        hooks.monitor_calls(world.monitor)
     return mesh
 
 

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from .. import errors
 from ..monitor.recording.buffer_check import Guarded
-from ..monitor.recording.recorder import Note, Seat, route_of
+from ..monitor.recording.recorder import Note, Recorder, route_of
 from ..monitor.recording.thread_check import check_left
-from ..monitor.recording.trace_buffer import Page
+from ..monitor.recording.trace_buffer import TraceBuffer
 from ..monitor.settings import settings
 from . import dtype_encoding
 from .transforms import is_transformed, outside_of_transforms
 from .work import DONE, Work, and_then
 
 if TYPE_CHECKING:
-    from ..monitor.monitor import Watch
+    from ..monitor.monitor import Monitor
 
 REDUCTIONS = frozenset({"sum", "max", "min", "product"})
 _settings = settings()
@@ -60,7 +60,7 @@ Observer = Callable[[CollectiveRecord], "Callable[[], None] | None"]
 
 
 # The seat and the number of the record in the ledger, and what observers want to be told when it is over.
-_Begun = tuple[Seat | None, int, "Callable[[], None] | None"]
+_Begun = tuple[Recorder | None, int, "Callable[[], None] | None"]
 
 
 class Group(ABC):
@@ -69,7 +69,7 @@ class Group(ABC):
     Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
     returns when its result may be used (on CUDA: by the current stream); with `async_op=True` it returns at once a
     `Work` whose `wait()` does that, and the buffers are left alone until then. Each call is noted down in the ledger and
-    compared with the other ranks' (`watch/seat.py`); observers hear of it. In simulated and null worlds the work is done
+    compared with the other ranks' (`monitor/recording/recorder.py`); observers hear of it. In simulated and null worlds the work is done
     when the call returns. A group of one rank moves and records nothing.
 
     Attributes:
@@ -78,11 +78,11 @@ class Group(ABC):
         size: number of ranks.
         world: the world that the group belongs to.
         shared: memory that the ranks share, by device type, see `symmetric.peers_of`.
-        seat: where this rank's collectives on the group are noted down; None before the first one.
+        recorder: where this rank's collectives on the group are noted down; None before the first one.
         agreed: what its ranks have found out together and need not ask again, by whatever a caller knows it by; the same on all of them.
     """
 
-    __slots__ = ("_observers", "agreed", "rank", "ranks", "seat", "shared", "size", "world")
+    __slots__ = ("_observers", "agreed", "rank", "ranks", "recorder", "shared", "size", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...]) -> None:
         self.world = world
@@ -91,7 +91,7 @@ class Group(ABC):
         self.size = len(ranks)
         self._observers = world.observers
         self.shared: dict[str, Any] = {}
-        self.seat: Seat | None = None
+        self.recorder: Recorder | None = None
         self.agreed: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
@@ -295,18 +295,18 @@ class Group(ABC):
         over = self._notify(op, sent, received, dtype) if self._observers else None
         if _settings.mode == "off":
             return None if over is None else (None, 0, over)
-        seat = self.seat
-        if seat is None:
-            seat = self.seat = self._sit()
+        recorder = self.recorder
+        if recorder is None:
+            recorder = self.recorder = self._add_recorder()
         thread = get_ident()
-        if seat.caller and seat.caller != thread:
-            check_left(self, seat.caller, op, _CALLS)
-        seat.caller = thread
-        return seat, seat.enter(op, how, dtype, size, sent, received, route), over
+        if recorder.caller and recorder.caller != thread:
+            check_left(self, recorder.caller, op, _CALLS)
+        recorder.caller = thread
+        return recorder, recorder.enter(op, how, dtype, size, sent, received, route), over
 
-    def _sit(self) -> Seat:
-        watch = self.world.watch
-        return Seat(self, self.world.page, None) if watch is None else watch.sit(self)
+    def _add_recorder(self) -> Recorder:
+        watch = self.world.monitor
+        return Recorder(self, self.world.trace_buffer, None) if watch is None else watch.add_recorder(self)
 
     def _notify(self, op: str, sent: int, received: int, dtype: torch.dtype) -> Callable[[], None] | None:
         """Tells the observers; what they want to be told when it is over."""
@@ -400,8 +400,8 @@ class World(ABC):
         observers: called with a `CollectiveRecord` before each collective of this rank; may raise to prevent it, or return
             a function to call when it is over.
         meshes: the meshes of this world, so that the same mesh is the same object.
-        page: this rank's part of the ledger.
-        watch: what looks after the ranks; None in simulated and null worlds, and for a process alone.
+        trace_buffer: this rank's part of the ledger.
+        monitor: what looks after the ranks; None in simulated and null worlds, and for a process alone.
         epoch: how many sessions have ended in this world: groups of the same ranks made before and after are others.
         carried: what the next collectives of this thread belong to.
     """
@@ -411,23 +411,31 @@ class World(ABC):
         self.size = size
         self.observers: list[Observer] = [] if observers is None else observers
         self.meshes: dict[Any, Any] = {}
-        self.watch: Watch | None = None
+        self.monitor: Monitor | None = None
         self.carried = Carried()
         self.epoch = 0
-        self._page: Page | None = None
+        self._trace_buffer: TraceBuffer | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
 
     @property
-    def page(self) -> Page:
-        if self.watch is not None:
-            return self.watch.page
-        if self._page is None:
-            self._page = Page.private(self.rank, self.size)
-        return self._page
+    def trace_buffer(self) -> TraceBuffer:
+        if self.monitor is not None:
+            return self.monitor.buffer
+        if self._trace_buffer is None:
+            self._trace_buffer = TraceBuffer.private(self.rank, self.size)
+        return self._trace_buffer
 
-    def retire_watch(self) -> None:
+    def axes_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks where they are not axes of a mesh."""
+        for mesh in self.meshes.values():
+            axes = mesh.axes_over(ranks)
+            if axes is not None:
+                return ",".join(axes)
+        return f"ranks {','.join(map(str, ranks))}"
+
+    def retire_monitor(self) -> None:
         """The ranks go on without a watch; the ledger goes on where it is."""
-        self._page, self.watch = self.page, None
+        self._trace_buffer, self.monitor = self.trace_buffer, None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -492,11 +500,11 @@ def _ended(work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_
     """The end of what `_begin` began: now, or when the work is done. Until then nobody may write to the buffer x."""
     if begun is None:
         return work
-    seat = begun[0]
-    if seat is not None:
-        seat.caller = 0
+    recorder = begun[0]
+    if recorder is not None:
+        recorder.caller = 0
         if work is not None and x is not None:
-            return Guarded(work, x, in_place, seat, begun[1], partial(_end, begun))
+            return Guarded(work, x, in_place, recorder, begun[1], partial(_end, begun))
     if work is not None and work is not DONE:
         return and_then(work, partial(_end, begun))
     _end(begun)
@@ -504,9 +512,9 @@ def _ended(work: Work | None, begun: _Begun | None, x: Tensor | None = None, in_
 
 
 def _end(begun: _Begun) -> None:
-    seat, number, over = begun
-    if seat is not None:
-        seat.leave(number)
+    recorder, number, over = begun
+    if recorder is not None:
+        recorder.leave(number)
     if over is not None:
         over()
 

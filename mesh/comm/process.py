@@ -22,10 +22,11 @@ from torch.distributed import distributed_c10d
 from .. import errors
 from ..monitor.agreement import Agreement
 from ..monitor.hosts.relay import start_relay
-from ..monitor.monitor import Watch, start_watch
+from ..monitor.monitor import Monitor
 from ..monitor.recording.job_name import find_name
-from ..monitor.recording.recorder import Seat
+from ..monitor.recording.recorder import Recorder
 from ..monitor.settings import settings
+from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
 from .group import Group, Observer, World
@@ -77,9 +78,9 @@ class _WatchedWork(_TorchWork):
 
     __slots__ = ("_seat", "_sequence", "_watch")
 
-    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, watch: Watch) -> None:
+    def __init__(self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor) -> None:
         super().__init__(works, buffers)
-        self._seat, self._sequence, self._watch = seat, seat.called - 1, watch
+        self._seat, self._sequence, self._watch = recorder, recorder.called - 1, watch
 
     def _wait(self, work: Any) -> None:
         self._watch.wait(self._seat, self._sequence, work)
@@ -91,14 +92,14 @@ class _WatchedMessages(_WatchedWork):
     __slots__ = ("_places",)
 
     def __init__(
-        self, works: list[Any], buffers: tuple[Tensor, ...], seat: Seat, watch: Watch, places: Sequence[int | None]
+        self, works: list[Any], buffers: tuple[Tensor, ...], recorder: Recorder, watch: Monitor, places: Sequence[int | None]
     ) -> None:
-        super().__init__(works, buffers, seat, watch)
+        super().__init__(works, buffers, recorder, watch)
         self._places = places
 
     def wait(self) -> None:
         if self._works:
-            self._watch.meet(self._seat, self._sequence, self._places)
+            self._watch.wait_for_peers(self._seat, self._sequence, self._places)
         super().wait()
 
     def _wait(self, work: Any) -> None:
@@ -172,8 +173,8 @@ class ProcessGroup(Group):
             with _naming_groups_by_their_ranks(self._scope()):
                 made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
         except RuntimeError as error:
-            if self.seat is not None and self.seat.watch is not None:
-                self.seat.watch.explain(self.seat, self.seat.called - 1, error)
+            if self.recorder is not None and self.recorder.monitor is not None:
+                self.recorder.monitor.explain(self.recorder, self.recorder.called - 1, error)
             raise
         return made
 
@@ -185,20 +186,20 @@ class ProcessGroup(Group):
 
         On an accelerator to wait is for the stream to wait, and a call that is not `async_op` may use the current one.
         """
-        handle, seat = self.channel, self.seat
+        handle, recorder = self.channel, self.recorder
         call = self._as_ours(call)
         watch = self._watch_of(buffers[0])
-        if seat is None or watch is None:
+        if recorder is None or watch is None:
             work = call(*args, group=handle, async_op=async_op)
             return None if work is None else _TorchWork([work], buffers)
         try:
             work = call(*args, group=handle, async_op=True)
         except RuntimeError as error:
-            watch.explain(seat, seat.called - 1, error)
+            watch.explain(recorder, recorder.called - 1, error)
             raise
         if work is None:
             return DONE if async_op else None
-        watched = _WatchedWork([work], buffers, seat, watch)
+        watched = _WatchedWork([work], buffers, recorder, watch)
         return watched if async_op else watched.wait()
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
@@ -260,16 +261,18 @@ class ProcessGroup(Group):
         if src is not None and out.numel():
             ops.append(dist.P2POp(dist.irecv, out, group=handle, group_peer=src))
         works = self._as_ours(dist.batch_isend_irecv)(ops) if ops else []
-        seat, watch = self.seat, self._watch_of(x)
-        return _TorchWork(works, (out, x)) if seat is None or watch is None else _WatchedMessages(works, (out, x), seat, watch, (dst, src))
+        recorder, watch = self.recorder, self._watch_of(x)
+        if recorder is None or watch is None:
+            return _TorchWork(works, (out, x))
+        return _WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """This function of torch's; on a group that the program has made, too, nobody takes what it calls for a call of the program's."""
         return call if self._given is None else partial(hooks.as_ours, call)
 
-    def _watch_of(self, x: Tensor) -> Watch | None:
+    def _watch_of(self, x: Tensor) -> Monitor | None:
         """The watch, where a collective on this tensor is to be waited for with an eye on the others."""
-        return self.seat.watch if self.seat is not None and x.device.type == "cpu" and settings().mode != "off" else None
+        return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and settings().mode != "off" else None
 
     def _barrier(self) -> None:
         self._started(dist.barrier, (_NOTHING,), False)
@@ -297,7 +300,7 @@ class ProcessGroup(Group):
 
 def _timeout() -> timedelta | None:
     """For a new group: none of torch's where the watch looks after all its ranks do, which is on the CPU."""
-    return _FOR_EVER if is_watched(dist.get_backend_config()) and process_world().watch is not None else None
+    return _FOR_EVER if is_watched(dist.get_backend_config()) and process_world().monitor is not None else None
 
 
 def is_watched(backends: str) -> bool:
@@ -382,9 +385,9 @@ class ProcessWorld(World):
         if name is None:
             return
         self.job, stale = name
-        self.watch = start_watch(self, self.job, Agreement(store, self.job, stale, self.rank, self.size))
-        if self.watch is not None:
-            self.watch.relay = start_relay(self.watch, store)
+        self.monitor = start_monitor(self, self.job, Agreement(store, self.job, stale, self.rank, self.size))
+        if self.monitor is not None:
+            self.monitor.relay = start_relay(self.monitor, store)
 
     def is_over(self, default: dist.ProcessGroup | None) -> bool:
         """Whether the default group is another one now."""
@@ -423,8 +426,8 @@ def process_world() -> ProcessWorld:
         if default is not None:
             atexit.unregister(_let_threads_finish)
             atexit.register(_let_threads_finish)
-        if _world is not None and _world.watch is not None:
-            _world.watch.depart()
+        if _world is not None and _world.monitor is not None:
+            _world.monitor.depart()
         _world = ProcessWorld(default, _observers)
     return _world
 

@@ -100,7 +100,7 @@ class CommReport:
         call, world = user_call(), current_world()
         self._check(record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes)
         self._check(record, call, "launches", self.launches, 1, self.max_launches)
-        source = Source(call.name, record.op, axes_of(world, record.ranks), call.place)
+        source = Source(call.name, record.op, world.axes_of(record.ranks), call.place)
         self._uses.setdefault(source, _Use()).add(1, record.bytes_sent, record.bytes_received)
         event = _event(source, record, world)
         self._events.append(event)
@@ -141,22 +141,13 @@ def described(call: UserCall, record: CollectiveRecord) -> str:
     by = "" if call.name == record.op else f" by {call.name}"
     of = "" if call.operator is None else f" of {call.operator.operands}"
     return (
-        f"{record.op} over {axes_of(current_world(), record.ranks)} ({len(record.ranks)} ranks, receiving "
+        f"{record.op} over {current_world().axes_of(record.ranks)} ({len(record.ranks)} ranks, receiving "
         f"{record.bytes_received} bytes of {str(record.dtype).removeprefix('torch.')}){by}{of}"
     )
 
 
 def _advice(call: UserCall) -> str:
     return "Choose shardings that need less," if call.operator is None else f"{call.operator.advice},"
-
-
-def axes_of(world: World, ranks: tuple[int, ...]) -> str:
-    """The mesh axes that a group of ranks runs over, as text; the ranks where they are no axes."""
-    for mesh in world.meshes.values():
-        axes = mesh.axes_over(ranks)
-        if axes is not None:
-            return ",".join(axes)
-    return f"ranks {','.join(map(str, ranks))}"
 
 
 def trace_event(name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..monitor.termination import tell_of
+from ..monitor.termination import notify_peers
 
 T = TypeVar("T")
 
@@ -407,7 +407,7 @@ def _child_main(parent: int, pipe: Connection, payload: bytes) -> None:
         pipe.send_bytes(_RESULT + _run(payload))
         _leave()
     except BaseException as error:
-        tell_of(error)  # the other ranks, now
+        notify_peers(error)  # the other ranks, now
         pipe.send_bytes(_FAILURE + pickle.dumps(_raised(error)))
         # The parent ends this process. Leaving now would break the peers' connections and blur which error was first.
         pipe.poll(None)

@@ -33,9 +33,9 @@ from torch.distributed import PrefixStore, distributed_c10d
 
 from ..comm.group import World, current_world
 from ..comm.process import ProcessWorld
-from ..monitor.monitor import Watch, watch_of
-from ..monitor.verdict import ranks_text
+from ..monitor.monitor import Monitor, monitor_of
 from ..simulated.simulate import SimulatedWorld
+from ..text import ranks_text
 
 _LOOK_S = 1.0  # between looks for a notice that another rank has got
 _TELL_S = 0.02  # between looks for the steps of the others, once there is a notice
@@ -216,7 +216,7 @@ def _agreement(world: World) -> _Here | _Across:
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
         return _Here()
-    watch = watch_of(world)
+    watch = monitor_of(world)
     # A connection of its own: the main thread may wait in the other one for ranks that wait for this one to agree.
     store: Any = PrefixStore(f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store())
     made = _Across(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
@@ -224,7 +224,7 @@ def _agreement(world: World) -> _Here | _Across:
     return made
 
 
-def _check_job(watch: Watch | None) -> None:
+def _check_job(watch: Monitor | None) -> None:
     found = None if watch is None else watch.standing()
     if found is not None:
         raise found.error()

@@ -28,7 +28,7 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
     """The world of processes, with its default group started if there is none and this process bound to its device.
 
     Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use, the device is not
-        there, or the ranks do not fit each other (see `startup.meet`), the same text on every rank that can be reached;
+        there, or the ranks do not fit each other (see `startup.rendezvous`), the same text on every rank that can be reached;
         MeshError when the device type or the backend does not fit the group that runs already.
     Communication: starting the default group waits for all ranks.
     """
@@ -106,10 +106,10 @@ def _start_default_group(device_type: str, backend: str | None) -> None:
         _bind_device(device_type)
         place = launch_environment()
     except errors.LaunchEnvironmentError as error:
-        raise rendezvous.told(error) from None
+        raise rendezvous.notify_ranks(error) from None
     backend = backend or _default_backend(device_type)
     rank, size = place or (0, 1)
-    store = HashStore() if place is None else rendezvous.meet(rank, size, what_must_agree(size, device_type, backend, os.environ))
+    store = HashStore() if place is None else rendezvous.rendezvous(rank, size, what_must_agree(size, device_type, backend, os.environ))
     timeout = _GLOO_TIMEOUT if is_watched(backend) else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     _epoch += 1
@@ -175,4 +175,4 @@ def _check_backend(device_type: str, backend: str | None) -> None:
         )
 
 
-rendezvous.tell_of_early_errors()
+rendezvous.notify_of_early_errors()

@@ -26,10 +26,10 @@ from .. import errors
 from ..comm.call_site import user_call, user_line
 from ..comm.group import CollectiveRecord, Group, World, current_world
 from ..comm.process import ProcessWorld
-from ..comm.report import axes_of
-from ..monitor.monitor import watch_of
-from ..monitor.verdict import Seen, Verdict, ranks_text
+from ..monitor.monitor import monitor_of
+from ..monitor.verdict import Observation, Verdict
 from ..simulated.simulate import SimulatedWorld
+from ..text import ranks_text
 from .process_groups import launch_environment
 
 Args = ParamSpec("Args")
@@ -172,11 +172,11 @@ def _raised(rank: int, place: str, error: Exception) -> Verdict:
     kind = type(error).__name__
     said = f"rank {rank} raised {kind} in main_process_first at {place}, so the others do not run it"
     lines = [f"{said}: {error}", *(f"  | {line}" for line in "".join(traceback.format_exception(error)).splitlines())]
-    return Verdict("raised", (rank,), kind, (Seen(rank, "main_process_first", place),), "\n".join(lines))
+    return Verdict("raised", (rank,), kind, (Observation(rank, "main_process_first", place),), "\n".join(lines))
 
 
 def _paused(world: World) -> Any:
-    watch = watch_of(world)
+    watch = monitor_of(world)
     return nullcontext() if watch is None else watch.paused()
 
 
@@ -204,7 +204,7 @@ class _Region:
     def _text(self, record: CollectiveRecord, name: str, absent: Sequence[int]) -> str:
         by = "" if name == record.op else f" by {name}"
         return (
-            f"{record.op} over {axes_of(self._world, record.ranks)}{by} inside {self._name}: {ranks_text(absent)} will not call it "
+            f"{record.op} over {self._world.axes_of(record.ranks)}{by} inside {self._name}: {ranks_text(absent)} will not call it "
             f"while this rank is there, so it waits for ever. Do it before or after, on {ranks_text(record.ranks)} together."
         )
 

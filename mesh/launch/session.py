@@ -24,7 +24,7 @@ from .. import errors
 from ..comm.call_site import user_line
 from ..comm.group import Group, World, current_world
 from ..comm.process import ProcessGroup
-from ..monitor.monitor import watch_of
+from ..monitor.monitor import monitor_of
 from ..monitor.settings import settings, watchdog
 from ..monitor.termination import keep_groups, torch_groups
 from .preemption import ending_in_order, forget
@@ -105,10 +105,10 @@ class Session:
 
     def _break_off(self, error: BaseException) -> None:
         world = current_world()
-        watch = watch_of(world)
+        watch = monitor_of(world)
         if watch is not None:
             watch.raised(error)
-            watch.told = True
+            watch.notified = True
         self._close(world, waiting=False)
         if watch is not None and not dist.is_initialized():
             watch.depart()  # whatever was under way, nobody waits for it any more
@@ -118,8 +118,8 @@ class Session:
         forget(world)
         groups, meshes = self._before.groups_since(world), self._before.meshes_since(world)
         ends_job = self._before.is_job_since()
-        if ends_job and world.watch is not None:
-            world.watch.close()
+        if ends_job and world.monitor is not None:
+            world.monitor.close()
         if waiting:
             self._before.destroy_since(groups)
         if ends_job:

@@ -1,1 +1,1 @@
-"""The watch: no hang without a name, no silent divergence. `docs/debugging.md` is how to use it."""
+"""Monitor a job for hangs and for ranks that diverge. How to use it: `docs/debugging.md`."""

@@ -1,15 +1,15 @@
-"""The ranks agree on whether their job is watched: one that cannot be seen by the others takes the watch from all of them.
+"""Agree on whether the job is monitored: a rank that the others cannot see turns the monitor off on all ranks.
 
-    rank 2   No space left on device      -> the store: "without" is why        trains without a watch
-    rank 0   waits for rank 2's page      <- the store, after 0.05 s            goes on without a watch, as do 1 and 3
+    rank 2   No space left on device      -> the store: "without" is the reason   trains without the monitor
+    rank 0   waits for rank 2's buffer    <- the store, after 0.05 s              goes on without it, as do 1 and 3
 
 In the store, under "shardmesh/watch/JOB":
     folder/HOST   the folder that the first rank of a host has chosen
     place/RANK    which files a rank has
-    without       why there is no watch; the first reason stands, and whoever wrote it prints it
+    without       why the job is not monitored; the first reason stands, and the rank that wrote it prints it
 
-A store that cannot be reached never answers, and a main thread that waits in it has its connection. So ranks that wait have a thread of
-their own ask, and whoever gives up says so, over other connections.
+A store that cannot be reached never answers, and the main thread may be blocked in it on its own connection. So waiting ranks ask on a
+separate thread, and a rank that gives up does so over a connection of its own.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 
+from ..text import ranks_text
 from .recording.files import parent_folder
-from .recording.job_directory import Board, boot_id
+from .recording.job_directory import JobDirectory, boot_id
 from .startup.rank_info import machine
-from .verdict import ranks_text
 
 if TYPE_CHECKING:
-    from .monitor import Watch
+    from .monitor import Monitor
 
-_PAUSE_S = 0.1  # between two questions, in a job of up to _FEW ranks
+_PAUSE_S = 0.1  # seconds between two questions to the store, in a job of up to _FEW ranks
 _FEW = 100
-_IDLE_S = 10.0  # without questions, after which the connection is given back
-_ASKED = 4  # of the ranks that have not come, each time
+_IDLE_S = 10.0  # after so many seconds without questions the connection is closed
+_ASKED = 4  # missing ranks that are asked for each time
 
 
 class Agreement:
-    """One rank's part in it.
+    """One rank's part in the agreement.
 
     Args:
         store: of the default group.
@@ -59,7 +59,7 @@ class Agreement:
         return PrefixStore(f"shardmesh/watch/{self._job}", store)
 
     def folder(self, needed: int) -> Path:
-        """Return the parent of the job's folder on this host. Communication: one question to the store.
+        """Return the parent of the job's folder on this host.
 
         Args:
             needed: bytes for the files of all ranks of this host.
@@ -67,42 +67,42 @@ class Agreement:
         chosen = str(parent_folder(needed))
         return Path(self._keys(self._whole).compare_set(f"folder/{machine()}", "", chosen).decode())
 
-    def join(self, board: Board) -> None:
-        """Say where this rank's files are. Communication: one message to the store."""
-        self._keys(self._whole).set(f"place/{self._rank}", _place(board))
+    def join(self, directory: JobDirectory) -> None:
+        """Publish where this rank's files are. Communication: one message to the store."""
+        self._keys(self._whole).set(f"place/{self._rank}", _place(directory))
 
     def decline(self, reason: str) -> None:
-        """Take the watch from all ranks; whoever does so first says it. Communication: one message to the store."""
+        """Turn the monitor off on all ranks, unless another rank already has. Communication: one message to the store."""
         mine = f"rank {self._rank}: {reason}"
         with contextlib.suppress(RuntimeError):
             if self._keys(self._whole.clone()).compare_set("without", "", mine).decode() != mine:
                 return
-        say(mine)
+        warn(mine)
 
     # -- ranks that wait -----------------------------------------------------------------------------------------------
 
-    def doubt(self, watch: Watch, ranks: Iterable[int]) -> None:
-        """Have the store asked whether those of these ranks that have not been seen yet can be seen at all; returns at once."""
-        self._unseen = [rank for rank in ranks if watch.board.of(rank) is None]
+    def check_visible(self, monitor: Monitor, ranks: Iterable[int]) -> None:
+        """Ask the store in the background whether those of these ranks that have not been seen can be seen at all. Returns at once."""
+        self._unseen = [rank for rank in ranks if monitor.directory.buffer_of(rank) is None]
         if not self._unseen or self._over.is_set():
             return
         self._asked.set()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(watch,), name="shardmesh-agreement", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(monitor,), name="shardmesh-agreement", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         self._over.set()
         self._asked.set()
 
-    def _run(self, watch: Watch) -> None:
+    def _run(self, monitor: Monitor) -> None:
         try:
             store = self._whole.clone()
             while self._asked.wait(_IDLE_S) and not self._over.is_set():
                 self._asked.clear()
-                reason = self._reason(watch, store)
+                reason = self._reason(monitor, store)
                 if reason:
-                    watch.give_up(reason)
+                    monitor.give_up(reason)
                     return
                 self._over.wait(self._pause)
         except (RuntimeError, ReferenceError):  # the store has ended with the job; the world has
@@ -110,28 +110,29 @@ class Agreement:
         finally:
             self._thread = None
 
-    def _reason(self, watch: Watch, store: Any) -> str:
-        """Why the ranks must go on without a watch; "" where all is well."""
+    def _reason(self, monitor: Monitor, store: Any) -> str:
+        """Return why the ranks must go on without the monitor; "" if all is well."""
         keys = self._keys(store)
         if keys.check(["without"]):
             return keys.get("without").decode()
         if store.check([self._stale]):
             return "the store has what an earlier attempt of the job left there"
         asked = random.sample(self._unseen, min(_ASKED, len(self._unseen)))
-        hidden = sorted(rank for rank in asked if self._is_hidden(watch, keys, rank))
-        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {watch.board.folder}" if hidden else ""
+        hidden = sorted(rank for rank in asked if self._is_hidden(monitor, keys, rank))
+        return f"{ranks_text(hidden)} and rank {self._rank} do not see each other's files in {monitor.directory.folder}" if hidden else ""
 
-    def _is_hidden(self, watch: Watch, keys: Any, rank: int) -> bool:
-        """Whether a rank has files, but not where this one can see them."""
+    def _is_hidden(self, monitor: Monitor, keys: Any, rank: int) -> bool:
+        """Return whether a rank has files that this rank cannot see."""
         if not keys.check([f"place/{rank}"]):
             return False
-        is_near = keys.get(f"place/{rank}").decode() == _place(watch.board)
-        return watch.board.of(rank) is None and (is_near or watch.relay is None)
+        is_near = keys.get(f"place/{rank}").decode() == _place(monitor.directory)
+        return monitor.directory.buffer_of(rank) is None and (is_near or monitor.relay is None)
 
 
-def say(reason: str) -> None:
-    print(f"shardmesh: no watch over this job. {reason}", file=sys.stderr, flush=True)
+def warn(reason: str) -> None:
+    """Print that the job is not monitored, and why."""
+    print(f"shardmesh: this job is not monitored: {reason}", file=sys.stderr, flush=True)
 
 
-def _place(board: Board) -> str:
-    return f"{boot_id()}/{board.place}"
+def _place(directory: JobDirectory) -> str:
+    return f"{boot_id()}/{directory.file_id}"

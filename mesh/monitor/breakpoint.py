@@ -1,7 +1,7 @@
-"""The debugger on one rank, while the others wait.
+"""Run the Python debugger on one rank while the others wait.
 
-    rank 0   ... (Pdb) p x  n  n  c ........... meet   goes on
-    rank 1   ..................... waits ...... meet   goes on       or: PeerError: rank 0 quit the debugger
+    rank 0   ... (Pdb) p x  n  n  c ........... gather   goes on
+    rank 1   ..................... waits ...... gather   goes on       or: PeerError: rank 0 quit the debugger
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from .. import errors
 from ..comm.group import World, current_world
 from ..simulated.output import callers_stdout
 from ..simulated.simulate import SimulatedWorld
-from .monitor import watch_of
-from .verdict import Seen, Verdict
+from .monitor import monitor_of
+from .verdict import Observation, Verdict
 
 _TERMINAL = "/dev/tty"
 
 
 def breakpoint(rank: int = 0) -> None:
-    """breakpoint(rank): the Python debugger on this rank, at the line of the call; the other ranks wait until it goes on.
+    """breakpoint(rank): start the Python debugger on this rank, at the line of the call; the other ranks wait until it continues.
 
-    Call it on every rank. However long it takes, it is no stall: stepping on with `n` or `s` lets the others go on too, and as long
-    as there is a prompt nobody is taken for late. `q` ends all ranks. Where stdin is /dev/null, as in the processes of `launch`,
+    Call it on every rank. The time in the debugger never counts as a stall: stepping with `n` or `s` lets the others go on too, and as
+    long as there is a prompt no rank is reported as late. `q` ends all ranks. Where stdin is /dev/null, as in processes of `launch`,
     the debugger reads from the terminal. It leaves Ctrl-C alone.
 
     Args:
@@ -67,7 +67,7 @@ def breakpoint(rank: int = 0) -> None:
             raise bdb.BdbQuit(f"rank {rank} quit the debugger at {place}")
         if debugger.goes_on:
             debugger.files = stack.pop_all()
-    debugger.resume(frame)  # the last thing done here, since from then on it stops at whatever is called
+    debugger.resume(frame)  # must come last: from here on it stops at whatever is called
 
 
 def _wait(world: World, rank: int) -> None:
@@ -79,17 +79,17 @@ def _wait(world: World, rank: int) -> None:
 
 
 def _tell(world: World, said: Verdict | str | None) -> None:
-    """Lets the others go on, or tells them why not."""
+    """Let the others go on, or tell them why not."""
     world.group(range(world.size)).all_gather_object(said)
 
 
 def _quit_verdict(rank: int, place: str) -> Verdict:
     text = f"rank {rank} quit the debugger at {place}"
-    return Verdict("raised", (rank,), "BdbQuit", (Seen(rank, "quit the debugger", place),), text)
+    return Verdict("raised", (rank,), "BdbQuit", (Observation(rank, "quit the debugger", place),), text)
 
 
 class _Debugger(pdb.Pdb):
-    """Pdb that stops at a given frame at once. While it asks, no rank takes waiting for a stall.
+    """Pdb that stops at a given frame at once. While it prompts, stall detection is suspended on all ranks.
 
     Attributes:
         files: what it reads from, closed when the debugger is no longer used.
@@ -117,7 +117,7 @@ class _Debugger(pdb.Pdb):
         return self.stoplineno == -1
 
     def resume(self, frame: FrameType) -> None:
-        """Goes on as the last command said: `n`, `s`, `c` ..."""
+        """Continue as the last command said: `n`, `s`, `c` ..."""
         if not self.goes_on:
             return
         continues, stop = self._continues, (self.stopframe, self.returnframe, self.stoplineno)
@@ -127,17 +127,20 @@ class _Debugger(pdb.Pdb):
 
 @contextmanager
 def _asking(world: World, place: str) -> Iterator[None]:
-    watch = watch_of(world)
-    with nullcontext() if watch is None else watch.paused():
-        if watch is not None:
-            watch.set_state(f"in the debugger, from {place}")
+    monitor = monitor_of(world)
+    with nullcontext() if monitor is None else monitor.paused():
+        if monitor is not None:
+            monitor.set_state(f"in the debugger, from {place}")
         yield
-        if watch is not None:
-            watch.set_state("")
+        if monitor is not None:
+            monitor.set_state("")
 
 
 def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _Debugger:
-    """Raises: RuntimeError, on all ranks, when there is nothing to read from."""
+    """Return a debugger on stdin or the terminal.
+
+    Raises: RuntimeError, on all ranks, when there is nothing to read commands from.
+    """
     if _can_ask(sys.stdin):
         return _Debugger(world, place, sys.stdin, callers_stdout(caller_is_rank=False))
     try:
@@ -153,7 +156,7 @@ def _open_debugger(world: World, place: str, stack: contextlib.ExitStack) -> _De
 
 
 def _can_ask(stream: TextIO | None) -> bool:
-    """Whether there is something to read from: a terminal, a pipe, a file, but not /dev/null."""
+    """Return whether commands can be read from this stream: a terminal, a pipe or a file, but not /dev/null."""
     if stream is None or stream.closed:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How the watch watches: `guard` and `watchdog`."""
+"""Settings of the monitor: `guard` and `watchdog`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MODES = ("on", "strict", "full", "off")
 
 @dataclass(slots=True)
 class Settings:
-    """What holds in this process; set it alike on all ranks.
+    """The monitor's settings in this process; use the same on all ranks.
 
     Attributes:
         mode: "on", "strict", "full" or "off".
         warn, timeout: seconds that a rank may keep others waiting.
-        exit_s: seconds that a process has to end after a verdict; 0 for as long as it likes.
-        torch_calls: whether the program's own calls of torch.distributed are watched, too.
+        exit_s: seconds that a process has to exit after a verdict; 0 for no limit.
+        torch_calls: whether the program's own calls of torch.distributed are monitored, too.
     """
 
     mode: str = "on"
@@ -34,7 +34,10 @@ class Settings:
 
 
 def from_environment(env: Mapping[str, str]) -> Settings:
-    """Raises: LaunchEnvironmentError for values that make no sense."""
+    """Return the settings that environment variables give.
+
+    Raises: LaunchEnvironmentError for invalid values.
+    """
     mode = env.get("SHARDMESH_MONITOR", "on")
     if mode not in MODES:
         raise errors.LaunchEnvironmentError(f"SHARDMESH_MONITOR={mode!r}: write one of {', '.join(MODES)}.")
@@ -71,14 +74,14 @@ def settings() -> Settings:
 
 
 def guard(mode: str) -> None:
-    """guard(mode): how the ranks' collectives are compared, from the next collective on; call it alike on all ranks.
+    """guard(mode): set how ranks' collectives are compared from the next collective on; call it with the same mode on all ranks.
 
     Args:
         mode: "on" compares while the collective runs, without waiting: a difference is an error on every rank within half a second.
             "strict" waits before each collective until all ranks of the group call the same, so that nothing wrong is ever
-            computed; it costs a meeting each time. "full" is "strict", and compares the input of each asynchronous collective with a
-            copy when it is waited for: a write in between is an error. "off" compares nothing, notes nothing down, and does not look
-            for stalls.
+            computed; it costs one synchronization per collective. "full" is "strict", and compares the input of each asynchronous
+            collective with a copy when it is waited for: a write in between is an error. "off" compares nothing, records nothing,
+            and does not look for stalls.
             The environment variable SHARDMESH_MONITOR sets it for all ranks.
 
     Raises: ValueError for another mode.
@@ -93,10 +96,10 @@ def guard(mode: str) -> None:
 
 
 def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
-    """watchdog(warn=30, timeout=300): how long a rank may keep others waiting in a collective, of any group.
+    """watchdog(warn=30, timeout=300): set how long a rank may keep others waiting in a collective of any group.
 
     Args:
-        warn: seconds until those who wait print who has not come, and where it is.
+        warn: seconds until waiting ranks print which rank is missing, and its stack.
         timeout: seconds until that is an error, `StallError`, on every rank.
             The environment variables SHARDMESH_STALL_WARN_S and SHARDMESH_STALL_TIMEOUT_S set them, too.
 

@@ -1,11 +1,11 @@
-"""How a process ends whose job has failed: with the verdict as the last thing it prints, and within some seconds whatever it does.
+"""End the processes of a failed job: the verdict is the last thing printed, and every process exits within seconds.
 
-    verdict   +0.5 s   a program that computes is called by a signal: the error is raised where it is        SHARDMESH_EXIT_S=10
+    verdict   +0.5 s   a program that is computing is interrupted by a signal, and raises there               SHARDMESH_EXIT_S=10
               +5 s     one that does not react is ended
-              +10 s    one that has met the error and lives on, in the same job, is ended
-    at exit            torch's groups are kept: taking one apart waits for its threads, which wait for ranks that never answer
+              +10 s    one that raised the error and lives on, in the same job, is ended
+    at exit            torch's groups are kept: destroying one waits for its threads, which wait for ranks that never answer
 
-Others that live in the process are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
+Programs that host others are left alone: nothing is ended while a test runner, a notebook or a debugger runs the program, or after
 it has destroyed the default group and goes on with something else.
 """
 
@@ -33,22 +33,23 @@ from ..comm.call_site import frame_of_thread
 from ..errors import WatchError
 from . import thread_errors
 from .recording.job_directory import Alarm, is_dead, is_local, process_state
-from .recording.trace_buffer import H, Page, State
+from .recording.trace_buffer import Header, RankState, TraceBuffer
 from .settings import monotonic_ns, settings
 
 if TYPE_CHECKING:
-    from .monitor import Watch
+    from .monitor import Monitor
 
-_ALARM = 11  # of the real-time signals, which nothing else is likely to use
-_TO_PRINT_S = 2.0  # a full pipe must not keep a process that is to end
-_SHARE = 0.8  # of its time to end that a process has before another one kills it
+_ALARM = 11  # which real-time signal: one that nothing else is likely to use
+_TO_PRINT_S = 2.0  # a full pipe must not keep a process from exiting
+_SHARE = 0.8  # share of its time to exit that a process has before another one kills it
 _SPARE_S = 3.0
 _PAUSE_S = 0.05
-_HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}  # packages of programs that run others
+# packages of programs that run other programs
+_HOSTS = {"_pytest", "unittest", "IPython", "ipykernel", "pdb", "bdb", "debugpy", "pydevd", "code"}
 _BROKEN = re.compile(r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|ncclRemoteError|NCCL error|recvValue failed")
 
 alarm_signal: int | None = None
-watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _hooks: list[Any] = []
 _kept: set[int] = set()
 
@@ -57,38 +58,38 @@ _kept: set[int] = set()
 
 
 def install() -> None:
-    """Take the hooks for uncaught errors, exit and fork, and the signal, once."""
+    """Install the hooks for uncaught errors, exit and fork, and the signal handler, once."""
     if _hooks:
         return
     _hooks.append(sys.excepthook)
     _take_signal()
     sys.excepthook = _on_uncaught
-    thread_errors.install(lambda: [watch.page for watch in list(watches) if watch.pid == os.getpid()])
+    thread_errors.install(lambda: [monitor.buffer for monitor in list(monitors) if monitor.pid == os.getpid()])
     atexit.register(_on_exit)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_be_no_rank)
 
 
 def _be_no_rank() -> None:
-    """A forked child says nothing in its rank's name. It has none of the threads that torch's groups would wait for when it ends."""
-    watches.clear()
+    """Detach a forked child from its rank. It has none of the threads that torch's groups would wait for at exit."""
+    monitors.clear()
     keep_groups()
 
 
-def tell_of(error: BaseException) -> None:
-    """This process's program ends with an error: the other ranks of its jobs learn of it."""
-    for watch in list(watches):
-        with contextlib.suppress(Exception):  # nothing must hide the error itself
-            watch.raised(error)
+def notify_peers(error: BaseException) -> None:
+    """Tell the other ranks of this process's jobs that its program ends with an error."""
+    for monitor in list(monitors):
+        with contextlib.suppress(Exception):  # nothing may hide the error itself
+            monitor.raised(error)
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether the error says only that another rank has gone."""
+    """Return whether the error says only that another rank is gone."""
     return isinstance(error, dist.DistError) or (isinstance(error, (RuntimeError, OSError)) and bool(_BROKEN.search(str(error))))
 
 
 def torch_groups() -> list[dist.ProcessGroup]:
-    """All process groups that torch has in this process."""
+    """Return all process groups that torch has in this process."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     known = getattr(distributed_c10d, "_world", None)
@@ -96,9 +97,9 @@ def torch_groups() -> list[dist.ProcessGroup]:
 
 
 def keep_groups() -> None:
-    """Keep all process groups of torch for good.
+    """Keep all of torch's process groups from being destroyed.
 
-    A group of gloo's waits for its threads when it is taken apart, and those may wait for ranks that never answer.
+    Destroying a gloo group waits for its threads, and those may wait for ranks that never answer.
     """
     for handle in torch_groups():
         if id(handle) not in _kept:
@@ -107,7 +108,7 @@ def keep_groups() -> None:
 
 
 def _take_signal() -> None:
-    """A signal by which the watchdog's thread calls the main thread away from whatever it does, when the job has failed."""
+    """Install a signal by which the watchdog thread interrupts the main thread when the job has failed."""
     global alarm_signal
     wanted = getattr(signal, "SIGRTMIN", None)
     if wanted is None or threading.current_thread() is not threading.main_thread():
@@ -118,16 +119,16 @@ def _take_signal() -> None:
 
 
 def _on_alarm(*_: Any) -> None:
-    for watch in list(watches):
-        if watch.pid == os.getpid() and not watch.told:
-            watch.check()
+    for monitor in list(monitors):
+        if monitor.pid == os.getpid() and not monitor.notified:
+            monitor.check()
 
 
 # -- a program that lives on -------------------------------------------------------------------------------------------
 
 
 def is_hosted() -> bool:
-    """Whether the main thread's program is run by another one: a test runner, a notebook, a debugger."""
+    """Return whether another program runs the main thread's: a test runner, a notebook, a debugger."""
     frame: FrameType | None = frame_of_thread(threading.main_thread().ident)
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HOSTS:
@@ -136,37 +137,37 @@ def is_hosted() -> bool:
     return hasattr(sys, "ps1")
 
 
-def may_end(watch: Watch) -> bool:
-    """Whether the process has no more to do than what the failed job was."""
-    if watch.pid != os.getpid() or not settings().exit_s or watch.page.words[H.PAUSED]:
+def may_end(monitor: Monitor) -> bool:
+    """Return whether the process exists only for the failed job, so that it may be ended."""
+    if monitor.pid != os.getpid() or not settings().exit_s or monitor.buffer.words[Header.PAUSED]:
         return False
-    if not threading.main_thread().is_alive():  # the program is over, and one of its other threads is not
+    if not threading.main_thread().is_alive():  # the program is over, but another thread of it is not
         return True
-    return watch.is_of_this_job() and not is_hosted()
+    return monitor.is_of_this_job() and not is_hosted()
 
 
-def end(watch: Watch, text: str) -> None:
-    """Print it and end this process, whatever its main thread does, with those of this host that cannot end by themselves."""
+def end(monitor: Monitor, text: str) -> None:
+    """Print a message and end this process whatever its main thread does, and those of this host that cannot end by themselves."""
     _end_at_the_latest(_TO_PRINT_S)
     print(f"shardmesh: {text}", file=sys.stderr, flush=True)
-    _kill_late(watch, [page for page in watch.near_pages() if _is_stuck(page)])
+    _kill_late(monitor, [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)])
     _flush()
     os._exit(1)
 
 
-def set_deadline(watch: Watch, is_on: bool) -> None:
-    """Whether the process ends some seconds after its time to end, even where its watchdog thread cannot run any more."""
+def set_deadline(monitor: Monitor, is_on: bool) -> None:
+    """Set whether the process ends some seconds after its time to exit even if its watchdog thread cannot run any more."""
     global _deadline_of
     if is_on and _deadline_of is None:
-        _deadline_of = watch
+        _deadline_of = monitor
         _end_at_the_latest(settings().exit_s + _SPARE_S)
-    elif not is_on and _deadline_of is watch:
+    elif not is_on and _deadline_of is monitor:
         _deadline_of = None
         faulthandler.cancel_dump_traceback_later()
 
 
 def _end_at_the_latest(seconds: float) -> None:
-    """Have a thread that needs no interpreter end the process after so many seconds, with all threads' stacks."""
+    """End the process after so many seconds with all threads' stacks, from a thread that does not need the interpreter."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is closed
         faulthandler.dump_traceback_later(max(seconds, 0.1), exit=True, file=2)
 
@@ -181,71 +182,73 @@ def _flush() -> None:
 
 
 def _on_uncaught(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    tell_of(error)
+    notify_peers(error)
     _hooks[0](kind, error, where)
     if isinstance(error, WatchError):
         return
-    for watch in list(watches):  # what came of it must not hide why
+    for monitor in list(monitors):  # nothing may hide the error itself
         with contextlib.suppress(Exception):
-            verdict = watch.standing()
-            if verdict is not None and not (verdict.kind == "raised" and watch.board.rank in verdict.ranks):
-                print(f"shardmesh: rank {watch.board.rank}: {verdict.text}", file=sys.stderr, flush=True)
+            verdict = monitor.standing()
+            if verdict is not None and not (verdict.kind == "raised" and monitor.directory.rank in verdict.ranks):
+                print(f"shardmesh: rank {monitor.directory.rank}: {verdict.text}", file=sys.stderr, flush=True)
 
 
 def _on_exit() -> None:
     global _last_word
-    here = [watch for watch in list(watches) if watch.pid == os.getpid()]
-    for watch in here:
-        watch.settle()
-    if any(watch.abandoned for watch in here):
+    here = [monitor for monitor in list(monitors) if monitor.pid == os.getpid()]
+    for monitor in here:
+        monitor.settle()
+    if any(monitor.abandoned for monitor in here):
         keep_groups()
         _last_word = _LastWord()
         if settings().exit_s:
             _end_at_the_latest(settings().exit_s + _SPARE_S)
-        for watch in here:
-            if watch.alarm[0] == Alarm.VERDICT:
-                _end_others(watch)
-    for watch in here:
-        watch.close(State.ENDED)
+        for monitor in here:
+            if monitor.alarm[0] == Alarm.VERDICT:
+                _end_others(monitor)
+    for monitor in here:
+        monitor.close(RankState.ENDED)
 
 
-def _end_others(watch: Watch) -> None:
-    """Ends ranks of this host that cannot end by themselves: stopped, or in a call that keeps the interpreter's lock.
+def _end_others(monitor: Monitor) -> None:
+    """End ranks of this host that cannot end by themselves: stopped, or in a call that holds the interpreter's lock.
 
-    Where there is no launcher nobody else does. The first of the other ranks waits for it, until the time of those ranks is over.
+    Without a launcher nothing else ends them. The lowest of the other ranks does it, once their time to exit is over.
     """
-    watch.page.words[H.AWARE] = 1
-    while stuck := [page for page in watch.near_pages() if _is_stuck(page)]:
-        pages = [page for page in watch.near_pages() if is_local(page) and not is_dead(page) and all(page is not one for one in stuck)]
-        if watch.board.rank != min(page.words[H.RANK] for page in pages):
+    monitor.buffer.words[Header.AWARE] = 1
+    while stuck := [buffer for buffer in monitor.near_buffers() if _is_stuck(buffer)]:
+        living = [buffer for buffer in monitor.near_buffers() if is_local(buffer) and not is_dead(buffer)]
+        buffers = [buffer for buffer in living if all(buffer is not one for one in stuck)]
+        if monitor.directory.rank != min(buffer.words[Header.RANK] for buffer in buffers):
             return
-        _kill_late(watch, stuck)
+        _kill_late(monitor, stuck)
         time.sleep(_PAUSE_S)
 
 
-def _kill_late(watch: Watch, stuck: Sequence[Page]) -> None:
-    """Kills those of these ranks whose time to end is over."""
-    for page in stuck:
-        if monotonic_ns() - watch.failed_at > _SHARE * 1e9 * page.words[H.EXIT_S]:
-            print(f"shardmesh: rank {page.words[H.RANK]} does not react and is killed", file=sys.stderr, flush=True)
+def _kill_late(monitor: Monitor, stuck: Sequence[TraceBuffer]) -> None:
+    """Kill those of these ranks whose time to exit is over."""
+    for buffer in stuck:
+        if monotonic_ns() - monitor.failed_at > _SHARE * 1e9 * buffer.words[Header.EXIT_S]:
+            print(f"shardmesh: rank {buffer.words[Header.RANK]} does not react and is killed", file=sys.stderr, flush=True)
             with contextlib.suppress(OSError):
-                os.kill(page.words[H.PID], signal.SIGKILL)
+                os.kill(buffer.words[Header.PID], signal.SIGKILL)
 
 
-def _is_stuck(page: Page) -> bool:
-    words = page.words
-    if not words[H.EXIT_S] or words[H.PAUSED] or words[H.STATE] not in (State.RUNNING, State.RAISED) or not is_local(page):
+def _is_stuck(buffer: TraceBuffer) -> bool:
+    words = buffer.words
+    is_over = words[Header.STATE] not in (RankState.RUNNING, RankState.RAISED)
+    if is_over or not words[Header.EXIT_S] or words[Header.PAUSED] or not is_local(buffer):
         return False
-    found = process_state(words[H.PID])
-    if found is None or found[0] in "ZXt" or found[1] != words[H.BORN]:  # it has ended, or a debugger has it
+    found = process_state(words[Header.PID])
+    if found is None or found[0] in "ZXt" or found[1] != words[Header.BORN]:  # it has ended, or a debugger holds it
         return False
-    return found[0] == "T" or not words[H.AWARE]
+    return found[0] == "T" or not words[Header.AWARE]
 
 
 class _LastWord:
-    """Ends the process when the interpreter takes its modules apart: all exit functions have run by then, and output is flushed.
+    """End the process when the interpreter clears its modules: all exit functions have run by then, and output is flushed.
 
-    Next would be the destructors of what torch has, which wait for what is under way.
+    Next would come the destructors of torch's objects, which wait for what is under way.
     """
 
     def __del__(self, end: Callable[[int], Any] = os._exit) -> None:
@@ -253,4 +256,4 @@ class _LastWord:
 
 
 _last_word: _LastWord | None = None
-_deadline_of: Watch | None = None
+_deadline_of: Monitor | None = None

@@ -1,10 +1,10 @@
-"""What went wrong between ranks, as every rank tells it: who, in what, where, and which field differs."""
+"""The verdict on a job that cannot go on: the kind of fault, the ranks to blame, the field that differs, and what each rank did."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from ..errors import (
@@ -19,7 +19,7 @@ from ..errors import (
 
 _COLUMNS = 120
 
-# kind -> the error that ranks raise
+# kind of verdict -> the error that ranks raise
 ERRORS: dict[str, type[WatchError]] = {
     "mismatch": CollectiveMismatchError,
     "deadlock": DeadlockError,
@@ -32,8 +32,8 @@ ERRORS: dict[str, type[WatchError]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What one rank was seen to do.
+class Observation:
+    """What one rank was observed doing.
 
     Attributes:
         rank: global rank.
@@ -65,11 +65,11 @@ class Verdict:
     kind: str
     ranks: tuple[int, ...]
     field: str
-    seen: tuple[Seen, ...]
+    seen: tuple[Observation, ...]
     text: str
 
     def error(self) -> WatchError:
-        """The error that every rank raises."""
+        """Return the error that every rank raises."""
         return ERRORS[self.kind](self.text, self)
 
     def to_json(self) -> str:
@@ -78,29 +78,21 @@ class Verdict:
     @staticmethod
     def from_json(text: str) -> Verdict:
         found = json.loads(text)
-        seen = tuple(Seen(**one) for one in found["seen"])
+        seen = tuple(Observation(**one) for one in found["seen"])
         return Verdict(found["kind"], tuple(found["ranks"]), found["field"], seen, found["text"])
 
 
 def composed(said: str, advice: str, lines: Iterable[str] = ()) -> str:
-    """The text of a verdict, in 120 columns: who did what, what to do about it, then what each rank did."""
+    """Return the text of a verdict, wrapped to 120 columns: what happened, what to do about it, what each rank did."""
     return "\n".join(part for line in (said, advice, *lines) for part in _wrapped(line))
 
 
 def _wrapped(line: str) -> list[str]:
-    """The line in pieces that fit; a piece of a stack or a traceback stays as it is."""
+    """Return the line in pieces that fit; a line of a stack or a traceback stays whole."""
     if len(line) <= _COLUMNS or line.lstrip().startswith("|"):
         return [line]
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     call, at, place = line.rpartition(" at ")
-    whole = f"{call} at\0{place}" if at else line  # a place is found by its "at"
+    whole = f"{call} at\0{place}" if at else line  # file:line stays on the line of its "at"
     pieces = textwrap.wrap(whole, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return [piece.replace("\0", " ") for piece in pieces]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left off."""
-    names = [str(r) for r in ranks]
-    if len(names) > 16:
-        names = [*names[:8], "...", *names[-4:]]
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..monitor.diagnosis.diagnose import connected, is_divided
+from ..monitor.diagnosis.votes import connected, is_divided
 from ..monitor.recording.recorder import differ, unlike
-from ..monitor.recording.trace_buffer import Page
+from ..monitor.recording.trace_buffer import TraceBuffer
 from . import diagnosis as verdict
 
 _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
@@ -32,7 +32,7 @@ class Call:
         agree: what must agree between ranks.
         note: what it belongs to, as text; must agree, too.
         lineage: how the value was made; 0 where that is not known.
-        page: the rank's ledger; None where nothing is noted down.
+        trace_buffer: the rank's ledger; None where nothing is noted down.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Call:
     buffers: tuple[Any, ...]
     note: str = ""
     lineage: int = 0
-    page: Page | None = None
+    trace_buffer: TraceBuffer | None = None
 
     def __str__(self) -> str:
         words = [str(a).removeprefix("torch.") for a in self.agree]
@@ -88,7 +88,7 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
         return "ranks call different collectives"
     parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))
-    if is_divided(parties, lambda one, other: differ(one.lineage, one.page, other.lineage, other.page)):
+    if is_divided(parties, lambda one, other: differ(one.lineage, one.trace_buffer, other.lineage, other.trace_buffer)):
         return "ranks call the same collective for values that were made differently"
     if first.op == "all_to_all":
         return _wrong_split(ranks, calls)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .diagnosis import Wait, no_rank_can_go_on
+from .diagnosis import BlockedRank, no_rank_can_go_on
 from .output import RankOrder
 from .rendezvous import Call, Meeting, Move
 from .threads import RankEnded, Worker
@@ -114,7 +114,7 @@ class Baton:
 
     def _break_deadlock(self) -> None:
         waits = [
-            Wait(r, meeting.calls[r], ranks, [m for m in ranks if m not in meeting.calls], self._place_of(r))
+            BlockedRank(r, meeting.calls[r], ranks, [m for m in ranks if m not in meeting.calls], self._place_of(r))
             for r, (ranks, meeting) in sorted(self.waiting.items())
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))

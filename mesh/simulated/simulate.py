@@ -59,7 +59,8 @@ class SimulatedGroup(Group):
     def _meet(self, call: Call, move: Move) -> Any:
         if _settings.mode != "off":
             note = self.world.carried.note
-            call = replace(call, note="" if note is None else note.text, lineage=self.world.carried.lineage, page=self.world.page)
+            text, lineage = "" if note is None else note.text, self.world.carried.lineage
+            call = replace(call, note=text, lineage=lineage, trace_buffer=self.world.trace_buffer)
         return self._baton.meet(self.ranks, self.world.rank, call, move)
 
     def _move(self, call: Call, move: Move, async_op: bool) -> Work | None:

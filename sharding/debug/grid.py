@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...mesh.text import columns, ends, rank_runs
 from ..layout.layout import Layout
 from ..layout.shard_holders import Interval, holders, page_title, pages, parts, pending_mark, shown_dims, title
-from ..layout.text import columns, ends, ranks_text
 from .panel import colour
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _numbered(items: list[Any]) -> list[tuple[int, Any]]:
 
 def _cell(layout: Layout, box: Sequence[Interval | None]) -> Cell:
     ranks = holders(layout, [part for part in box if part is not None])
-    return Cell(ranks_text(ranks) + pending_mark(layout), ranks[0])
+    return Cell(rank_runs(ranks) + pending_mark(layout), ranks[0])
 
 
 def _label(layout: Layout, dim: int | None, interval: Interval | None) -> Cell:

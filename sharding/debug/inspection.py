@@ -11,10 +11,10 @@ import torch
 
 from ...kernels.box import Box, box_shape
 from ...mesh.abstract_mesh import axes_text
+from ...mesh.text import columns, ends, rank_runs
 from ..layout.layout import Layout
 from ..layout.shard_holders import elements, title
 from ..layout.spec import EACH
-from ..layout.text import columns, ends, ranks_text
 from .visualize import layout_of
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class Inspection:
     def _summary(self) -> list[str]:
         return [
             f"same values: {self._same_text()}",
-            *[f"hold nothing: {ranks_text(self.empty)}"] * bool(self.empty),
+            *[f"hold nothing: {rank_runs(self.empty)}"] * bool(self.empty),
             f"bytes: {self.nbytes:,} in all; a rank holds {_span(self.nbytes_least, self.nbytes_most)}; "
             f"all ranks together {self.nbytes_held:,}, each element {_times(self.copies)}",
         ]
@@ -194,7 +194,7 @@ class Inspection:
     def _same_text(self) -> str:
         if not self.same or len(self.same[0]) == 1:
             return "on no two ranks"
-        shown = ["..." if group is None else ranks_text(group) for group in ends(self.same, _MOST_GROUPS)]
+        shown = ["..." if group is None else rank_runs(group) for group in ends(self.same, _MOST_GROUPS)]
         count = f" ({len(self.same):,} groups)" if len(self.same) > _MOST_GROUPS else ""
         return f"{' | '.join(shown)}{count}"
 

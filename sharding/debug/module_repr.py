@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...mesh.abstract_mesh import AbstractMesh, axes_text
+from ...mesh.text import columns
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import title
-from ..layout.text import columns
 
 if TYPE_CHECKING:
     from rich.table import Table

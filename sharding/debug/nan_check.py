@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ...mesh.comm.call_site import _OURS, _TORCH
 from ...mesh.comm.group import current_world
-from ...mesh.monitor.monitor import watch_of
+from ...mesh.monitor.monitor import monitor_of
 from ..layout.layout import Layout, dtype_name
 from ..ops.plain_operands import tensors_in
 from ..ops.strategy import name_of
@@ -219,7 +219,7 @@ def _error(call: _Call, x: Tensor, layout: Layout | None, prefix: str, origin: s
 
 def _told(error: BadValueError) -> BadValueError:
     """The error, of which the other ranks hear."""
-    watch = watch_of(current_world())
+    watch = monitor_of(current_world())
     if watch is not None:
         watch.raised(error)
     return error

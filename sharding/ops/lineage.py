@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...mesh.comm.call_site import user_frame
-from ...mesh.monitor.recording.trace_buffer import H
+from ...mesh.monitor.recording.trace_buffer import Header
 from ...mesh.monitor.settings import settings
 from ..layout.layout import Layout
 
@@ -92,11 +92,11 @@ def root(layout: Layout) -> int:
     if world is None or _settings.mode == "off":
         return 0
     line = " ".join(_lines())
-    stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
+    stamp, collectives = layout.stamp, world.trace_buffer.words[Header.RECORDS]
     roots = world.carried.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
-        world.page.note_line(zlib.crc32(repr((line, stamp)).encode()))
+        world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
     return _joined(*(zlib.crc32(repr(known).encode()) for known in (
         (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives)), stamp
     )))  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.verdict import ranks_text
+from ...mesh.text import ranks_text
 
 
 def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:

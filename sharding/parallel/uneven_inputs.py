@@ -36,7 +36,8 @@ from ...mesh.comm.work import Work
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.errors import MeshError, PeerError
-from ...mesh.monitor.verdict import Seen, Verdict, ranks_text
+from ...mesh.monitor.verdict import Observation, Verdict
+from ...mesh.text import ranks_text
 
 T = TypeVar("T")
 
@@ -309,15 +310,15 @@ def _raise(board: _Board, mine: _Turn, step: int) -> None:
     raise _peer_error([one for one in told if one is not None], step)
 
 
-def _seen(board: _Board, error: Exception) -> tuple[Seen, str]:
+def _seen(board: _Board, error: Exception) -> tuple[Observation, str]:
     """What other ranks are told of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     call = f"next(loader) raised {traceback.format_exception_only(error)[-1].strip()}"
-    return Seen(board.group.world.rank, call, place), "".join(traceback.format_exception(error)).rstrip()
+    return Observation(board.group.world.rank, call, place), "".join(traceback.format_exception(error)).rstrip()
 
 
-def _peer_error(told: Sequence[tuple[Seen, str]], step: int) -> PeerError:
+def _peer_error(told: Sequence[tuple[Observation, str]], step: int) -> PeerError:
     seen = tuple(one for one, _ in told)
     ranks = tuple(one.rank for one in seen)
     lines = [f"the loader of {ranks_text(ranks)} raised an error for step {step} of sm.join, so no rank can take that step:"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels import laws
 from ...kernels import random as philox
 from ...mesh.comm.group import World, current_world
-from ...mesh.monitor.recording.trace_buffer import H
+from ...mesh.monitor.recording.trace_buffer import Header
 from ..layout.layout import Layout
 from ..ops.lineage import drawn
 from .autograd.engine_hooks import current_backward
@@ -52,7 +52,7 @@ class _RandomState:
         drawn.last = self.seed, self.drawn
         world = self._world()
         if world is not None:  # published for diagnosis on other ranks
-            world.page.words[H.SEED], world.page.words[H.DRAWN] = drawn.last
+            world.trace_buffer.words[Header.SEED], world.trace_buffer.words[Header.DRAWN] = drawn.last
         return drawn.last
 
 

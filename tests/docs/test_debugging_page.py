@@ -29,13 +29,13 @@ from shardmesh.mesh.launch.process_groups import launch_environment
 from shardmesh.mesh.monitor.diagnosis import verdict_text
 from shardmesh.mesh.monitor.doctor.checks import CHECKS
 from shardmesh.mesh.monitor.recording.cleanup import _KEPT
-from shardmesh.mesh.monitor.recording.job_directory import born, open_page
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, PAGE_BYTES, RECORDS, H
+from shardmesh.mesh.monitor.recording.job_directory import born, open_buffer
+from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, GROUPS, RECORDS, Header
 from shardmesh.mesh.monitor.settings import Settings
 from shardmesh.mesh.monitor.startup import job_store
-from shardmesh.mesh.monitor.startup.progress import Patience
-from shardmesh.mesh.monitor.startup.rank_info import Card, disagreement, file_store_fault, own_card
-from shardmesh.mesh.monitor.startup.rendezvous import RollCall
+from shardmesh.mesh.monitor.startup.progress import Progress
+from shardmesh.mesh.monitor.startup.rank_info import RankInfo, disagreement, file_store_fault, own_rank_info
+from shardmesh.mesh.monitor.startup.rendezvous import StoreRendezvous
 from shardmesh.mesh.monitor.termination import _SHARE
 from shardmesh.mesh.monitor.watchdog import _DEAF_S, _POLITE_S
 from tests.docs.pages import DOCS, blocks, check_python_examples
@@ -215,29 +215,29 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def pages_in(folder: Path) -> dict[int, Any]:
-    found = [page for path in folder.glob("shardmesh-*/rank*.page") if (page := open_page(path)) is not None]
-    return {page.words[H.RANK]: page for page in found}
+def buffers_in(folder: Path) -> dict[int, Any]:
+    found = [buffer for path in folder.glob("shardmesh-*/rank*.trace") if (buffer := open_buffer(path)) is not None]
+    return {buffer.words[Header.RANK]: buffer for buffer in found}
 
 
 def test_the_ledger_of_a_job_that_hangs(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     command, shown = shown_by("ledger --last 1")
     hanging = runs.start(HANGING)
-    assert eventually(lambda: [pages_in(folder)[3] for folder in runs.folder.glob(f"*-{HANGING}") if is_waiting(folder)] != [])
+    assert eventually(lambda: [buffers_in(folder)[3] for folder in runs.folder.glob(f"*-{HANGING}") if is_waiting(folder)] != [])
     (folder,) = runs.folder.glob(f"*-{HANGING}")
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(folder))
     try:
         printed = printed_by(command, capsys)
     finally:
-        os.kill(pages_in(folder)[3].words[H.PID], signal.SIGKILL)
+        os.kill(buffers_in(folder)[3].words[Header.PID], signal.SIGKILL)
     assert not_in(shown, printed) == [], "\n".join(printed)
     assert [rank.error for rank in hanging.result().ranks] == ["RankLostError"] * 3 + [""]
 
 
 def is_waiting(folder: Path) -> bool:
     """Whether all ranks wait in their second collective but for the last one, which has called one."""
-    words = [page.words for _, page in sorted(pages_in(folder).items())]
-    return [(w[H.RECORDS], bool(w[H.BLOCKED])) for w in words] == [(2, True)] * 3 + [(1, False)]
+    words = [buffer.words for _, buffer in sorted(buffers_in(folder).items())]
+    return [(w[Header.RECORDS], bool(w[Header.BLOCKED])) for w in words] == [(2, True)] * 3 + [(1, False)]
 
 
 def test_the_ledger_of_a_job_that_has_died(runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -281,15 +281,15 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
 
 
-def card(rank: int, size: int = 4, pid: int | None = None, job: str = "") -> Card:
-    own = own_card(rank, {"WORLD_SIZE": str(size)}, 0, {"TORCHELASTIC_RUN_ID": job})
+def card(rank: int, size: int = 4, pid: int | None = None, job: str = "") -> RankInfo:
+    own = own_rank_info(rank, {"WORLD_SIZE": str(size)}, 0, {"TORCHELASTIC_RUN_ID": job})
     return own if pid is None else replace(own, pid=pid, born=born(pid))
 
 
-def waited(seconds: float, timeout: float = 600.0) -> Patience:
-    patience = Patience(0, timeout)
-    patience._since -= seconds
-    return patience
+def waited(seconds: float, timeout: float = 600.0) -> Progress:
+    progress = Progress(0, timeout)
+    progress._since -= seconds
+    return progress
 
 
 def raised(act: Callable[[], Any]) -> str:
@@ -298,16 +298,16 @@ def raised(act: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def roll_call(store: Any, its: Card, patience: Patience | None = None, fault: str = "") -> RollCall:
-    return RollCall(store, its, patience or Patience(its.rank, 600.0), ADDRESS, False, fault)
+def roll_call(store: Any, its: RankInfo, progress: Progress | None = None, fault: str = "") -> StoreRendezvous:
+    return StoreRendezvous(store, its, progress or Progress(its.rank, 600.0), ADDRESS, False, fault)
 
 
 def of_missing_ranks() -> Iterator[str]:
     call = roll_call(dist.HashStore(), card(0), waited(12))
     for rank in range(2):
-        call.card = card(rank)
+        call.info = card(rank)
         call._sign(call.store, "came")
-    call._be_patient(call.store)
+    call._report_progress(call.store)
     yield call._too_late(call.store)
 
 
@@ -406,7 +406,7 @@ def test_fields_of_a_mismatch() -> None:
 
 def test_numbers() -> None:
     said = {
-        f"{PAGE_BYTES / 2**20:.1f} MiB of shared memory for each rank",
+        f"{BUFFER_BYTES / 2**20:.1f} MiB of shared memory for each rank",
         f"beyond the first {GROUPS} of a process",
         f"the last {RECORDS} collectives",
         f"last {_KEPT} jobs that failed",
@@ -418,7 +418,7 @@ def test_what_is_said_of_ranks_and_hosts_is_what_the_code_says() -> None:
     phrases = [phrase for row in table("| what the doctor says | what to do |") for phrase in re.findall(r"`([^`]+)`", row[0])]
     names = [phrase for phrase in phrases if phrase in CHECKS or f'"{phrase}"' in SOURCES]
     assert len(names) > 6
-    phrases += ["alive and busy elsewhere", "stopped by a signal", "frozen", "no watch over this job", "cannot be reached"]
+    phrases += ["alive and busy elsewhere", "stopped by a signal", "frozen", "this job is not monitored", "cannot be reached"]
     phrases += ["is down, frozen or cut off: silent since", "has no answer from"]
     assert [phrase for phrase in phrases if phrase not in names and phrase not in SOURCES] == []
     assert all(f"`{phrase}`" in PAGE or phrase in PAGE for phrase in phrases)

@@ -23,7 +23,7 @@ import torch
 
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.faults.random_programs import Program, mesh_of, run
 
 RIGHT = ("named", "tie", "nothing", "local", "unseen")
@@ -51,7 +51,7 @@ def simulated(program: Program, *, odd: bool = True, moved: list[Moved] | None =
         if moved is not None and world.rank == 0:
             world.baton.meet = _noting(world.baton.meet, moved)
         result = run(program, mesh_of(program), world.rank, odd and program.odd == world.rank)
-        called.append(world.page.words[H.RECORDS])
+        called.append(world.trace_buffer.words[Header.RECORDS])
         return result
 
     return simulate(program.size, prints="plain")(one_rank)(), sum(called)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.faults.at import At
 from tests.faults.fault import RANKS, Fault
 from tests.faults.random_programs import MESHES, Program, faulty_program, healthy_program, mesh_of, run
@@ -54,7 +54,7 @@ def _healthy(first: int, raw: bool) -> Callable[[At], int]:
         for seed in range(first * AT_A_TIME, (first + 1) * AT_A_TIME):
             healthy = healthy_program(seed, MESHES, turns=TURNS, raw=raw)
             run(healthy, mesh_of(healthy), at.rank, False)
-        return at.mesh.world.page.words[H.RECORDS]
+        return at.mesh.world.trace_buffer.words[Header.RECORDS]
 
     program.__name__ = f"healthy {first}"
     return program

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from shardmesh.mesh import current_world
-from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.faults.random_jobs import job
 from tests.faults.random_outcome import RIGHT
 from tests.faults.random_programs import MESHES, PROCESS_KINDS, healthy_program, mesh_of, run
@@ -48,8 +48,8 @@ def test_correct_programs_that_call_torch_raise_no_alarm(world4: Pool) -> None:
 def run_healthy(seeds: list[int], raw: bool = False) -> int:
     """How many collectives this rank has called in these programs."""
     world = current_world()
-    before = world.page.words[H.RECORDS]
+    before = world.trace_buffer.words[Header.RECORDS]
     for seed in seeds:
         program = healthy_program(seed, MESHES, turns=(2, 12), raw=raw)
         run(program, mesh_of(program), world.rank, False)
-    return world.page.words[H.RECORDS] - before
+    return world.trace_buffer.words[Header.RECORDS] - before

@@ -1,4 +1,4 @@
-"""What collectives do on a mesh: whether they are right, and how fast they are along each axis."""
+"""Measure collectives on a mesh: whether their results are right, and how fast they are along each axis."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...device_mesh import DeviceMesh, init_device_mesh
 from .facts import Facts
 
 OPS = ("all_reduce", "all_to_all")
-_SMALL = 1 << 10  # bytes of a buffer with which only the latency counts
-# Where the time per byte is constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
+_SMALL = 1 << 10  # bytes of a buffer so small that only the latency counts
+# Sizes at which the time per byte is constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
 _LARGE = {"cpu": 4 << 20, "cuda": 64 << 20}
 _MOST_CALLS = 1000
-_LATENCY_SHARE = 0.25  # of the time that is spent on an operation
+_LATENCY_SHARE = 0.25  # share of the time that is spent on an operation
 _CLOCK_ROUNDS = 5
 
 
@@ -27,7 +27,7 @@ class Bandwidth:
     """One collective along one axis.
 
     Attributes:
-        axis, ranks: the axis and its size; all its groups are at work at the same time.
+        axis, ranks: the axis and its size; all its groups run at the same time.
         op: "all_reduce" or "all_to_all".
         bytes: that a rank receives in a call, counted as in `CollectiveRecord`.
         seconds: of a call, on the slowest rank.
@@ -50,7 +50,7 @@ class Bandwidth:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the ranks of a mesh found together, the same on all.
+    """What the ranks of a mesh measured together, the same on all.
 
     Attributes:
         bandwidth: of each axis of more than one rank, and operation.
@@ -101,12 +101,12 @@ def _call(op: str, group: Group, size: int, device: torch.device) -> Callable[[]
 
 
 def _part(size: int, group: Group) -> int:
-    """How many float32 of a buffer of so many bytes belong to each rank."""
+    """Return how many float32 of a buffer of so many bytes belong to each rank."""
     return max(1, size // (4 * group.size))
 
 
 def _is_right(op: str, group: Group, device: torch.device) -> bool:
-    """Rank r gives r + 1 to everybody."""
+    """Return whether a collective is correct: rank r contributes r + 1."""
     mine = torch.full((group.size,), group.rank + 1.0, device=device)
     all_of_them = torch.arange(1.0, group.size + 1, device=device)
     if op == "all_reduce":
@@ -118,7 +118,7 @@ def _is_right(op: str, group: Group, device: torch.device) -> bool:
 
 
 def _timed(mesh: DeviceMesh, run: Callable[[], Any], seconds: float) -> float:
-    """Seconds per call on the slowest rank. All ranks make the same number of calls, one after another, as a program does."""
+    """Return seconds per call on the slowest rank. All ranks make the same number of calls, one after another, as a program does."""
     _seconds(mesh, run, 1)  # connects, and touches the buffers
     once = _seconds(mesh, run, 1)
     calls = max(1, min(_MOST_CALLS, int(seconds / max(once, 1e-6))))
@@ -146,7 +146,7 @@ def _everywhere(mesh: DeviceMesh, correct: bool) -> bool:
 
 
 def _clocks(group: Group) -> tuple[float, ...]:
-    """Seconds that each rank's clock is ahead of the first one's: the least of several looks, since ranks leave a barrier one by one."""
+    """Return how far each clock is ahead of rank 0's, in seconds: the least of several rounds, since a barrier ends at different times."""
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
         group.barrier()

@@ -1,10 +1,10 @@
-"""All checks by name, and what they say of the ranks of a job together."""
+"""All checks by name, and how their findings on several ranks are merged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..verdict import ranks_text
+from ...text import ranks_text
 from . import host_checks, job_checks
 from .bandwidth import Bandwidth
 from .facts import Facts
@@ -37,16 +37,16 @@ CHECKS: Mapping[str, Check] = {
 _WORST: Mapping[Status, int] = {"ok": 0, "warning": 1, "fault": 2}
 # Bytes per second. A network of 1 Gbit/s gives 0.12e9; PCIe 3.0 without peer access, through host memory, about 5e9.
 _SLOW_BETWEEN_HOSTS, _SLOW_BETWEEN_GPUS = 0.2e9, 4e9
-_CLOCKS_APART_S = 1.0  # where logs and traces of several hosts, put in one order, begin to mislead
+_CLOCKS_APART_S = 1.0  # above it, logs and traces of several hosts in one order begin to mislead
 
 
 def findings(facts: Facts) -> dict[str, Finding]:
-    """What each check says of one rank."""
+    """Return what each check finds on one rank."""
     return {name: check(facts) for name, check in CHECKS.items()}
 
 
 def merged(everyone: Sequence[Mapping[str, Finding]]) -> dict[str, Finding]:
-    """What each check says of all ranks (given in their order): the worst, and where that is not so everywhere, of which ranks."""
+    """Return the worst finding of each check over all ranks, given in order, and on which ranks it holds where that is not all."""
     return {name: _worst([found[name] for found in everyone]) for name in everyone[0]}
 
 
@@ -64,7 +64,7 @@ def _worst(found: Sequence[Finding]) -> Finding:
 
 
 def hosts(names: Sequence[str]) -> Finding:
-    """Which ranks are on which host."""
+    """Return which ranks are on which host."""
     by_host: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         by_host.setdefault(name, []).append(rank)
@@ -72,7 +72,7 @@ def hosts(names: Sequence[str]) -> Finding:
 
 
 def clocks(seconds: Sequence[float]) -> Finding:
-    """How far each rank's clock is from that of rank 0."""
+    """Return how far each rank's clock is from that of rank 0."""
     rank = max(range(len(seconds)), key=lambda r: abs(seconds[r]))
     if abs(seconds[rank]) < _CLOCKS_APART_S:
         return ok(f"at most {abs(seconds[rank]) * 1e3:.3g} ms apart")
@@ -81,15 +81,15 @@ def clocks(seconds: Sequence[float]) -> Finding:
 
 
 def collectives(rows: Sequence[Bandwidth]) -> Finding:
-    """Whether collectives gave the right result."""
+    """Return whether collectives gave the right result."""
     wrong = [f"{row.op} along {row.axis}" for row in rows if not row.correct]
     if wrong:
         return fault(f"wrong results: {', '.join(wrong)}", "NCCL_DEBUG=INFO python -m shardmesh doctor   # and test memory and links")
-    return ok("all_reduce and all_to_all give what they should" if rows else "one rank has nobody to talk to")
+    return ok("all_reduce and all_to_all give correct results" if rows else "only one rank: nothing to try")
 
 
 def speed(rows: Sequence[Bandwidth], device_type: str, has_other_hosts: bool) -> Finding:
-    """Whether collectives are slower than the slowest hardware that one would train on."""
+    """Return whether collectives are slower than the slowest hardware that is used for training."""
     slow = _SLOW_BETWEEN_HOSTS if has_other_hosts else _SLOW_BETWEEN_GPUS if device_type == "cuda" else 0.0
     found = [f"{row.op} along {row.axis}: {row.bytes / row.seconds / 1e9:.3g} GB/s" for row in rows if row.bytes < slow * row.seconds]
     if not found:

@@ -1,4 +1,4 @@
-"""`python -m shardmesh doctor`: looks at the machine and the job, and says what is wrong and what to do about it."""
+"""The command `python -m shardmesh doctor`: examine the machine and the job, and print what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ EXAMPLE = """\
   torchrun --nproc-per-node 4 -m shardmesh doctor --mesh dp=2,tp=2
 """
 _SECONDS = 2.0  # per axis
-_LIMIT_S = 120.0  # for meeting and measuring: torch alone takes up to half of it to start on a cold machine
-_MOST_LOCAL = 4  # processes that are started to try out CPUs
+_LIMIT_S = 120.0  # for connecting and measuring: torch alone takes up to half of it to start on a cold machine
+_MOST_LOCAL = 4  # processes that are started to try CPUs
 _AXIS = "ranks"
 _MOST_TEXT = 600  # characters of an error
-# With a fault in one of these ranks cannot meet, or would wait in vain.
+# With a fault in one of these checks ranks cannot connect, or would wait in vain.
 _NEEDED = ("torch", "backends", "devices", "memory", "shared memory", "launcher", "settings", "gloo interface")
 _NEEDED += ("hostname", "master address", "master port")
 _LOUDER = "TORCH_CPP_LOG_LEVEL=INFO NCCL_DEBUG=INFO python -m shardmesh doctor   # says more"
 
 
 def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
-    """Adds the command to an argparse parser's subparsers; its `run` takes the parsed arguments.
+    """Add the command to an argparse parser's subparsers; its `run` takes the parsed arguments.
 
     Args:
         parse_mesh: makes a mesh of text like "dp=2,tp=4"; raises ValueError.
@@ -46,7 +46,7 @@ def add_to(commands: Any, parse_mesh: Callable[[str], AbstractMesh]) -> None:
         "doctor",
         help="what is wrong with this machine or job, and what to do about it",
         description="Looks at the machine and at how the job is started, tries out collectives, and says what is wrong and how to "
-        "mend it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
+        "fix it. Alone it starts processes of its own; under torchrun it uses the job's. The exit status is 1 if there is a fault.",
         epilog=f"examples:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -76,7 +76,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, parse_m
 
 @dataclass(frozen=True, slots=True)
 class _Mesh:
-    """On what collectives are tried: arguments of `measure`."""
+    """The mesh on which collectives are tried: arguments of `measure`."""
 
     device_type: str
     sizes: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Mesh:
 
 
 def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Over all ranks of the job. Raises: ValueError when the arguments do not fit it."""
+    """Return a mesh over all ranks of the job. Raises: ValueError when the arguments do not fit it."""
     size = here.place.size
     if nprocs is not None:
         raise ValueError(f"--nprocs {nprocs}: this process is rank {here.place.rank} of a job of {size} already; leave --nprocs out")
@@ -94,7 +94,7 @@ def _in_job(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mes
 
 
 def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh:
-    """Over processes of this host. Raises: ValueError when the arguments contradict each other."""
+    """Return a mesh over processes of this host. Raises: ValueError when the arguments contradict each other."""
     size = nprocs if given is None else given.size()
     if nprocs not in (None, size):
         raise ValueError(f"--mesh {given!r} has {size} ranks, but --nprocs is {nprocs}: leave one of them out")
@@ -102,7 +102,7 @@ def _alone(given: AbstractMesh | None, nprocs: int | None, here: Facts) -> _Mesh
         count = len(here.devices.found)
         size = count if count > 1 else min(_MOST_LOCAL, max(2, here.system.cores))
     if size < 2:
-        raise ValueError(f"{size} process has nobody to talk to: write --nprocs 2, or more")
+        raise ValueError(f"collectives need at least 2 processes, got {size}: write --nprocs 2, or more")
     return _over(given, size, here)
 
 
@@ -116,7 +116,7 @@ def _over(given: AbstractMesh | None, size: int, here: Facts) -> _Mesh:
 
 
 def _examine_host(here: Facts, mesh: _Mesh) -> Report:
-    """Tries collectives on processes of its own."""
+    """Try collectives on processes started for it, and return the report."""
     size, checks = prod(mesh.sizes), findings(here)
     subject = f"host {here.network.hostname}, {size} processes started to try out collectives"
     if needed := _missing(checks):
@@ -129,7 +129,7 @@ def _examine_host(here: Facts, mesh: _Mesh) -> Report:
 
 
 def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Report:
-    """Tries collectives on the ranks of the job; all of them return the same. Ends this process where ranks cannot meet."""
+    """Try collectives on the ranks of the job, which all return the same report. End this process where ranks cannot connect."""
     place, checks = here.place, findings(here)
     own = Report(f"rank {place.rank} of {place.size} on host {here.network.hostname}", checks)
     if needed := _missing(checks):
@@ -140,7 +140,7 @@ def _examine_job(here: Facts, mesh: _Mesh, show: Callable[[Report], str]) -> Rep
     timer.start()
     try:
         measured = _measured(mesh, here)
-    except Exception as error:  # whatever it is, it is what the job would die of
+    except Exception as error:  # whatever it is, the job would fail with it
         _give_up(replace(own, checks=checks | {"collectives": _failed(error)}), show, place)
     timer.cancel()
     return _together(measured, mesh)
@@ -163,7 +163,7 @@ def _together(measured: Measured, mesh: _Mesh) -> Report:
 
 
 def _give_up(report: Report, show: Callable[[Report], str], place: Place) -> NoReturn:
-    """Says what is known, once per host, and ends the process: torch's threads may wait for other ranks without end."""
+    """Print what is known, once per host, and end the process: torch's threads may wait for other ranks without end."""
     if place.rank == 0 or place.local_rank == 0:
         print(show(report), flush=True)
     else:
@@ -186,10 +186,10 @@ def _tried(measured: Measured, mesh: _Mesh, has_other_hosts: bool) -> dict[str, 
 
 
 def _not_tried(needed: Sequence[str]) -> Finding:
-    return warning(f"not tried, because of the fault in: {', '.join(needed)}", "mend that first, then run this again")
+    return warning(f"not tried, because of the fault in: {', '.join(needed)}", "fix that first, then run this again")
 
 
 def _failed(error: Exception) -> Finding:
-    """The error in one line, without the traceback that `launch` puts under it."""
+    """Return the error in one line, without the traceback that `launch` appends."""
     text = " ".join(str(error).partition("\n\n---")[0].split())
     return fault(f"{type(error).__name__}: {text[:_MOST_TEXT]}{' ...' if len(text) > _MOST_TEXT else ''}", _LOUDER)

@@ -1,4 +1,4 @@
-"""Which accelerators torch finds: asked in a process of its own, since a driver that is ill may never answer."""
+"""Find the accelerators that torch can use, in a separate process, since a broken driver may never answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PROBE_S = 60.0  # importing torch and waking up eight devices takes up to half of it on a cold machine
+PROBE_S = 60.0  # importing torch and waking eight devices takes up to half of it on a cold machine
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
 
 # Prints JSON. Each pair of devices: whether the first can read the second's memory.
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What the checks know of accelerators.
+    """Facts about accelerators.
 
     Attributes:
         build: what torch was built for: "CUDA 12.8", "ROCm 6.4", or "" for the CPU alone.
@@ -64,14 +64,14 @@ class Devices:
 
 
 def devices() -> Devices:
-    """Which accelerators torch finds. Takes some seconds where torch was built for them, at most `PROBE_S`."""
+    """Return the accelerators that torch finds. Takes some seconds where torch was built for them, at most `PROBE_S`."""
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else ""
     driver = any(os.path.exists(path) for path in _DRIVERS)
     return probed(build, driver, _run) if build and driver else Devices(build, driver)
 
 
 def probed(build: str, driver: bool, run: Callable[[], subprocess.CompletedProcess[str]]) -> Devices:
-    """What `run` found, which prints as `_PROBE` does."""
+    """Return what `run` found, which prints like `_PROBE`."""
     try:
         done = run()
         found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

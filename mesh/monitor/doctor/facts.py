@@ -1,4 +1,4 @@
-"""What is so on one rank's host and in its environment, as plain data that other ranks can be sent."""
+"""Collect the facts of one rank's host and environment, as plain data that can be sent to other ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...version import __version__
 from .devices import Devices, devices
 from .network import Network, network
 from .system import System, system
 
-DEFAULT_PORT = 29500  # torchrun's, where it is not told another
-# Nothing else of the environment is looked at: reports are pasted into forums, and passwords lie there too.
+DEFAULT_PORT = 29500  # torchrun's default
+# Nothing else of the environment is read: reports are pasted into forums, and variables may hold passwords.
 _PREFIXES = ("CUDA_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "OMPI_COMM_", "SHARDMESH_", "SLURM_", "TORCH")
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """Versions; "" is not installed.
+    """Versions of software; "" if not installed.
 
     Attributes:
         python, torch, triton, shardmesh: versions.
@@ -42,13 +43,13 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands in its job; alone: rank 0 of 1.
+    """Place of a process in its job; alone: rank 0 of 1.
 
     Attributes:
         launcher: "torchrun", "launch" (or another that keeps the store as torchrun does), "slurm", "mpi", "by hand" (the
             variables are there, nobody knows from whom), "none".
         rank, size: in the job.
-        local_rank, local_size: on the host; one host, if nothing tells of more.
+        local_rank, local_size: on the host; one host, unless variables say more.
         agent_store: whether the launcher itself listens at MASTER_PORT, so that rank 0 does not.
     """
 
@@ -65,7 +66,7 @@ class Place:
 
     @staticmethod
     def of(env: Mapping[str, str]) -> Place:
-        """What the variables say; where they make no sense, as if they were not there (`checks.launcher` complains)."""
+        """Return what the variables say; invalid ones count as unset (`checks.launcher` reports them)."""
         size = max(1, number(env, "WORLD_SIZE", 1))
         hosts = max(1, number(env, "SLURM_STEP_NUM_NODES", 1))
         local = min(size, max(1, number(env, "LOCAL_WORLD_SIZE", -(-size // hosts))))
@@ -82,7 +83,7 @@ def _launcher(env: Mapping[str, str]) -> str:
         return "torchrun"
     if "TORCHELASTIC_USE_AGENT_STORE" in env:
         return "launch"
-    if number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # of srun; a batch script has SLURM_NTASKS, too, but is one process
+    if number(env, "SLURM_STEP_NUM_TASKS", 1) > 1:  # of srun; a batch script has SLURM_NTASKS as well, but is one process
         return "slurm"
     if number(env, "OMPI_COMM_WORLD_SIZE", 1) > 1:
         return "mpi"
@@ -91,7 +92,7 @@ def _launcher(env: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is so where one rank runs: the relevant part of its environment, and what was read of its host."""
+    """Facts of one rank: the relevant part of its environment, and what was read of its host."""
 
     env: Mapping[str, str]
     software: Software
@@ -105,7 +106,7 @@ class Facts:
 
 
 def facts() -> Facts:
-    """What is so here. Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a minute."""
+    """Collect the facts here. Reads, looks up names and connects to MASTER_PORT; changes nothing. Takes at most about a minute."""
     env = {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES) or name in _NAMES}
     place = Place.of(env)
     master = env.get("MASTER_ADDR", "")
@@ -114,8 +115,6 @@ def facts() -> Facts:
 
 
 def _software() -> Software:
-    from .... import __version__  # which is being defined while this file is imported
-
     has = dist.is_available()
     return Software(
         python=platform.python_version(),

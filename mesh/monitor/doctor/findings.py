@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Finding:
 
     Attributes:
         status: "fault": jobs fail, hang or are wrong; "warning": some do, or are slow.
-        found: what is so, with the numbers.
-        fix: a command or setting; "" where all is well.
+        found: the facts, with the numbers.
+        fix: a command or setting; "" if all is well.
     """
 
     status: Status

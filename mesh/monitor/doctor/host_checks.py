@@ -1,23 +1,23 @@
-"""What is wrong with a host: software, devices, cores, memory, limits. Pure functions of the facts."""
+"""Check a host: software, devices, cores, memory, limits. Pure functions of the facts."""
 
 from __future__ import annotations
 
 import re
 from math import inf
 
-from ..recording.trace_buffer import PAGE_BYTES
+from ..recording.trace_buffer import BUFFER_BYTES
 from .facts import Facts, number
 from .findings import Finding, fault, ok, size_text, warning
 
 _OLDEST_TORCH = (2, 11)
 _TORCH_FOR_CUDA = "pip install torch --index-url https://download.pytorch.org/whl/cu128   # or what fits the driver"
 _MEMORY_PER_RANK = 1 << 30  # torch alone, imported and with its groups, takes about half of it
-_DOCKER_SHARED = 64 << 20  # what docker gives a container that does not ask
+_DOCKER_SHARED = 64 << 20  # docker's default
 _NCCL_PER_RANK = 32 << 20  # three channels of some 10 MB to neighbours of the same host (NCCL's SHM transport)
 _SOCKETS_PER_RANK = 32  # a few groups, each with a connection to every rank
 _FILES = 256  # the interpreter, torch's libraries and caches
 _THREADS_PER_RANK = 64  # gloo's, the gradient engine's, NCCL's, pinned memory's; and two sets of one per core
-_FREE_SHARE = 0.1  # of a device's memory; less means that somebody else is at work on it
+_FREE_SHARE = 0.1  # of a device's memory; less means that another program uses it
 
 
 def python(facts: Facts) -> Finding:
@@ -71,12 +71,12 @@ def _no_devices(facts: Facts) -> Finding:
     if not facts.devices.driver:
         return ok("no GPU: ranks compute on the CPU")
     if not facts.devices.build:
-        return warning("a GPU's driver is loaded, but this torch is for the CPU alone", _TORCH_FOR_CUDA)
+        return warning("a GPU driver is loaded, but this torch is built for the CPU alone", _TORCH_FOR_CUDA)
     if hidden in ("", "-1"):
         return warning(f"CUDA_VISIBLE_DEVICES={hidden} hides all GPUs", "unset CUDA_VISIBLE_DEVICES")
     why = facts.devices.error or "it finds none"
     return fault(
-        f"a GPU's driver is loaded, but torch cannot use a GPU: {why}",
+        f"a GPU driver is loaded, but torch cannot use a GPU: {why}",
         "nvidia-smi   # does the driver answer, and fit torch's CUDA? in a container: docker run --gpus all",
     )
 
@@ -144,9 +144,9 @@ def shared_memory(facts: Facts) -> Finding:
     have, ranks = facts.system.shared, facts.place.local_size
     larger = "docker run --shm-size=8g ... (or --ipc=host); elsewhere: mount -o remount,size=8G /dev/shm"
     if not have.total:
-        return warning(f"{have.folder} is not there or cannot be written: the watch uses files in the temporary folder", larger)
+        return warning(f"{have.folder} is not there or cannot be written: the monitor uses files in the temporary folder", larger)
     text = f"{size_text(have.free)} free of {size_text(have.total)} in {have.folder}"
-    needed = ranks * (PAGE_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
+    needed = ranks * (BUFFER_BYTES + (_NCCL_PER_RANK if facts.devices.found else 0))
     if have.free < needed:
         return fault(f"{text}, but {ranks} ranks need about {size_text(needed)}: they would die with a bus error", larger)
     if have.total <= _DOCKER_SHARED:

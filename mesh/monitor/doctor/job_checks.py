@@ -1,4 +1,4 @@
-"""What is wrong with how a job is started and how its ranks would meet. Pure functions of the facts."""
+"""Check how a job is started and how its ranks would connect. Pure functions of the facts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .findings import Finding, fault, ok, warning
 from .network import Interface, is_loopback
 
 _SLOW = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
-# Variables by which Slurm and MPI number processes, and those that torch reads.
+# Variables in which Slurm and MPI number processes, and those that torch reads.
 _NUMBERS = {
     "slurm": {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"},
     "mpi": {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"},
@@ -122,7 +122,7 @@ def nccl_interface(facts: Facts) -> Finding:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME means an interface: prefixes, after "=" whole names, after "^" those that are not meant.
+    """Return whether NCCL_SOCKET_IFNAME means an interface: prefixes, after "=" whole names, after "^" names to exclude.
 
     Source: NCCL user guide, environment variables, NCCL_SOCKET_IFNAME.
     """
@@ -132,12 +132,12 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def _nccls_order(usable: Iterable[Interface]) -> list[Interface]:
-    """InfiniBand, then the rest, then docker's, then loopback. Source: NCCL misc/socket.cc, ncclFindInterfaces."""
+    """Sort interfaces: InfiniBand, then the rest, then docker's, then loopback. Source: NCCL misc/socket.cc, ncclFindInterfaces."""
     return sorted(usable, key=lambda one: (one.is_loopback, one.name.startswith("docker"), not one.name.startswith("ib")))
 
 
 def _interface_of(facts: Facts) -> str:
-    """What gloo takes when it is not told: where the host's name leads, if that is here, else loopback."""
+    """Return what gloo uses by default: the interface that the host's name resolves to, if it is on this host, else loopback."""
     net = facts.network
     usable = next((address for address in net.own if address in net.here), "127.0.0.1")
     # Debian's 127.0.1.1 belongs to the loopback interface, but is not listed there.
@@ -146,7 +146,7 @@ def _interface_of(facts: Facts) -> str:
 
 
 def _suggestion(have: Sequence[Interface]) -> str:
-    """The name of an interface that leads somewhere."""
+    """Return the name of an interface that leads to other hosts, if there is one."""
     return next((one.name for one in _nccls_order(one for one in have if one.up and one.addresses)), "lo")
 
 

@@ -1,4 +1,4 @@
-"""What this host's network looks like: interfaces, names, ports."""
+"""Read this host's network: interfaces, names, ports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-LOOKUP_S = 3.0  # a resolver that cannot reach its servers takes longer to give up
+LOOKUP_S = 3.0  # a resolver without a reachable server takes longer to give up
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40  # linux/if.h
 _LISTENING = "0A"  # include/net/tcp_states.h
@@ -40,13 +40,13 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """The port at which ranks meet.
+    """The port at which ranks rendezvous.
 
     Attributes:
         number: its number.
         in_use: whether something listens on it on this host.
         listener: which process, as text; "" where that cannot be known.
-        reachable: whether one can connect to it at MASTER_ADDR; None where that was not tried.
+        reachable: whether a connection to it at MASTER_ADDR succeeds; None where that was not tried.
     """
 
     number: int
@@ -57,15 +57,15 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What the checks know of the network.
+    """Facts about the network.
 
     Attributes:
         interfaces: those of this host.
         hostname: its name.
-        own: the addresses that the name stands for; none where it does not resolve.
-        master: the addresses that MASTER_ADDR stands for; none where it does not resolve, or is not set.
-        here: those of both that are this host's.
-        port: where ranks meet.
+        own: the addresses that the name resolves to.
+        master: the addresses that MASTER_ADDR resolves to; none where it is not set.
+        here: those of both that belong to this host.
+        port: where ranks rendezvous.
     """
 
     interfaces: tuple[Interface, ...]
@@ -77,7 +77,7 @@ class Network:
 
 
 def network(master: str, port: int, is_client: bool) -> Network:
-    """What this host's network is like. Takes at most about a quarter of a minute.
+    """Return what this host's network looks like. Takes at most about a quarter of a minute.
 
     Args:
         master: MASTER_ADDR, or "".
@@ -87,14 +87,14 @@ def network(master: str, port: int, is_client: bool) -> Network:
     name = socket.gethostname()
     reachable = can_connect(master, port) if is_client else None
     used = is_in_use(port)
-    meeting = Port(port, used, listener(port) if used else "", reachable)
+    rendezvous = Port(port, used, listener(port) if used else "", reachable)
     own, masters = addresses(name), addresses(master) if master else ()
     here = frozenset(address for address in (*own, *masters) if is_own(address))
-    return Network(tuple(interfaces()), name, own, masters, here, meeting)
+    return Network(tuple(interfaces()), name, own, masters, here, rendezvous)
 
 
 def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
-    """What probe() returns; `otherwise` where it raises OSError, or is not done in time (its thread is then left to itself)."""
+    """Return probe(), or `otherwise` where it raises OSError or is not done in time (its thread is then abandoned)."""
     found = [otherwise]
 
     def run() -> None:
@@ -108,7 +108,7 @@ def within(seconds: float, probe: Callable[[], T], otherwise: T) -> T:
 
 
 def addresses(name: str) -> tuple[str, ...]:
-    """The addresses that a name stands for, as the resolver orders them; none where it does not resolve in time."""
+    """Return the addresses that a name resolves to, in the resolver's order; none where it does not resolve in time."""
 
     def look_up() -> tuple[str, ...]:
         return tuple(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
@@ -121,7 +121,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_own(address: str) -> bool:
-    """Whether a socket can listen at the address, so that it is one of this host's."""
+    """Return whether a socket can listen at the address, so that it belongs to this host."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -140,7 +140,7 @@ def can_connect(host: str, port: int) -> bool:
 
 
 def is_in_use(port: int) -> bool:
-    """Whether something listens on the port. (A connection that lingers does not count: torch's store can listen beside it.)"""
+    """Return whether something listens on the port. (A lingering connection does not count: torch's store can listen next to it.)"""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -154,7 +154,7 @@ def is_in_use(port: int) -> bool:
 
 
 def listener(port: int, proc: str = "/proc") -> str:
-    """listener(29500) -> "python3.12 (process 4711)": who listens on a port of this host; "" where that cannot be known.
+    """listener(29500) -> "python3.12 (process 4711)": the process that listens on a port of this host; "" where that is unknown.
 
     Another user's processes can be named only by root.
     """
@@ -167,7 +167,7 @@ def listener(port: int, proc: str = "/proc") -> str:
 
 
 def listening(table: str, port: int) -> Iterator[str]:
-    """The inodes of the sockets that listen on a port, in the text of /proc/net/tcp."""
+    """Yield the inodes of the sockets that listen on a port, from the text of /proc/net/tcp."""
     for line in table.splitlines()[1:]:
         _, local, _, state, *rest = line.split()
         if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
@@ -199,7 +199,7 @@ def _link(path: Path) -> str:
 
 
 def interfaces() -> Iterator[Interface]:
-    """The interfaces of this host in the kernel's order; elsewhere than on Linux only their names are known."""
+    """Yield the interfaces of this host in the kernel's order; on other systems than Linux only their names are known."""
     six = _addresses_6(_text(Path("/proc/net/if_inet6")))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -210,7 +210,7 @@ def interfaces() -> Iterator[Interface]:
 
 
 def _ask(probe: socket.socket, name: str, question: int) -> bytes:
-    """What the kernel says of an interface: the union of `struct ifreq`; zeros where it does not know."""
+    """Return what the kernel says of an interface, the union of `struct ifreq`; zeros where it does not know it."""
     try:
         import fcntl  # which Windows lacks
 
@@ -220,7 +220,7 @@ def _ask(probe: socket.socket, name: str, question: int) -> bytes:
 
 
 def _addresses_6(table: str) -> dict[str, list[str]]:
-    """Addresses by interface, in the text of /proc/net/if_inet6."""
+    """Return addresses by interface from the text of /proc/net/if_inet6."""
     found: dict[str, list[str]] = {}
     for line in table.splitlines():
         digits, _, _, _, _, name = line.split()

@@ -1,4 +1,4 @@
-"""What the doctor says: for people, and as JSON."""
+"""The doctor's report, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...text import columns
 from ...topology import seconds_text
 from .bandwidth import Bandwidth
 from .findings import Finding
 
-_VERSION = 1  # of the JSON; what is there keeps its name and meaning as long as it stays the same
+_VERSION = 1  # of the JSON; fields keep their name and meaning within a version
 _SHOWN = {"ok": "ok", "warning": "warning", "fault": "FAULT"}
 
 
@@ -20,7 +21,7 @@ class Report:
     """Report(subject, checks, bandwidth).
 
     Attributes:
-        subject: whose report it is, in words.
+        subject: what was examined, in words.
         checks: by name.
         bandwidth: of the axes that were measured.
     """
@@ -67,8 +68,7 @@ class Report:
         rows += [
             (b.axis, str(b.ranks), b.op, seconds_text(b.latency), f"{b.gigabytes_per_second:.3g} GB/s") for b in self.bandwidth
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return ["", *("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+        return ["", *columns(rows)]
 
     def _summary(self) -> str:
         faults, warnings = self.count("fault"), self.count("warning")

@@ -1,4 +1,4 @@
-"""What this host gives to a job: cores, memory, limits, shared memory; and what dead jobs left in it."""
+"""Read what this host offers a job: cores, memory, limits, shared memory; and what dead jobs left in it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ..recording.cleanup import is_over
 from ..recording.files import job_folders, parent_folders
-from ..recording.job_directory import is_local, open_page, process_state
+from ..recording.job_directory import is_local, open_buffer, process_state
 from .network import within
 
-_DISK_S = 3.0  # a folder on a file server that is gone is waited for without end
+_DISK_S = 3.0  # a folder on a dead file server blocks without end
 _SHARED = "/dev/shm"
 _OF_TORCH = re.compile(r"torch_(\d+)_")  # torch/csrc: NewProcessWideShmHandle, "/torch_<pid>_<random>_<number>"
 _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
@@ -23,7 +23,7 @@ _UNLIMITED = 1 << 60  # cgroup 1 writes a number near 2^63 for no limit
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the container (its cgroup) allows; None where there is no limit.
+    """Limits of the container (its cgroup); None where there is none.
 
     Attributes:
         cores: CPU time, in cores.
@@ -38,7 +38,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A folder in memory: bytes in all and free; both 0 where it is not there or cannot be written."""
+    """A folder in shared memory: its size and free space in bytes; both 0 where it is missing or not writable."""
 
     folder: str
     total: int
@@ -47,7 +47,7 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """What a dead job left behind: a file or folder and its bytes."""
+    """A file or folder that a dead job left behind, and its bytes."""
 
     path: str
     bytes: int
@@ -66,7 +66,7 @@ class System:
         open_files: the soft and the hard limit of file descriptors; None is no limit.
         processes: the limit of the user's processes and threads; None is no limit.
         shared: shared memory.
-        leftovers: of dead jobs, in shared memory and the folders of the watch.
+        leftovers: of dead jobs, in shared memory and the monitor's folders.
     """
 
     name: str
@@ -82,7 +82,7 @@ class System:
 
 
 def system() -> System:
-    """What this host gives to a job. Takes at most some seconds."""
+    """Return what this host offers a job. Takes at most some seconds."""
     import platform
 
     memory = meminfo(read("/proc/meminfo"))
@@ -102,7 +102,7 @@ def system() -> System:
 
 
 def read(path: str) -> str:
-    """The text of a file; "" where it cannot be read."""
+    """Return the text of a file; "" where it cannot be read."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -110,7 +110,7 @@ def read(path: str) -> str:
 
 
 def meminfo(text: str) -> dict[str, int]:
-    """Bytes by name, in the text of /proc/meminfo."""
+    """Return bytes by name from the text of /proc/meminfo."""
     parts = (line.split() for line in text.splitlines())
     return {name.rstrip(":"): int(size) * 1024 for name, size, *unit in parts if unit == ["kB"]}
 
@@ -135,10 +135,10 @@ def _shared_memory() -> Space:
 
 
 def limits(read: Callable[[str], str]) -> Limits:
-    """What the cgroup of this process and those around it allow: version 2, or 1 where that is mounted.
+    """Return what the cgroup of this process and those around it allow: version 2, or 1 where that is mounted.
 
     Args:
-        read: gives the text of a file, "" where there is none.
+        read: returns the text of a file, "" where there is none.
     """
     groups = dict(line.split(":", 2)[1:] for line in read("/proc/self/cgroup").splitlines())
     two = [f"/sys/fs/cgroup{folder}" for folder in _upwards(groups.get("", "/"))]
@@ -155,7 +155,7 @@ def _of_controller(groups: dict[str, str], controller: str) -> str:
 
 
 def _upwards(folder: str) -> Iterator[str]:
-    """"/a/b" -> "/a/b", "/a", "": a container sees its own group as the root, whatever its name outside."""
+    """Yield the folder and its parents: "/a/b", "/a", "". A container sees its own group as the root, whatever its name outside."""
     while folder.strip("/"):
         yield folder
         folder = folder.rpartition("/")[0]
@@ -177,11 +177,11 @@ def _numbers(texts: Iterable[str]) -> Iterator[int]:
 # ------------------------------------------------------------------------------------------------- dead jobs
 
 
-def leftovers(watched: Sequence[Path], shared: Path) -> Iterator[Leftover]:
-    """What jobs left behind of whose processes none lives: pages of the watch, and torch's shared tensors."""
-    for folder in sorted(folder for parent in watched for _, folder in job_folders(parent)):
+def leftovers(parents: Sequence[Path], shared: Path) -> Iterator[Leftover]:
+    """Yield what jobs without living processes left behind: the monitor's trace buffers, and torch's shared tensors."""
+    for folder in sorted(folder for parent in parents for _, folder in job_folders(parent)):
         with contextlib.suppress(OSError):  # a job deletes it
-            if is_over(folder) and any(is_local(page) for path in folder.glob("rank*.page") if (page := open_page(path))):
+            if is_over(folder) and any(is_local(buffer) for path in folder.glob("rank*.trace") if (buffer := open_buffer(path))):
                 yield Leftover(str(folder), sum(file.stat().st_size for file in folder.iterdir()))
     for file in sorted(shared.glob("torch_*")):
         found = _OF_TORCH.match(file.name)

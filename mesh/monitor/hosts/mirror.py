@@ -1,8 +1,8 @@
-"""Pages of ranks on other hosts, copied part by part, so that the rest of the watch reads them as it reads those of its own host.
+"""Copies of the trace buffers of ranks on other hosts, which the rest of the monitor reads like those of its own host.
 
-    page of rank 2 on host-b                           copy on host-a
+    buffer of rank 2 on host-b                         copy on host-a
     header | table | rows | ring | text     ----->     header | table | rows | ring | text
-    a part is sent when it has changed                 in times of this host's clock, and marked as a copy
+    a part is sent when it has changed                 times on this host's clock, marked as a copy
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..recording.files import make_file, map_file
-from ..recording.job_directory import open_page
+from ..recording.job_directory import open_buffer
 from ..recording.recorder import row_of
 from ..recording.trace_buffer import (
+    BUFFER_BYTES,
     GROUP_TABLE,
     GROUPS,
-    PAGE_BYTES,
     RECORD_WORDS,
     RECORDS,
     RING,
@@ -27,56 +27,56 @@ from ..recording.trace_buffer import (
     SLOTS,
     STACK_BYTES,
     TEXT_BYTES,
-    H,
-    Page,
-    State,
+    Header,
+    RankState,
+    TraceBuffer,
 )
 
 _STACK = GROUP_TABLE * 8 - STACK_BYTES
-_TEXT = PAGE_BYTES - TEXT_BYTES
-_HEADER_WORDS = 32  # as many as there are in use
+_TEXT = BUFFER_BYTES - TEXT_BYTES
+_HEADER_WORDS = 32  # words in use
 _PART_BYTES = 4096  # of the ring, and of the text
-_SENT_RECORDS = 256  # the last ones; those before were sent when they were the last
+_SENT_RECORDS = 256  # the last ones; earlier ones were sent when they were the last
 _PART_RECORDS = _PART_BYTES // (8 * RECORD_WORDS)
-_REASON = TEXT_BYTES - _PART_BYTES  # where a copy's text has room for one of its own
-_OWN = (H.STACK_WANTED, H.STACK_GIVEN, H.PID_SPACE)  # words in which a copy speaks for this host
+_REASON = TEXT_BYTES - _PART_BYTES  # place in a copy's text that is free for a reason of its own
+_OWN = (Header.STACK_WANTED, Header.STACK_GIVEN, Header.PID_SPACE)  # words that belong to this host's copy
 
 
-def parts(page: Page) -> Iterator[tuple[int, int]]:
-    """(start, length) in bytes of all parts in use; what points elsewhere comes before what it points to."""
-    words = page.words
-    groups = min(words[H.GROUPS], GROUPS)
+def parts(buffer: TraceBuffer) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) in bytes of all parts in use, those with references before what they refer to."""
+    words = buffer.words
+    groups = min(words[Header.GROUPS], GROUPS)
     yield 0, _HEADER_WORDS * 8
-    if words[H.STACK_BYTES]:
-        yield _STACK, words[H.STACK_BYTES]
+    if words[Header.STACK_BYTES]:
+        yield _STACK, words[Header.STACK_BYTES]
     yield GROUP_TABLE * 8, groups * 16
     for number in range(groups):
         yield row_of(number) * 8, SLOTS * SLOT_WORDS * 8
-    for part in _ring_parts(words[H.RECORDS]):
+    for part in _ring_parts(words[Header.RECORDS]):
         yield RING * 8 + part * _PART_BYTES, _PART_BYTES
-    for start in range(0, min(words[H.TEXT_END], _REASON), _PART_BYTES):
+    for start in range(0, min(words[Header.TEXT_END], _REASON), _PART_BYTES):
         yield _TEXT + start, _PART_BYTES
 
 
 def _ring_parts(count: int) -> list[int]:
-    """Which parts of the ring hold the last records."""
+    """Return which parts of the ring hold the last records."""
     first = max(0, count - _SENT_RECORDS) // _PART_RECORDS
     last = -(-count // _PART_RECORDS)
     return [part % (RECORDS // _PART_RECORDS) for part in range(first, last)]
 
 
-class Source:
-    """A page of this host, and which of its parts have been sent."""
+class BufferSource:
+    """A trace buffer of this host, and which of its parts have been sent."""
 
-    def __init__(self, page: Page) -> None:
-        self.page = page
+    def __init__(self, buffer: TraceBuffer) -> None:
+        self.buffer = buffer
         self.versions: dict[int, int] = {}
 
     def changed(self) -> dict[int, bytes]:
-        """The parts that are not as they were the last time, by where they start."""
+        """Return the parts that have changed since the last call, by where they start."""
         found, versions = {}, {}
-        for start, length in parts(self.page):
-            data = bytes(self.page.data[start : start + length])
+        for start, length in parts(self.buffer):
+            data = bytes(self.buffer.data[start : start + length])
             versions[start] = zlib.crc32(data)
             if self.versions.get(start) != versions[start]:
                 found[start] = data
@@ -84,59 +84,59 @@ class Source:
         return found
 
 
-class Copy:
-    """The page of a rank of another host, in this host's folder."""
+class BufferCopy:
+    """The copy of another host's trace buffer, in this host's folder."""
 
-    def __init__(self, page: Page) -> None:
-        self.page = page
+    def __init__(self, buffer: TraceBuffer) -> None:
+        self.buffer = buffer
         self._versions: dict[int, int] = {}
         self._beat = 0
 
     def missing(self, versions: Mapping[int, int]) -> list[int]:
-        """Where the parts start that are not here yet."""
+        """Return where the parts start that are not here yet."""
         return [start for start, version in versions.items() if self._versions.get(start) != version]
 
     def write(self, found: Mapping[int, bytes], versions: Mapping[int, int]) -> None:
-        """What is pointed to is written first, the header last."""
+        """Write parts; what is referred to comes first, the header last."""
         for start in sorted(found, reverse=True):
             if start:
-                self.page.data[start : start + len(found[start])] = found[start]
+                self.buffer.data[start : start + len(found[start])] = found[start]
             self._versions[start] = versions[start]
         if 0 in found:
             self._write_header(struct.unpack(f"{_HEADER_WORDS}Q", found[0]))
 
     def _write_header(self, given: tuple[int, ...]) -> None:
-        words, now = self.page.words, time.monotonic_ns()
-        blocked_for = max(0, given[H.HEARTBEAT] - given[H.BLOCKED_SINCE])
+        words, now = self.buffer.words, time.monotonic_ns()
+        blocked_for = max(0, given[Header.HEARTBEAT] - given[Header.BLOCKED_SINCE])
         for number, value in enumerate(given):
-            if number not in (*_OWN, H.HEARTBEAT, H.BLOCKED_SINCE):
+            if number not in (*_OWN, Header.HEARTBEAT, Header.BLOCKED_SINCE):
                 words[number] = value
-        if given[H.HEARTBEAT] != self._beat:
-            self._beat = given[H.HEARTBEAT]
-            words[H.HEARTBEAT] = now
-        words[H.BLOCKED_SINCE] = now - blocked_for
+        if given[Header.HEARTBEAT] != self._beat:
+            self._beat = given[Header.HEARTBEAT]
+            words[Header.HEARTBEAT] = now
+        words[Header.BLOCKED_SINCE] = now - blocked_for
 
-    def explain(self, reason: str) -> None:
-        """Says in the rank's place what it does."""
+    def set_reason(self, reason: str) -> None:
+        """Write in the rank's place what it is doing: why it is lost."""
         encoded = reason.encode()[: _PART_BYTES - 4]
-        struct.pack_into("I", self.page.data, _TEXT + _REASON, len(encoded))
-        self.page.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded
-        self.page.words[H.DOING] = _REASON
+        struct.pack_into("I", self.buffer.data, _TEXT + _REASON, len(encoded))
+        self.buffer.data[_TEXT + _REASON + 4 : _TEXT + _REASON + 4 + len(encoded)] = encoded
+        self.buffer.words[Header.DOING] = _REASON
 
-    def lose(self) -> None:
-        """Marks the rank as one that cannot be reached; its next header takes that back."""
-        self.page.words[H.STATE] = State.LOST
+    def mark_lost(self) -> None:
+        """Mark the rank as one that cannot be reached; its next header clears that."""
+        self.buffer.words[Header.STATE] = RankState.LOST
         self._versions.pop(0, None)
 
 
-def make_copy(path: Path) -> Copy:
-    """An empty copy in a file, or what there is of one. Where hosts share the folder of a job, the page itself is there and stays as it is.
+def make_copy(path: Path) -> BufferCopy:
+    """Return an empty copy in a file, or the copy that is there. Where hosts share the folder, the buffer itself is there and is kept.
 
     Raises: OSError where no file can be made.
     """
     if not path.exists():
         temporary = path.with_suffix(f".{time.monotonic_ns()}")
-        Page(map_file(make_file(temporary, PAGE_BYTES), PAGE_BYTES)).begin(0, 0)
+        TraceBuffer(map_file(make_file(temporary, BUFFER_BYTES), BUFFER_BYTES)).begin(0, 0)
         temporary.replace(path)
-    page = open_page(path)
-    return Copy(Page(bytearray(PAGE_BYTES)) if page is None or page.words[H.PID_SPACE] else page)
+    buffer = open_buffer(path)
+    return BufferCopy(TraceBuffer(bytearray(BUFFER_BYTES)) if buffer is None or buffer.words[Header.PID_SPACE] else buffer)

@@ -1,15 +1,15 @@
-"""Between hosts: what the pages of a host's ranks say, through the job's store, to the other hosts and back.
+"""Carry trace buffers, verdicts and requests for stacks between the hosts of a job, through its store.
 
-    host-a   pages of ranks 0, 1   --- publish --->   store   --- fetch --->   copies of ranks 0, 1   host-b
-             copies of ranks 2, 3  <--- fetch ----           <--- publish ---   pages of ranks 2, 3
+    host-a   buffers of ranks 0, 1  --- publish --->   store   --- fetch --->   copies of ranks 0, 1    host-b
+             copies of ranks 2, 3   <--- fetch ----           <--- publish ---  buffers of ranks 2, 3
 
-One rank of each host speaks for it, the lowest that lives, over a connection of its own: a question to a store that has become
-unreachable is never answered. What is copied is read like the pages of this host, so that everything else works between hosts as it
-does within one, only later, by a tenth of a second or two. A host that falls silent, or from which the store cannot be reached, is
-marked in the copies; it is an error, on every rank, as soon as a rank waits for one of its ranks.
+One rank of each host publishes for it, the lowest that is alive, over a connection of its own: a request to an unreachable store is
+never answered. Copies are read like the buffers of this host, so that everything else works between hosts as it does within one,
+a tenth of a second or two later. A host that is silent, or that cannot reach the store, is marked in the copies; that is an error on
+every rank as soon as a rank waits for one of its ranks.
 
-In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK what the host whose lowest rank this is has to
-say; page/RANK/START a part of a page. Each host reads what all others write, so from 8 hosts on they do it less often.
+In the store, under "shardmesh/relay/JOB": place/RANK which host a rank is on; head/RANK the state of the host whose lowest rank this
+is; page/RANK/START a part of a trace buffer. Each host reads what all others write, so from 8 hosts on they exchange less often.
 """
 
 from __future__ import annotations
@@ -26,46 +26,47 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore
 
+from ...text import ranks_text
 from ..diagnosis import diagnose
 from ..recording.files import folder_prefix
-from ..recording.job_directory import Board, boot_id
-from ..recording.recorder import SLOT_WORDS, SLOTS, Seat, unlike
-from ..recording.trace_buffer import H, Page, State
+from ..recording.job_directory import JobDirectory, boot_id
+from ..recording.recorder import SLOT_WORDS, SLOTS, Recorder, unlike
+from ..recording.trace_buffer import Header, RankState, TraceBuffer
 from ..settings import _seconds
-from ..verdict import Verdict, ranks_text
-from .mirror import Copy, Source, make_copy
+from ..verdict import Verdict
+from .mirror import BufferCopy, BufferSource, make_copy
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
+    from ..monitor import Monitor
 
-_LOST_S = 10.0  # silence after which a host counts as lost
-_TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits for others
+_LOST_S = 10.0  # a host that is silent for so long counts as lost
+_TICK_S = 0.1  # between two exchanges; 0.02 while a rank of this host waits
 _EAGER_S = 0.02
 _FEW_HOSTS = 8
-_FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not speak for its host
-_FAREWELL_S = 1.0  # for the others to hear the last words of a host
-_LONGEST_STEP_S = 0.5  # time in which this process did not run itself says nothing about others
-_OLDEST = 56  # of 64 fingerprints; the slots of those before are about to be overwritten, perhaps while they are copied
+_FRESH_NS = 1_000_000_000  # a rank whose heartbeat is older does not publish for its host
+_FAREWELL_S = 1.0  # for the others to read the last state of a host
+_LONGEST_STEP_S = 0.5  # time in which this process itself did not run says nothing about others
+_OLDEST = 56  # of 64 fingerprints; older slots are about to be overwritten, perhaps while they are copied
 
 
 @dataclass
 class Host:
-    """Another host, as it was last heard of.
+    """Another host, as of its last state.
 
     Attributes:
-        head: the name of its words in the store.
-        beat: changes whenever it says something.
+        head: the key of its state in the store.
+        beat: changes with each state that it publishes.
         heard: when it last did, on the clock of exchanges.
-        is_told: whether it knows of a verdict.
-        asked: for stacks, by rank; what the rank's page said was wanted, and the number that the host gave the question.
+        is_notified: whether it knows of a verdict.
+        asked: requests for stacks by rank: the count of requests in the rank's buffer, and the host's number of the request.
     """
 
     name: str
     ranks: tuple[int, ...]
     beat: int = 0
     heard: float = 0.0
-    is_told: bool = False
-    copies: dict[int, Copy] = field(default_factory=dict)
+    is_notified: bool = False
+    copies: dict[int, BufferCopy] = field(default_factory=dict)
     asked: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -78,40 +79,40 @@ class Host:
 
 
 def is_needed(env: Mapping[str, str], size: int) -> bool:
-    """Whether ranks may be on other hosts."""
+    """Return whether ranks may be on other hosts."""
     return env.get("LOCAL_WORLD_SIZE") != str(size)
 
 
-def start_relay(watch: Watch, store: Any) -> Relay | None:
-    """The relay of this rank, already running; None where there is one host, or no store that hosts share.
+def start_relay(monitor: Monitor, store: Any) -> Relay | None:
+    """Start the relay of this rank; None where there is one host, or no store that hosts share.
 
     Args:
         store: of the default group.
-    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S makes no sense.
+    Raises: LaunchEnvironmentError where SHARDMESH_HOST_LOST_S is not a positive number.
     """
     inner = store
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, TCPStore) or not is_needed(os.environ, watch.board.size):
+    if not isinstance(inner, TCPStore) or not is_needed(os.environ, monitor.directory.size):
         return None
-    job = watch.board.folder.name.removeprefix(folder_prefix())
-    relay = Relay(watch, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
+    job = monitor.directory.folder.name.removeprefix(folder_prefix())
+    relay = Relay(monitor, PrefixStore(f"shardmesh/relay/{job}", store.clone()), f"{inner.host}:{inner.port}")
     relay.start()
     return relay
 
 
 class Relay:
-    """Speaks for this host when this rank has to, and looks for what is different on others."""
+    """Publish for this host when this rank has to, and compare with the neighbours on other hosts."""
 
-    def __init__(self, watch: Watch, store: Any, address: str) -> None:
-        self._watch, self._board, self._address = watch, watch.board, address
+    def __init__(self, monitor: Monitor, store: Any, address: str) -> None:
+        self._monitor, self._directory, self._address = monitor, monitor.directory, address
         self._store: Any = store
         self.lost_after_s = _seconds(os.environ, "SHARDMESH_HOST_LOST_S", _LOST_S)
         self._name = socket.gethostname()
         self._mine: tuple[int, ...] = ()
         self._others: list[Host] = []
-        self._sources: dict[int, Source] = {}
-        self._exchanged = self._felt = self._answered = 0.0  # clocks that stand still while this process does
+        self._sources: dict[int, BufferSource] = {}
+        self._exchanged = self._felt = self._answered = 0.0  # clocks that stop while this process is stopped
         self._looked = self._spoke = time.monotonic()
         self._suspicion: dict[tuple[int, int], int] = {}
         self._over = threading.Event()
@@ -126,7 +127,7 @@ class Relay:
         self._thread.start()
 
     def close(self) -> None:
-        """The last words of this host, if no other rank of it can say them."""
+        """Stop, after publishing the last state of this host if no other rank of it can."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.5 * _FAREWELL_S)
@@ -141,23 +142,23 @@ class Relay:
                 self._try_to(self._exchange)
             else:
                 self._answered = self._felt
-        if self._others and (self._watch.standing() is not None or not self._living()):
-            self._try_to(self._say_farewell)
-        self._store = None  # which may keep a server alive
+        if self._others and (self._monitor.standing() is not None or not self._living()):
+            self._try_to(self._publish_last)
+        self._store = None  # it may keep a server alive
 
     def _try_to(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except (RuntimeError, OSError):  # the connection broke, or the folder has gone
-            self._sources.clear()  # what has arrived is not known
+        except (RuntimeError, OSError):  # the connection broke, or the folder is gone
+            self._sources.clear()  # which parts have arrived is not known
             if not self._over.wait(_TICK_S):
                 with contextlib.suppress(RuntimeError):
                     self._store = self._store.clone()
 
     def _find_hosts(self) -> None:
-        """Returns when all ranks have said which host they are on."""
-        size, rank = self._board.size, self._board.rank
-        self._store.set(f"place/{rank}", json.dumps([_host_key(self._board), self._name]))
+        """Wait until all ranks have published which host they are on."""
+        size, rank = self._directory.size, self._directory.rank
+        self._store.set(f"place/{rank}", json.dumps([_host_key(self._directory), self._name]))
         keys = [f"place/{r}" for r in range(size)]
         while not self._store.check(keys):
             if self._over.wait(_EAGER_S):
@@ -171,20 +172,21 @@ class Relay:
         self._mine = mine
 
     def _pause(self) -> float:
-        waits = any(page.words[H.BLOCKED] for page in self._pages())
+        waits = any(buffer.words[Header.BLOCKED] for buffer in self._buffers())
         return (_EAGER_S if waits else _TICK_S) * max(1.0, len(self._others) / _FEW_HOSTS)
 
-    def _pages(self) -> list[Page]:
-        return [page for rank in self._mine if (page := self._board.of(rank)) is not None]
+    def _buffers(self) -> list[TraceBuffer]:
+        return [buffer for rank in self._mine if (buffer := self._directory.buffer_of(rank)) is not None]
 
     def _living(self) -> list[int]:
-        """The ranks of this host that could speak for it."""
+        """Return the ranks of this host that could publish for it."""
         oldest = time.monotonic_ns() - _FRESH_NS
-        pages = [page for page in self._pages() if page.words[H.STATE] == State.RUNNING]
-        return [page.words[H.RANK] for page in pages if page is self._board.page or page.words[H.HEARTBEAT] > oldest]
+        buffers = [buffer for buffer in self._buffers() if buffer.words[Header.STATE] == RankState.RUNNING]
+        own = self._directory.buffer
+        return [buffer.words[Header.RANK] for buffer in buffers if buffer is own or buffer.words[Header.HEARTBEAT] > oldest]
 
     def _is_speaker(self) -> bool:
-        return self._board.rank == min(self._living(), default=-1)
+        return self._directory.rank == min(self._living(), default=-1)
 
     def _exchange(self) -> None:
         self._publish()
@@ -194,29 +196,29 @@ class Relay:
         self._exchanged += min(now - self._spoke, _LONGEST_STEP_S)
         self._spoke, self._answered = now, self._felt
 
-    def _say_farewell(self) -> None:
-        """The last words of a host. When the job has failed, its store may end with it: so not before the others know why."""
+    def _publish_last(self) -> None:
+        """Publish the last state of a host. If the job has failed its store may end with it, so not before the others know why."""
         self._publish()
         deadline = time.monotonic() + _FAREWELL_S
-        while self._watch.standing() is not None and self._unaware() and time.monotonic() < deadline:
+        while self._monitor.standing() is not None and self._unaware() and time.monotonic() < deadline:
             time.sleep(_EAGER_S)
             self._exchange()
 
     def _unaware(self) -> list[Host]:
-        """Hosts that have not said that they know of the verdict, but could."""
-        pages = {host.head: self._board.of(host.ranks[0]) for host in self._others}
-        states = {head: State.RUNNING if page is None else page.words[H.STATE] for head, page in pages.items()}
-        return [host for host in self._others if not host.is_told and states[host.head] != State.LOST]
+        """Return reachable hosts that have not confirmed the verdict."""
+        buffers = {host.head: self._directory.buffer_of(host.ranks[0]) for host in self._others}
+        states = {head: RankState.RUNNING if buffer is None else buffer.words[Header.STATE] for head, buffer in buffers.items()}
+        return [host for host in self._others if not host.is_notified and states[host.head] != RankState.LOST]
 
     def _publish(self) -> None:
         entries: dict[str, Any] = {}
         said: dict[str, Any] = {"beat": time.monotonic_ns(), "pages": {}, "wanted": self._wanted(), "answers": self._given()}
-        for page in self._pages():
-            rank = page.words[H.RANK]
-            source = self._sources.setdefault(rank, Source(page))
+        for buffer in self._buffers():
+            rank = buffer.words[Header.RANK]
+            source = self._sources.setdefault(rank, BufferSource(buffer))
             entries |= {f"page/{rank}/{start}": data for start, data in source.changed().items()}
             said["pages"][rank] = list(source.versions.items())
-        verdict = self._watch.standing()
+        verdict = self._monitor.standing()
         said["verdict"] = None if verdict is None else verdict.to_json()
         entries[f"head/{self._mine[0]}"] = json.dumps(said).encode()
         self._store.multi_set(list(entries), list(entries.values()))
@@ -230,7 +232,7 @@ class Relay:
             return
         parts: dict[str, bytes] = {}
         while missing := [key for key in self._missing(host, said) if key not in parts]:
-            # Asked for together with the head: if that has changed, so may have parts that were not asked for.
+            # Read together with the head: if that has changed, so may have parts that were not asked for.
             data, *values = self._store.multi_get([host.head, *missing])
             parts |= dict(zip(missing, values, strict=True))
             if (newer := json.loads(data))["beat"] != said["beat"]:
@@ -240,104 +242,104 @@ class Relay:
     def _missing(self, host: Host, said: Any) -> list[str]:
         return [f"page/{rank}/{start}" for rank, versions in _versions(said) for start in self._copy(host, rank).missing(versions)]
 
-    def _copy(self, host: Host, rank: int) -> Copy:
+    def _copy(self, host: Host, rank: int) -> BufferCopy:
         found = host.copies.get(rank)
         if found is None:
             try:
-                found = host.copies[rank] = make_copy(self._board.path(rank))
+                found = host.copies[rank] = make_copy(self._directory.path(rank))
             except OSError as error:
-                self._watch.give_up(f"no copies of the files of other hosts can be made: {error}")
+                self._monitor.give_up(f"no copies of the files of other hosts can be made: {error}")
                 raise
         return found
 
     def _take(self, host: Host, said: Any, parts: Mapping[str, bytes]) -> None:
-        """Writes down what a host has said."""
+        """Write what a host has published into the copies."""
         host.beat, host.heard = said["beat"], self._exchanged
         for rank, versions in _versions(said):
             mine = f"page/{rank}/"
             self._copy(host, rank).write({int(key[len(mine) :]): data for key, data in parts.items() if key.startswith(mine)}, versions)
         self._ask(host, said["wanted"])
         for rank, number in said["answers"].get(str(self._mine[0]), {}).items():
-            host.copies[int(rank)].page.words[H.STACK_GIVEN] = number
-        host.is_told = said["verdict"] is not None
-        if host.is_told and self._watch.standing() is None:
-            self._watch.fail(Verdict.from_json(said["verdict"]))
+            host.copies[int(rank)].buffer.words[Header.STACK_GIVEN] = number
+        host.is_notified = said["verdict"] is not None
+        if host.is_notified and self._monitor.standing() is None:
+            self._monitor.fail(Verdict.from_json(said["verdict"]))
 
     # -- questions for stacks ------------------------------------------------------------------------------------------
 
     def _wanted(self) -> dict[int, int]:
-        """What ranks of this host want to know of those of others."""
-        words = {rank: copy.page.words for host in self._others for rank, copy in host.copies.items()}
-        return {rank: w[H.STACK_WANTED] for rank, w in words.items() if w[H.STACK_WANTED] != w[H.STACK_GIVEN]}
+        """Return which stacks ranks of this host ask for from other hosts' ranks."""
+        words = {rank: copy.buffer.words for host in self._others for rank, copy in host.copies.items()}
+        return {rank: w[Header.STACK_WANTED] for rank, w in words.items() if w[Header.STACK_WANTED] != w[Header.STACK_GIVEN]}
 
     def _ask(self, host: Host, wanted: Mapping[str, int]) -> None:
-        """Passes another host's questions on to the ranks of this one."""
+        """Pass another host's requests for stacks on to the ranks of this one."""
         for rank in set(map(int, wanted)) & set(self._mine):
-            page, number = self._board.of(rank), wanted[str(rank)]
-            if page is not None and host.asked.get(rank, (0, 0))[1] != number:
-                page.words[H.STACK_WANTED] += 1
-                host.asked[rank] = page.words[H.STACK_WANTED], number
+            buffer, number = self._directory.buffer_of(rank), wanted[str(rank)]
+            if buffer is not None and host.asked.get(rank, (0, 0))[1] != number:
+                buffer.words[Header.STACK_WANTED] += 1
+                host.asked[rank] = buffer.words[Header.STACK_WANTED], number
 
     def _given(self) -> dict[int, dict[int, int]]:
-        """By host and rank, which questions have been answered."""
-        words = {page.words[H.RANK]: page.words for page in self._pages()}
+        """Return by host and rank which requests have been answered."""
+        words = {buffer.words[Header.RANK]: buffer.words for buffer in self._buffers()}
         return {
-            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][H.STACK_GIVEN] >= at}
+            host.ranks[0]: {rank: number for rank, (at, number) in host.asked.items() if words[rank][Header.STACK_GIVEN] >= at}
             for host in self._others
         }
 
-    # -- looking around, by the watchdog -------------------------------------------------------------------------------
+    # -- silence and differences, called by the watchdog ---------------------------------------------------------------
 
     def look(self) -> None:
-        """Notes which hosts are silent, and compares this rank's collectives with those of its neighbours elsewhere."""
+        """Mark hosts that are silent, and compare this rank's collectives with those of its neighbours on other hosts."""
         now = time.monotonic()
         self._felt += min(now - self._looked, _LONGEST_STEP_S)
         self._looked = now
         if self._others and self._is_speaker():
             self._note_silence()
-        for seat in self._watch.seats:
-            if not self._watch.alarm[0]:
-                self._compare(seat)
+        for recorder in self._monitor.recorders:
+            if not self._monitor.alarm[0]:
+                self._compare(recorder)
 
     def _note_silence(self) -> None:
         unanswered, store = self._felt - self._answered, f"the store at {self._address}"
         for host in self._others:
             silent = self._exchanged - host.heard
             if unanswered > self.lost_after_s:
-                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so hears nothing of {host.text}")
+                self._lose(host, f"{self._name} has no answer from {store} since {unanswered:.1f} s, and so knows nothing of {host.text}")
             elif silent > self.lost_after_s:
                 self._lose(host, f"{host.text} is down, frozen or cut off: silent since {silent:.1f} s, while {store} answers {self._name}")
 
     def _lose(self, host: Host, reason: str) -> None:
-        """Of all ranks at once, so that an error names them all."""
+        """Mark all ranks of a host as lost, at once, so that an error names them all."""
         copies = [self._copy(host, rank) for rank in host.ranks]
-        running = [copy for copy in copies if copy.page.words[H.STATE] == State.RUNNING]
+        running = [copy for copy in copies if copy.buffer.words[Header.STATE] == RankState.RUNNING]
         for copy in running:
-            copy.explain(reason)
+            copy.set_reason(reason)
         for copy in running:
-            copy.lose()
+            copy.mark_lost()
 
-    def _compare(self, seat: Seat) -> None:
-        """Main threads compare with what they find when they call: what came from another host is older than that."""
-        for words, row in seat.others:
-            if words[H.PID_SPACE] == 0 and seat.row is not None:
-                sequence = _first_difference(seat, words, row)
+    def _compare(self, recorder: Recorder) -> None:
+        """Compare a group's collectives with copies: what main threads compared with when they called was older than that."""
+        for words, row in recorder.others:
+            if words[Header.PID_SPACE] == 0 and recorder.row is not None:
+                sequence = _first_difference(recorder, words, row)
                 if sequence is not None:
-                    since = self._suspicion.setdefault((seat.key, sequence), time.monotonic_ns())
-                    verdict = diagnose.judge(self._watch, seat, sequence, since)
+                    since = self._suspicion.setdefault((recorder.key, sequence), time.monotonic_ns())
+                    verdict = diagnose.diagnose(self._monitor, recorder, sequence, since)
                     if verdict is not None:
-                        self._watch.fail(verdict)
+                        self._monitor.fail(verdict)
 
 
 def _versions(said: Any) -> list[tuple[int, dict[int, int]]]:
     return [(int(rank), dict(versions)) for rank, versions in said["pages"].items()]
 
 
-def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
-    """The first collective of the last ones in which a neighbour differs."""
-    size, start = SLOTS * SLOT_WORDS, seat.row or 0
-    ours, theirs = seat.words[start : start + size].tolist(), words[row : row + size].tolist()
-    newest = seat.called - 1
+def _first_difference(recorder: Recorder, words: Any, row: int) -> int | None:
+    """Return the first of the last collectives in which a neighbour differs."""
+    size, start = SLOTS * SLOT_WORDS, recorder.row or 0
+    ours, theirs = recorder.words[start : start + size].tolist(), words[row : row + size].tolist()
+    newest = recorder.called - 1
     differing = []
     for at in range(0, size, SLOT_WORDS):
         one, other = ours[at], theirs[at]
@@ -348,6 +350,6 @@ def _first_difference(seat: Seat, words: Any, row: int) -> int | None:
     return min(differing, default=None)
 
 
-def _host_key(board: Board) -> str:
-    """The same for two ranks exactly if they see the same folder."""
-    return f"{boot_id()}/{board.place}"
+def _host_key(directory: JobDirectory) -> str:
+    """Return a text that is equal for two ranks exactly if they see the same folder."""
+    return f"{boot_id()}/{directory.file_id}"

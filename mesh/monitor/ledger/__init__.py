@@ -1,1 +1,1 @@
-"""Read the records of a job: as a table, as traces, per step."""
+"""Read the records of a job: as a table, as traces, step by step."""

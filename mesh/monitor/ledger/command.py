@@ -1,4 +1,4 @@
-"""`python -m shardmesh ledger`: what the ranks of a job on this host have called, while it runs or after it has crashed."""
+"""The command `python -m shardmesh ledger`: show what the ranks of a job on this host have called, running or crashed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from ..recording.files import folder_prefix, is_being_deleted, job_folders, parent_folder, parent_folders
 from .ledger import Ledger
+from .stragglers import StragglerReport
 
 EXAMPLE = """\
   python -m shardmesh ledger
@@ -16,7 +17,7 @@ EXAMPLE = """\
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
+    """Add the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "ledger",
         help="what the ranks of a job call, or have called before they crashed",
@@ -37,12 +38,12 @@ def add_to(commands: Any) -> None:
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     folder = arguments.folder or newest_job()
     if folder is None:
-        parser.error(f"there is no job's folder {parent_folder() / folder_prefix()}* on this host; name it if it lies elsewhere")
+        parser.error(f"no folder {parent_folder() / folder_prefix()}* of a job on this host; pass the folder if it is elsewhere")
     try:
         found = Ledger.read(folder)
     except FileNotFoundError as error:
         parser.error(str(error))
-    print(f"{folder}\n\n{found.stragglers() if arguments.stragglers else found.report(arguments.last)}")
+    print(f"{folder}\n\n{StragglerReport.of(found) if arguments.stragglers else found.report(arguments.last)}")
     if arguments.trace is not None:
         found.save_trace(arguments.trace)
     if arguments.flight_recorder is not None:
@@ -51,7 +52,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
 
 
 def newest_job() -> Path | None:
-    """The folder of the user's job that began, or ended, last."""
+    """Return the folder of the user's job that began, or ended, last."""
     folders = [one for parent in parent_folders() for one in job_folders(parent)]
-    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.page"))]
+    found = [one for one in folders if not is_being_deleted(one[1]) and any(one[1].glob("rank*.trace"))]
     return max(found)[1] if found else None

@@ -1,7 +1,7 @@
-"""The ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read: a pickle for each rank.
+"""Export the ledger in the format of torch's Flight Recorder, which `torchfrtrace` and other tools read: a pickle per rank.
 
     trace_rank_0  trace_rank_1 ...      what `torch.distributed.flight_recorder.fr_trace` reads
-    rank_0.json   rank_1.json  ...      the same for people and other programs; named so that it takes them for nothing
+    rank_0.json   rank_1.json  ...      the same as JSON, under a name that it ignores
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from ..settings import settings
 
 if TYPE_CHECKING:
-    from .ledger import Entry, Ledger
+    from .ledger import Ledger, LedgerEntry
 
 _VERSION = "2.10"
-# Those that torch has, too. What it has not counts as an all_to_all of the bytes that really move, as far as it can compare that.
+# Operations that torch has, too. Others are exported as an all_to_all of the bytes that move, as far as torchfrtrace can compare that.
 _KNOWN = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "barrier"})
 
 
@@ -33,13 +33,13 @@ def save(ledger: Ledger, folder: str | Path) -> None:
 
 
 def dumps(ledger: Ledger) -> dict[int, dict[str, Any]]:
-    """rank -> what torch would have dumped there. The backend is always called gloo, since the ledger does not know it."""
+    """Return by rank what torch would have dumped there. The backend is always called gloo, since the ledger does not record it."""
     names = _names(ledger)
     return {rank: _dump(found.entries, names) for rank, found in ledger.ranks.items()}
 
 
 def _names(ledger: Ledger) -> dict[int, str]:
-    """What the groups are called, on all ranks alike, though a mesh may have been made on some of them before the first call."""
+    """Return the names of groups, the same for all ranks, though a mesh may have been made on only some of them before the first call."""
     names: dict[int, str] = {}
     for found in ledger.ranks.values():
         for entry in found.entries:
@@ -47,7 +47,7 @@ def _names(ledger: Ledger) -> dict[int, str]:
     return names
 
 
-def _dump(entries: Sequence[Entry], names: Mapping[int, str]) -> dict[str, Any]:
+def _dump(entries: Sequence[LedgerEntry], names: Mapping[int, str]) -> dict[str, Any]:
     groups = {entry.group_key: entry.ranks for entry in entries}
     places = {key: place for place, key in enumerate(groups)}
     return {
@@ -63,14 +63,14 @@ def _uid(key: int) -> str:
     return f"{key:016x}"
 
 
-def _status(entries: Iterable[Entry]) -> dict[str, int]:
+def _status(entries: Iterable[LedgerEntry]) -> dict[str, int]:
     called = list(entries)
     done = [entry.sequence + 1 for entry in called if not entry.is_under_way]
     last = called[-1].sequence + 1
     return {"last_enqueued_collective": last, "last_started_collective": last, "last_completed_collective": max(done, default=-1)}
 
 
-def _entry(entry: Entry, group: int, name: str) -> dict[str, Any]:
+def _entry(entry: LedgerEntry, group: int, name: str) -> dict[str, Any]:
     sizes, dtypes = _sizes(entry), [_dtype(entry.dtype)]
     start, end = int(entry.start * 1e9), None if entry.end is None else int(entry.end * 1e9)
     return {
@@ -96,16 +96,16 @@ def _entry(entry: Entry, group: int, name: str) -> dict[str, Any]:
     }
 
 
-def _is_known(entry: Entry) -> bool:
+def _is_known(entry: LedgerEntry) -> bool:
     return entry.op in _KNOWN and (entry.elements is not None or entry.op == "all_to_all")
 
 
-def _profiling_name(entry: Entry) -> str:
+def _profiling_name(entry: LedgerEntry) -> str:
     return f"gloo:{entry.op}" if _is_known(entry) else f"gloo:all_to_all ({entry.op})"
 
 
-def _sizes(entry: Entry) -> tuple[list[int], list[int]]:
-    """Of the input and the output, flat. For an all_to_all without the part that stays, so that sums over ranks agree."""
+def _sizes(entry: LedgerEntry) -> tuple[list[int], list[int]]:
+    """Return the flat sizes of input and output; of an all_to_all without the part that stays, so that sums over ranks agree."""
     size, n = entry.elements or 0, len(entry.ranks)
     if not _is_known(entry) or entry.elements is None:
         item = _item_bytes(entry.dtype)
@@ -113,8 +113,8 @@ def _sizes(entry: Entry) -> tuple[list[int], list[int]]:
     return [size], [size * n if entry.op == "all_gather" else size // n if entry.op == "reduce_scatter" else size]
 
 
-def _frame(entry: Entry) -> dict[str, Any]:
-    """The user's line. What stands for the function's name says what torch's format has no place for: reduction and layouts."""
+def _frame(entry: LedgerEntry) -> dict[str, Any]:
+    """Return the user's line. The function's name holds what torch's format has no field for: reduction and layouts."""
     file, _, line = entry.place.rpartition(":")
     return {"name": entry.text, "filename": file, "line": int(line) if line.isdigit() else 0}
 
@@ -125,7 +125,7 @@ def _empty(dtype: str) -> torch.Tensor:
 
 
 def _dtype(dtype: str) -> str:
-    """As torch's C++ side calls it: "Float" for "float32"."""
+    """Return the dtype's name in torch's C++ code: "Float" for "float32"."""
     return _empty(dtype).type().removeprefix("torch.").removesuffix("Tensor")
 
 

@@ -1,9 +1,9 @@
-"""The ledger: every collective of every rank, read from the pages, while the program runs or after it has crashed.
+"""The ledger: every collective of every rank, read from the trace buffers while the program runs or after it has crashed.
 
-    ledger()               this rank's page, and those of the other ranks when asked for
-    Ledger.read(folder)    the pages that the ranks of a job have left, whatever became of them
+    ledger()               this rank's trace buffer, and on request those of the other ranks
+    Ledger.read(folder)    the trace buffers that the ranks of a job have left
 
-Reading is a copy: what ranks do meanwhile changes nothing in it.
+A ledger is a copy: it does not change while the ranks go on.
 """
 
 from __future__ import annotations
@@ -15,43 +15,42 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ...comm.group import current_world
-from ..diagnosis.verdict_text import call_text, fields_of
-from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_page, read_verdict
-from ..recording.trace_buffer import RECORDS, H, Page, Record, State
+from ...text import columns
+from ..recording.call_text import call_text, fields_of
+from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
+from ..recording.trace_buffer import RECORDS, Header, RankState, Record, TraceBuffer
 from ..verdict import Verdict
 from . import flight_recorder, trace_export
 
-if TYPE_CHECKING:
-    from .stragglers import StragglerReport
-
 _LAST = 20  # entries in a table
-_MARKS, _MARKS_END, _MARK_WORDS = 32, 128, 3  # in a page's header: of each marked step (its number, that of the next record, time)
+# In a trace buffer's header, for each marked step: its number, the number of the next record, the time.
+_MARKS, _MARKS_END, _MARK_WORDS = 32, 128, 3
 _HEADINGS = ("time", "ms", "number", "over", "collective", "sent", "received", "line")
 _NUMBERS = (1, 2, 5, 6)  # columns that are aligned to the right
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One collective of one rank.
 
     Attributes:
-        rank: whose it is.
+        rank: that called it.
         record: how many collectives the rank had called before, on any group.
-        group: the mesh axes of the group, "dp" or "dp,tp"; "ranks 0,2" where they are no axes.
+        group: the mesh axes of the group, "dp" or "dp,tp"; "ranks 0,2" where it is not along axes of a mesh.
         ranks: the group's, global.
         group_key, sequence: which collective it is: the same pair on all ranks. `sequence` counts those of the group, from 0.
         op: name of the `Group` method.
         reduction: "sum", "max" ...; "src=0" of a broadcast; else "".
         dtype: "float32".
         elements: of the buffer; None where ranks may pass different ones.
-        layout: `f32[8, 4] @ P('dp') -> P()`; "" where the collective is no part of a redistribution.
-        lineage: a hash of how the value was made; 0 where that is not known.
+        layout: `f32[8, 4] @ P('dp') -> P()`; "" where the collective is not part of a redistribution.
+        lineage: a hash of how the value was computed; 0 where that is unknown.
         bytes_sent, bytes_received: as in `CollectiveRecord`.
         place: file:line in the user's program.
-        start, end: seconds since 1970; `end` is None while it is under way. On CUDA the host's part.
-        step: as `mark_step` has said; None before the first mark that is still known.
+        start, end: seconds since 1970; `end` is None while it is under way. On CUDA these are times of the host.
+        step: the step marked by `mark_step`; None before the first mark that is still known.
     """
 
     rank: int
@@ -84,8 +83,8 @@ class Entry(NamedTuple):
         return call_text("\t".join((self.op, self.reduction, self.dtype, elements, self.layout)))
 
 
-class Step(NamedTuple):
-    """One step of a rank: its number, and when it began, in seconds since 1970."""
+class MarkedStep(NamedTuple):
+    """A step of a rank: its number, and when it began, in seconds since 1970."""
 
     number: int
     start: float
@@ -93,19 +92,19 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankLedger:
-    """What one rank has called, and what has become of it.
+    """What one rank has called, and its state.
 
     Attributes:
-        rank, size: which of how many.
+        rank, size: the rank, and the number of ranks.
         host, pid: where it runs.
         state: "alive", "dead", "stopped" (by a signal), "raised" (an error), "ended", "lost" (its host cannot be reached); "unknown"
             in another container.
-        doing: what the rank says that it does, or why it is lost.
-        seen: when it last gave a sign of life, in seconds since 1970.
-        blocked: the collective that it waits in; None when it does not wait.
+        doing: what the rank reports to be doing, or why it is lost.
+        seen: time of its last sign of life, in seconds since 1970.
+        blocked: the collective that it is blocked in, if any.
         blocked_since: seconds since 1970.
-        entries: its collectives, the oldest first; the newest 4096 are there.
-        steps: as marked with `mark_step`, the oldest first; the newest 32 are there.
+        entries: its last 4096 collectives, the oldest first.
+        steps: the last 32 steps marked with `mark_step`, the oldest first.
     """
 
     rank: int
@@ -115,13 +114,13 @@ class RankLedger:
     state: str
     doing: str
     seen: float
-    blocked: Entry | None
+    blocked: LedgerEntry | None
     blocked_since: float | None
-    entries: tuple[Entry, ...]
-    steps: tuple[Step, ...]
+    entries: tuple[LedgerEntry, ...]
+    steps: tuple[MarkedStep, ...]
 
     def report(self, last: int = _LAST) -> str:
-        """The state of the rank, and a table of its last collectives."""
+        """Return the state of the rank, and a table of its last collectives."""
         lines = [self._headline(), *self._waiting()]
         left_off = len(self.entries) - last
         if left_off > 0:
@@ -150,95 +149,89 @@ class Ledger:
 
     Attributes:
         rank: the rank that asked; None for a ledger that was read from a folder.
-        verdict: why the job could not go on, if it could not.
+        verdict: why the job could not go on; None if it could.
     """
 
-    def __init__(self, pages: Mapping[int, Page], rank: int | None = None, verdict: Verdict | None = None) -> None:
+    def __init__(self, buffers: Mapping[int, TraceBuffer], rank: int | None = None, verdict: Verdict | None = None) -> None:
         self.rank, self.verdict = rank, verdict
-        self._pages = pages
-        self._own = None if rank is None else read_page(pages[rank])
+        self._buffers = buffers
+        self._own = None if rank is None else read_buffer(buffers[rank])
 
     @staticmethod
     def read(folder: str | Path) -> Ledger:
-        """Ledger.read(folder) -> Ledger: of a job that runs or has run on this host, from the folder where its pages are.
+        """Ledger.read(folder) -> Ledger of a job that runs or has run on this host, from the folder with its trace buffers.
 
         Args:
             folder: for example /dev/shm/shardmesh-1000-5f3a0c, as `python -m shardmesh ledger` shows it. It stays after a crash.
 
-        Raises: FileNotFoundError when there are no pages in it.
+        Raises: FileNotFoundError when there are no trace buffers in it.
         Communication: none.
         """
-        found = [page for path in Path(folder).glob("rank*.page") if (page := open_page(path)) is not None]
+        found = [buffer for path in Path(folder).glob("rank*.trace") if (buffer := open_buffer(path)) is not None]
         if not found:
-            raise FileNotFoundError(f"{folder}: no pages of ranks (rank0.page, rank1.page ...) are there; give the folder of a job.")
-        return Ledger({page.words[H.RANK]: page for page in found}, verdict=read_verdict(Path(folder)))
+            raise FileNotFoundError(f"{folder} contains no trace buffers (rank0.trace, rank1.trace ...): give the folder of a job.")
+        return Ledger({buffer.words[Header.RANK]: buffer for buffer in found}, verdict=read_verdict(Path(folder)))
 
     @cached_property
     def ranks(self) -> dict[int, RankLedger]:
-        """rank -> what it has called, for all ranks of the job whose pages are on this host; read when first asked for.
+        """rank -> what it has called, for all ranks whose trace buffers are on this host; read on first access.
 
-        Those of ranks on other hosts are copies, some 0.1 s old, in which the oldest collectives may be missing. In simulated and
-        null worlds only the own rank is there.
+        Those of ranks on other hosts are copies, about 0.1 s old, in which the oldest collectives may be missing. In simulated and
+        null worlds there is only the caller's rank.
         """
-        found = {rank: read_page(page) for rank, page in sorted(self._pages.items()) if rank != self.rank}
+        found = {rank: read_buffer(buffer) for rank, buffer in sorted(self._buffers.items()) if rank != self.rank}
         if self._own is not None:
             found[self._own.rank] = self._own
         return dict(sorted(found.items()))
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """This rank's collectives, the oldest first; all ranks' in a ledger that was read from a folder."""
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """This rank's collectives, the oldest first; those of all ranks in a ledger that was read from a folder."""
         if self._own is not None:
             return self._own.entries
         return tuple(sorted((e for found in self.ranks.values() for e in found.entries), key=lambda e: e.start))
 
-    def collectives(self) -> Iterator[dict[int, Entry]]:
-        """Each collective as rank -> its part in it, for the ranks that have come to it."""
-        found: dict[tuple[int, int], dict[int, Entry]] = {}
+    def collectives(self) -> Iterator[dict[int, LedgerEntry]]:
+        """Yield each collective as a dict from rank to its entry, for the ranks that have called it."""
+        found: dict[tuple[int, int], dict[int, LedgerEntry]] = {}
         for rank, its in self.ranks.items():
             for entry in its.entries:
                 found.setdefault((entry.group_key, entry.sequence), {})[rank] = entry
         return iter(found.values())
 
     def report(self, last: int = _LAST) -> str:
-        """All ranks: what became of each, its last collectives, and why the job could not go on."""
+        """Return the state and last collectives of all ranks, and why the job could not go on."""
         parts = [found.report(last) for found in self.ranks.values()]
         if self.verdict is not None:
             parts.append(f"why the job could not go on ({self.verdict.kind}):\n{self.verdict.text}")
         return "\n\n".join(parts)
 
-    def stragglers(self) -> StragglerReport:
-        """Who waited for whom: see `straggler_report`."""
-        from .stragglers import StragglerReport
-
-        return StragglerReport.of(self)
-
     def save_trace(self, path: str | Path) -> None:
-        """Writes the collectives of all ranks for ui.perfetto.dev or chrome://tracing.
+        """Write the collectives of all ranks as a trace for ui.perfetto.dev or chrome://tracing.
 
-        A rank is a process there, a group a thread. Arrows lead from the rank that came last to those that waited for it. One rank
-        writes what all have done.
+        A rank is a process there, a group a thread. Arrows lead from the rank that came last to those that waited for it. Call it on one
+        rank, which writes the collectives of all.
         """
         trace_export.save_trace(self, path)
 
     def save_flight_recorder(self, folder: str | Path) -> None:
-        """Writes a file per rank as torch's Flight Recorder does, for `torchfrtrace <folder>`; and the same as JSON."""
+        """Write a file per rank in the format of torch's Flight Recorder, for `torchfrtrace <folder>`, and the same as JSON."""
         flight_recorder.save(self, folder)
 
     def __str__(self) -> str:
         return self.report() if self._own is None else self._own.report()
 
     def __repr__(self) -> str:
-        return f"Ledger(rank={self.rank}, ranks={sorted(self._pages)})"
+        return f"Ledger(rank={self.rank}, ranks={sorted(self._buffers)})"
 
 
 def ledger() -> Ledger:
-    """ledger() -> Ledger: the collectives that this rank has called so far, and, when asked for, those of the others.
+    """ledger() -> Ledger of the collectives that this rank has called so far and, on request, of those of the other ranks.
 
-    It may be read at any time, also by another thread, or where an error was caught. `print(sm.ledger())` shows the last 20;
+    Call it at any time, also on another thread, or where an error was caught. `print(sm.ledger())` shows the last 20;
     `.entries` has the last 4096, `.ranks` those of the job's other ranks, `.save_trace(path)` writes all of them for Perfetto.
 
-    Communication: none; pages of other ranks lie in memory that the host shares.
+    Communication: none; trace buffers of other ranks are in memory that the host shares.
 
     >>> import torch
     >>> import shardmesh as sm
@@ -250,20 +243,20 @@ def ledger() -> Ledger:
     ('all_reduce', 'tp', 'sum', 'float32', 10)
     """
     world = current_world()
-    watch = world.watch
-    if watch is None:
-        return Ledger({world.rank: world.page}, world.rank)
-    pages = {rank: page for rank in range(world.size) if (page := watch.board.of(rank)) is not None}
-    return Ledger(pages, world.rank, watch.standing())
+    monitor = world.monitor
+    if monitor is None:
+        return Ledger({world.rank: world.trace_buffer}, world.rank)
+    buffers = {rank: buffer for rank in range(world.size) if (buffer := monitor.directory.buffer_of(rank)) is not None}
+    return Ledger(buffers, world.rank, monitor.standing())
 
 
 def mark_step(step: int | None = None) -> None:
-    """mark_step(step): what this rank calls from here on belongs to this step of the program.
+    """mark_step(step): mark the start of a step; what this rank calls from here on belongs to it.
 
     The straggler report, the trace and the table of `python -m shardmesh ledger` show it.
 
     Args:
-        step: its number; by default one more than the last.
+        step: its number; by default one more than that of the last.
 
     Raises: ValueError for a negative number.
     Communication: none. About 5 us.
@@ -275,91 +268,91 @@ def mark_step(step: int | None = None) -> None:
     ...     [s.number for s in sm.ledger().ranks[0].steps]
     [0, 1, 2]
     """
-    words = current_world().page.words
-    number = words[H.STEP] + 1 if step is None else step
+    words = current_world().trace_buffer.words
+    number = words[Header.STEP] + 1 if step is None else step
     if number < 0:
-        raise ValueError(f"mark_step({step}): write a step from 0 on.")
+        raise ValueError(f"mark_step: step must be an integer >= 0 or None, got {step!r}")
     times = words[_MARKS + 2 : _MARKS_END : _MARK_WORDS].tolist()
-    at = _MARKS + times.index(min(times)) * _MARK_WORDS  # where the oldest one is
-    words[H.STEP] = words[at] = number
-    words[at + 1], words[at + 2] = words[H.RECORDS], time.monotonic_ns()
+    at = _MARKS + times.index(min(times)) * _MARK_WORDS  # the slot of the oldest mark
+    words[Header.STEP] = words[at] = number
+    words[at + 1], words[at + 2] = words[Header.RECORDS], time.monotonic_ns()
 
 
-# -- reading a page ----------------------------------------------------------------------------------------------------
+# -- reading a trace buffer --------------------------------------------------------------------------------------------
 
 
-def read_page(page: Page) -> RankLedger:
-    """A copy of what a page says."""
-    words = page.words
-    clock = words[H.CLOCK] or time.time_ns() - time.monotonic_ns()
-    marks = _marks(page)
-    groups = [_Group.read(page, number) for number in range(words[H.GROUPS])]
-    reader = _Reader(words[H.RANK], clock, groups, marks)
-    entries = tuple(reader.entry(record) for record in _records(page))
-    blocked, since = page.blocked, words[H.BLOCKED_SINCE]
+def read_buffer(buffer: TraceBuffer) -> RankLedger:
+    """Copy what a trace buffer says."""
+    words = buffer.words
+    clock = words[Header.CLOCK] or time.time_ns() - time.monotonic_ns()
+    marks = _marks(buffer)
+    groups = [_Group.read(buffer, number) for number in range(words[Header.GROUPS])]
+    reader = _Reader(words[Header.RANK], clock, groups, marks)
+    entries = tuple(reader.entry(record) for record in _records(buffer))
+    blocked, since = buffer.blocked, words[Header.BLOCKED_SINCE]
     return RankLedger(
-        rank=words[H.RANK],
-        size=words[H.SIZE],
-        host=page.read_text(words[H.HOST]),
-        pid=words[H.PID],
-        state=_state(page),
-        doing=page.read_text(words[H.DOING]),
-        seen=max([((words[H.HEARTBEAT] or time.monotonic_ns()) + clock) / 1e9, *(e.end or e.start for e in entries[-1:])]),
+        rank=words[Header.RANK],
+        size=words[Header.SIZE],
+        host=buffer.read_text(words[Header.HOST]),
+        pid=words[Header.PID],
+        state=_state(buffer),
+        doing=buffer.read_text(words[Header.DOING]),
+        seen=max([((words[Header.HEARTBEAT] or time.monotonic_ns()) + clock) / 1e9, *(e.end or e.start for e in entries[-1:])]),
         blocked=None if blocked is None else reader.entry(blocked),
         blocked_since=None if blocked is None else (since + clock) / 1e9,
         entries=entries,
-        steps=tuple(Step(step, (start + clock) / 1e9) for step, _, start in marks),
+        steps=tuple(MarkedStep(step, (start + clock) / 1e9) for step, _, start in marks),
     )
 
 
-def _records(page: Page) -> list[Record]:
-    """Those with a call: a copy of another host's page lacks the oldest ones; and of a page that has no room for text left."""
-    found = list(page.records())
-    oldest = page.words[H.RECORDS] - RECORDS
+def _records(buffer: TraceBuffer) -> list[Record]:
+    """Return the records with a call. Copies of other hosts' buffers lack the oldest ones, as does a buffer without room for more text."""
+    found = list(buffer.records())
+    oldest = buffer.words[Header.RECORDS] - RECORDS
     kept = [record for record in found if record.number >= oldest and record.call]
-    if len(kept) > 1 and kept[0].start > kept[1].start:  # being overwritten just now
+    if len(kept) > 1 and kept[0].start > kept[1].start:  # it is being overwritten
         return kept[1:]
     return kept
 
 
-def _marks(page: Page) -> list[tuple[int, int, int]]:
-    """(step, number of its first record, time) of the steps that are still known, the oldest first."""
-    words = page.words[_MARKS:_MARKS_END].tolist()
+def _marks(buffer: TraceBuffer) -> list[tuple[int, int, int]]:
+    """Return (step, number of its first record, time) of the steps that are still known, the oldest first."""
+    words = buffer.words[_MARKS:_MARKS_END].tolist()
     found = zip(words[::3], words[1::3], words[2::3], strict=True)
     return sorted((mark for mark in found if mark[2]), key=lambda mark: mark[2])
 
 
-def _state(page: Page) -> str:
-    said = page.words[H.STATE]
-    if said == State.RUNNING:
-        return "alive" if not page.words[H.PID] or not is_near(page) else _state_of_process(page)
-    return {State.RAISED: "raised", State.LOST: "lost"}.get(said, "ended")
+def _state(buffer: TraceBuffer) -> str:
+    said = buffer.words[Header.STATE]
+    if said == RankState.RUNNING:
+        return "alive" if not buffer.words[Header.PID] or not is_near(buffer) else _state_of_process(buffer)
+    return {RankState.RAISED: "raised", RankState.LOST: "lost"}.get(said, "ended")
 
 
-def _state_of_process(page: Page) -> str:
-    if not is_local(page):
+def _state_of_process(buffer: TraceBuffer) -> str:
+    if not is_local(buffer):
         return "unknown"
-    return "dead" if is_dead(page) else "stopped" if is_stopped(page) else "alive"
+    return "dead" if is_dead(buffer) else "stopped" if is_stopped(buffer) else "alive"
 
 
 class _Group(NamedTuple):
-    """A group of a page: its axes, its ranks, and its key."""
+    """A group in a trace buffer: its axes, its ranks, and its key."""
 
     axes: str
     ranks: tuple[int, ...]
     key: int
 
     @staticmethod
-    def read(page: Page, number: int) -> _Group:
-        axes, _, ranks = page.group_text(number).partition("\t")
-        return _Group(axes, tuple(int(rank) for rank in ranks.split(",") if rank), page.group_key(number))
+    def read(buffer: TraceBuffer, number: int) -> _Group:
+        axes, _, ranks = buffer.group_text(number).partition("\t")
+        return _Group(axes, tuple(int(rank) for rank in ranks.split(",") if rank), buffer.group_key(number))
 
 
 _NO_GROUP = _Group("?", (), 0)
 
 
 class _Reader:
-    """Makes entries of the records of one page."""
+    """Convert the records of one trace buffer to ledger entries."""
 
     def __init__(self, rank: int, clock: int, groups: Sequence[_Group], marks: Sequence[tuple[int, int, int]]) -> None:
         self._rank, self._clock, self._groups = rank, clock, groups
@@ -367,10 +360,10 @@ class _Reader:
         self._firsts = [first for _, first, _ in marks]
         self._calls: dict[str, tuple[str, str, str, int | None, str]] = {}
 
-    def entry(self, record: Record) -> Entry:
+    def entry(self, record: Record) -> LedgerEntry:
         axes, ranks, key = self._groups[record.group] if record.group < len(self._groups) else _NO_GROUP
         start, end = (record.start + self._clock) / 1e9, (record.end + self._clock) / 1e9 if record.end else None
-        return Entry(
+        return LedgerEntry(
             self._rank, record.number, axes, ranks, key, record.sequence, *self._call(record.call), record.lineage, record.sent,
             record.received, record.place, start, end, self._step(record.number),
         )  # fmt: skip
@@ -389,28 +382,15 @@ class _Reader:
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
-def table(entries: Sequence[Entry]) -> list[str]:
-    """A line for each entry, below headings."""
-    return aligned([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
+def table(entries: Sequence[LedgerEntry]) -> list[str]:
+    """Return the entries as a table."""
+    return columns([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: LedgerEntry) -> tuple[str, ...]:
     took = "under way" if entry.end is None else f"{(entry.end - entry.start) * 1e3:.3f}"
     moved = (str(entry.bytes_sent), str(entry.bytes_received))
     return (_clock(entry.start), took, str(entry.sequence), entry.group, entry.text, *moved, entry.place)
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Rows of cells as lines, all columns as wide as their widest cell.
-
-    Args:
-        right: which columns are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Redistributions as torch.profiler shows them, with their layouts."""
+"""Show redistributions, with their layouts, in torch.profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTHING = nullcontext()  # may be entered many times
 
 
 def named(note: Note) -> AbstractContextManager[object]:
-    """What happens inside is shown as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; nothing while nobody profiles."""
+    """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does nothing while no profiler runs."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
     return profiler.record_function(f"shardmesh::redistribute {note.text}")

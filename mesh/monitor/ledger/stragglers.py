@@ -1,7 +1,7 @@
-"""Who waited for whom, step by step, from the ledger alone.
+"""Find stragglers: which rank waited for which, step by step, from the ledger alone.
 
     rank 0   all_reduce |========|                   waits  8 ms
-    rank 1     all_reduce |======|                   waits  6 ms        all wait for rank 2, which came last
+    rank 1     all_reduce |======|                   waits  6 ms        both wait for rank 2, which came last
     rank 2             all_reduce |                  0
 """
 
@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from .ledger import aligned, ledger
+from ...text import columns
+from .ledger import ledger
 
 if TYPE_CHECKING:
-    from .ledger import Entry, Ledger
+    from .ledger import Ledger, LedgerEntry
 
-_LINES = 10  # of the program, in the table
-_COLUMNS = 16  # ranks, in the tables
+_LINES = 10  # lines of the program in the table
+_COLUMNS = 16  # ranks in the tables
 
 
 class Wait(NamedTuple):
@@ -32,12 +33,12 @@ class Wait(NamedTuple):
     rank: int
     awaited: int
     seconds: float
-    entry: Entry
+    entry: LedgerEntry
 
 
 @dataclass(slots=True)
 class Waits:
-    """Waits added up: `between[rank, awaited]` in seconds."""
+    """Sums of waits: `between[rank, awaited]` in seconds."""
 
     between: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -80,7 +81,7 @@ class StragglerReport:
         all: the waits of all steps.
         steps: step -> the waits in it; the step None is before the first `mark_step` that is still known.
         lines: (file:line, collective) -> the waits there, the longest first.
-        left_out: how many collectives are not counted, as not all ranks have come to them, or the pages of some are not here.
+        left_out: number of collectives that are not counted, as not all ranks have called them, or trace buffers are missing.
     """
 
     def __init__(self, ranks: list[int], waits: list[Wait], left_out: int) -> None:
@@ -106,7 +107,7 @@ class StragglerReport:
         return StragglerReport(list(found.ranks), sorted(waits, key=lambda wait: wait.entry.start), left_out)
 
     def report(self) -> str:
-        """Three tables in milliseconds: each step; who waited for whom in all of them; the lines with the longest waits.
+        """Return three tables in milliseconds: each step; who waited for whom in all of them; the lines with the longest waits.
 
         Of more than 16 ranks, only those that were waited for longest have columns.
         """
@@ -124,18 +125,18 @@ class StragglerReport:
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
         rows = [["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)] for step, waits in named]
-        return aligned([heads, *rows], range(2, len(heads)))
+        return columns([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
         between, shown = self.all.between, self._shown()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
         rows = [[f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)] for rank in shown]
-        return aligned([heads, *rows], range(1, len(heads)))
+        return columns([heads, *rows], range(1, len(heads)))
 
     def _lines(self) -> list[str]:
         heads = ["collective", "waited for", "share", "all wait ms", "line"]
         rows = [[what, *_most(waits), place] for (place, what), waits in list(self.lines.items())[:_LINES]]
-        return aligned([heads, *rows], (2, 3))
+        return columns([heads, *rows], (2, 3))
 
     def __str__(self) -> str:
         return self.report()
@@ -144,8 +145,8 @@ class StragglerReport:
         return f"StragglerReport(steps={len(self.steps)}, straggler={self.all.straggler})"
 
 
-def _waits(parts: Mapping[int, Entry]) -> list[Wait]:
-    """Every rank waits for the last one to come; one that got away before (the source of a broadcast) until it did."""
+def _waits(parts: Mapping[int, LedgerEntry]) -> list[Wait]:
+    """Return each rank's wait for the last one to come; a rank that left before that (the source of a broadcast) waited until it left."""
     last = max(parts.values(), key=lambda entry: entry.start)
     return [
         Wait(rank, last.rank, max(0.0, (last.start if e.end is None else min(last.start, e.end)) - e.start), e)
@@ -155,7 +156,7 @@ def _waits(parts: Mapping[int, Entry]) -> list[Wait]:
 
 
 def _most(waits: Waits) -> list[str]:
-    """The rank that was waited for longest, its share of all waiting, and that."""
+    """Return the rank that was waited for longest, its share of all waiting, and the total."""
     total, who = waits.total, waits.straggler
     return ["-", "", _ms(0.0)] if who is None else [f"rank {who}", f"{waits.for_rank[who] / total:.0%}", _ms(total)]
 
@@ -169,13 +170,13 @@ def _ms(seconds: float) -> str:
 
 
 def straggler_report() -> StragglerReport:
-    """straggler_report() -> StragglerReport: who waited for whom in the last collectives, in ms, step by step.
+    """straggler_report() -> StragglerReport: which rank waited for which in the last collectives, in ms, step by step.
 
     In each collective the rank that comes last is the one that the others wait for; a rank waits from when it came until then.
-    Call `mark_step` at the top of the training loop, so that steps are told apart; else all is one. It counts what the ledger
+    Call `mark_step` at the top of the training loop to separate steps; else there is only one. It counts what the ledger
     still has: the last 4096 collectives of each rank, in the last 32 steps.
 
-    What is computed between the start and the end of an asynchronous collective counts as waiting, too. On CUDA it is the hosts
+    Computation between the start and the end of an asynchronous collective counts as waiting, too. On CUDA it is the hosts
     that wait, which run ahead of their devices: use torch.profiler there. Between hosts it is as exact as their clocks agree.
 
     Communication: none; see `ledger`. In simulated and null worlds there are no other ranks' times.
@@ -185,4 +186,4 @@ def straggler_report() -> StragglerReport:
     ...     print(sm.straggler_report())
     no collective that all ranks have come to (0 others)
     """
-    return ledger().stragglers()
+    return StragglerReport.of(ledger())

@@ -1,4 +1,4 @@
-"""The ledger as a trace that ui.perfetto.dev and chrome://tracing show: a process for each rank, a thread for each group."""
+"""Export the ledger as a trace for ui.perfetto.dev and chrome://tracing: a process per rank, a thread per group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ...comm.report import save_events, trace_event
 
 if TYPE_CHECKING:
-    from .ledger import Entry, Ledger, RankLedger
+    from .ledger import Ledger, LedgerEntry, RankLedger
 
-_STEPS = 0  # the thread on which a rank's steps are shown; those of groups follow
-_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap need several
+_STEPS = 0  # thread of a rank's steps; those of groups follow
+_Lane = tuple[int, int]  # a group, and which of its threads: collectives that overlap are on several
 
 
 def save_trace(ledger: Ledger, path: str | Path) -> None:
@@ -21,13 +21,13 @@ def save_trace(ledger: Ledger, path: str | Path) -> None:
 
 
 def events(ledger: Ledger) -> list[dict[str, Any]]:
-    """All ranks' collectives and steps as events of Chrome's trace format; times in microseconds since 1970."""
-    ranks = {rank: _Rank(found) for rank, found in ledger.ranks.items()}
+    """Return all ranks' collectives and steps as events of Chrome's trace format; times in microseconds since 1970."""
+    ranks = {rank: _RankTrace(found) for rank, found in ledger.ranks.items()}
     found = [event for rank in ranks.values() for event in rank.events()]
     return found + list(_arrows(ledger, ranks))
 
 
-class _Rank:
+class _RankTrace:
     """One rank's part of the trace.
 
     Attributes:
@@ -47,8 +47,8 @@ class _Rank:
             self.threads[entry.record] = thread = numbers.setdefault(lane, len(numbers) + 1)
             self._names[thread] = entry.group if place == 0 else f"{entry.group} ({place + 1})"
 
-    def end(self, entry: Entry) -> float:
-        """When it ended, in seconds; what is under way lasts until the rank last gave a sign of life."""
+    def end(self, entry: LedgerEntry) -> float:
+        """Return when it ended, in seconds; what is under way lasts until the rank's last sign of life."""
         return max(entry.start, self._ledger.seen) if entry.end is None else entry.end
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -64,7 +64,7 @@ class _Rank:
     def _named(self, what: str, thread: int, name: str) -> dict[str, Any]:
         return {"name": what, "ph": "M", "pid": self._ledger.rank, "tid": thread, "args": {"name": name}}
 
-    def _event(self, entry: Entry) -> dict[str, Any]:
+    def _event(self, entry: LedgerEntry) -> dict[str, Any]:
         name = entry.op if not entry.layout else f"{entry.op} ({entry.layout})"
         event = trace_event(name, entry.op, entry.rank, self.threads[entry.record], entry.start * 1e6, _details(entry))
         return event | {"dur": (self.end(entry) - entry.start) * 1e6}
@@ -77,7 +77,7 @@ class _Rank:
             yield event | {"dur": max(0.0, end - step.start) * 1e6}
 
 
-def _details(entry: Entry) -> dict[str, Any]:
+def _details(entry: LedgerEntry) -> dict[str, Any]:
     return {
         "collective": f"{entry.group_key:016x}/{entry.sequence}",  # the same on all ranks
         "line": entry.place,
@@ -94,8 +94,8 @@ def _details(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _arrows(ledger: Ledger, ranks: Mapping[int, _Rank]) -> Iterator[dict[str, Any]]:
-    """From the rank that came last to a collective to those that waited there."""
+def _arrows(ledger: Ledger, ranks: Mapping[int, _RankTrace]) -> Iterator[dict[str, Any]]:
+    """Yield arrows from the rank that came last to a collective to those that waited there."""
     ids = count()
     for parts in ledger.collectives():
         last = max(parts.values(), key=lambda entry: entry.start)
@@ -106,5 +106,5 @@ def _arrows(ledger: Ledger, ranks: Mapping[int, _Rank]) -> Iterator[dict[str, An
                 yield arrow | _end_of_arrow("f", entry, ranks, last.start) | {"bp": "e"}
 
 
-def _end_of_arrow(phase: str, entry: Entry, ranks: Mapping[int, _Rank], when: float) -> dict[str, Any]:
+def _end_of_arrow(phase: str, entry: LedgerEntry, ranks: Mapping[int, _RankTrace], when: float) -> dict[str, Any]:
     return {"ph": phase, "pid": entry.rank, "tid": ranks[entry.rank].threads[entry.record], "ts": when * 1e6}

@@ -1,8 +1,8 @@
-"""Buffers of collectives under way, which nobody may write to until `wait` returns.
+"""Detect writes to the buffer of a collective that is under way, before `wait` returns.
 
-Every write through an operator raises the version that a tensor shares with its views. So a write to a buffer that has its memory for
-itself is found at no cost; where other tensors share the memory, it may be these that were written to. Under
-`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also finds writes through `.data` and NumPy.
+Every operator that writes raises the version that a tensor shares with its views. So a write to a buffer that alone uses its memory is
+detected at no cost; where other tensors share the memory, the write may have been to those. With
+`SHARDMESH_MONITOR=full` every input is compared bit for bit with a copy, which also detects writes through `.data` and NumPy.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ...errors import CollectiveError
 from ..settings import settings
 
 if TYPE_CHECKING:
-    from .recorder import Seat
+    from .recorder import Recorder
 
 _settings = settings()
 
 
 class Guarded(Work):
-    """A collective under way whose buffer must stay as it is.
+    """A collective under way whose buffer must not change.
 
     Args:
         x: the input, or the one buffer of a collective that works in place.
         in_place: whether the collective itself writes to x.
-        seat, number: where it is noted down, and the number of its record.
-        over: what to call when it is over.
+        recorder, number: what recorded it, and the number of its record.
+        over: called when it has ended.
     """
 
-    __slots__ = ("_before", "_error", "_number", "_over", "_seat", "_version", "_work", "_x")
+    __slots__ = ("_before", "_error", "_number", "_over", "_recorder", "_version", "_work", "_x")
 
-    def __init__(self, work: Work, x: Tensor, in_place: bool, seat: Seat, number: int, over: Callable[[], None]) -> None:
-        self._work, self._seat, self._number, self._over = work, seat, number, over
+    def __init__(self, work: Work, x: Tensor, in_place: bool, recorder: Recorder, number: int, over: Callable[[], None]) -> None:
+        self._work, self._recorder, self._number, self._over = work, recorder, number, over
         self._x: Tensor | None = x
         self._error: CollectiveError | None = None
         self._before = _bytes(x).clone() if _settings.mode == "full" and not in_place else None
@@ -49,7 +49,7 @@ class Guarded(Work):
             return self._work.wait()
         if self._is_written(self._x):
             self._error = CollectiveError(
-                f"{self._seat.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
+                f"{self._recorder.described(self._number)}: its buffer was written to while it was under way, so that ranks may have "
                 "received new values in place of the old ones. Call wait() first, or write to a clone."
             )
         self._x = self._before = None

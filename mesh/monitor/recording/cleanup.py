@@ -1,4 +1,4 @@
-"""Deleting what old jobs have left, while other processes do the same."""
+"""Delete what old jobs have left, while other processes do the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 from .files import claim, is_being_deleted, job_folders
-from .job_directory import is_dead, is_local, open_page
-from .trace_buffer import H, State
+from .job_directory import is_dead, is_local, open_buffer
+from .trace_buffer import Header, RankState
 
-_KEPT = 10  # folders of dead jobs that are left for whoever wants to know what happened
+_KEPT = 10  # folders of dead jobs that are kept for a look at what happened
 _NEW_S = 60.0
-_LONGEST_S = 0.5  # of one start; the next one goes on
+_LONGEST_S = 0.5  # per start; the next start goes on
 
 
 def sweep(parent: Path) -> None:
@@ -33,7 +33,7 @@ def sweep(parent: Path) -> None:
 
 
 def is_over(folder: Path) -> bool:
-    """Whether no process of the job in this folder is left, as far as its pages can tell: those of another container cannot."""
-    pages = [page for path in folder.glob("rank*.page") if (page := open_page(path)) is not None]
-    ours = [page for page in pages if page.words[H.PID_SPACE]]  # not the copies of other hosts' pages
-    return all(is_local(page) and (is_dead(page) or page.words[H.STATE] != State.RUNNING) for page in ours)
+    """Return whether all processes of the job in this folder are gone, as far as can be seen: not those of another container."""
+    buffers = [buffer for path in folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None]
+    ours = [buffer for buffer in buffers if buffer.words[Header.PID_SPACE]]  # not the copies of other hosts' buffers
+    return all(is_local(buffer) and (is_dead(buffer) or buffer.words[Header.STATE] != RankState.RUNNING) for buffer in ours)

@@ -1,6 +1,6 @@
-"""The watch's files: in which folder they are, and memory for them that is allocated before it is mapped.
+"""The monitor's files: which folder they are in, and memory for them that is allocated before it is mapped.
 
-A sparse file on a file system that fills up later is mapped without an error, and the first write to it kills the process with SIGBUS.
+A sparse file on a file system that fills up later can be mapped, and the first write to it kills the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _SHARED_MEMORY = Path("/dev/shm")
-_LARGEST_SHARE = 4  # a job takes at most a quarter of what is free in shared memory: data loaders and NCCL need it too
-_GONE = ".gone"  # ends the name of a folder that is being deleted
+_LARGEST_SHARE = 4  # a job uses at most a quarter of the free shared memory: data loaders and NCCL need it too
+_GONE = ".gone"  # suffix of a folder that is being deleted
 _start_folder = os.getcwd()  # a program may change its folder before it makes its first mesh
 
 
@@ -50,7 +50,7 @@ def folder_prefix() -> str:
 
 
 def job_folders(parent: Path) -> Iterator[tuple[float, Path]]:
-    """Yield (time of the last change, folder) of the user's jobs. A folder that another process deletes meanwhile is left out."""
+    """Yield (time of the last change, folder) of the user's jobs, without folders that another process deletes meanwhile."""
     prefix = folder_prefix()
     try:
         entries = list(os.scandir(parent))
@@ -67,7 +67,7 @@ def is_being_deleted(folder: Path) -> bool:
 
 
 def claim(folder: Path) -> Path | None:
-    """Rename a folder that is to be deleted; return None where another process was first."""
+    """Rename a folder to delete it; return None where another process was first."""
     gone = folder.with_name(folder.name + _GONE)
     try:
         folder.rename(gone)
@@ -96,6 +96,6 @@ def make_file(path: Path, size: int) -> Path:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Raises: OSError, or ValueError where the file is shorter."""
+    """Map a file. Raises: OSError, or ValueError where the file is shorter."""
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), size)

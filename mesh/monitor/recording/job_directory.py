@@ -1,9 +1,9 @@
-"""The pages of all ranks of a job on this host, in one folder, and the verdict that ends the job.
+"""The trace buffers of a job's ranks on this host, in one folder, and the verdict that ends the job.
 
-    /dev/shm/shardmesh-1000-5f3a.../     named by the job and the user
-        rank0.page  rank1.page ...       written by their ranks; what other hosts' ranks do is copied here by `relay.py`
+    /dev/shm/shardmesh-1000-5f3a.../     named by the user and the job
+        rank0.trace  rank1.trace ...     written by their ranks; those of other hosts' ranks are copies written by `relay.py`
         alarm                            whether there is a verdict, and its text
-        verdict.json                     the same, for whoever reads the folder later
+        verdict.json                     the same, for reading it later
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from ..verdict import Verdict
 from .files import folder_prefix, make_file, map_file, parent_folder
-from .trace_buffer import MAGIC, PAGE_BYTES, H, Page, State, stable_hash
+from .trace_buffer import BUFFER_BYTES, MAGIC, Header, RankState, TraceBuffer, stable_hash
 
 ALARM_BYTES = 1 << 18
 _LONGEST_TEXT = 16_000
-_VERDICT = 16  # where the verdict starts in the alarm file, after its length
-_TO_LOCK_S = 1.0  # a process that is stopped while it has the lock must not stop the others
+_VERDICT = 16  # where the verdict starts in the alarm file, after the flag and its length
+_TO_LOCK_S = 1.0  # a process that is stopped while it holds the lock must not stop the others
 _PAUSE_S = 0.001
 
 
@@ -40,15 +40,15 @@ class Alarm:
     NONE, VERDICT, UNWATCHED = range(3)
 
 
-class Board:
-    """What the ranks of one job on this host show each other.
+class JobDirectory:
+    """What the ranks of one job share on this host.
 
-    Everything that a running job needs is mapped memory of files that were allocated before: it works on when the folder is deleted or
-    its file system is full.
+    Everything that a running job needs is mapped memory of files that were allocated beforehand, so it keeps working when the folder is
+    deleted or its file system is full.
 
     Attributes:
         folder: where the files are.
-        page: this rank's.
+        buffer: this rank's trace buffer.
         alarm: words; the first is one of `Alarm`.
     """
 
@@ -62,43 +62,43 @@ class Board:
         self._alarm = memoryview(mmap.mmap(self._alarm_file, ALARM_BYTES))
         self.alarm: Any = self._alarm.cast("Q")
         self._posting = threading.Lock()
-        self.page = self._make_page()
-        self._pages: dict[int, Page] = {rank: self.page}
+        self.buffer = self._make_buffer()
+        self._buffers: dict[int, TraceBuffer] = {rank: self.buffer}
 
-    def _make_page(self) -> Page:
+    def _make_buffer(self) -> TraceBuffer:
         path = self.path(self.rank)
         temporary = path.with_suffix(f".{os.getpid()}")
         try:
-            page = Page(map_file(make_file(temporary, PAGE_BYTES), PAGE_BYTES))
+            buffer = TraceBuffer(map_file(make_file(temporary, BUFFER_BYTES), BUFFER_BYTES))
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        words = page.words
-        page.begin(self.rank, self.size)
-        words[H.PID], words[H.BORN], words[H.PID_SPACE] = os.getpid(), born(os.getpid()), pid_space()
-        words[H.CLOCK] = time.time_ns() - time.monotonic_ns()
-        words[H.HEARTBEAT] = time.monotonic_ns()
-        words[H.HOST] = page.text(socket.gethostname())
-        temporary.replace(path)  # others see it whole or not at all
-        return page
+        words = buffer.words
+        buffer.begin(self.rank, self.size)
+        words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = os.getpid(), born(os.getpid()), pid_space()
+        words[Header.CLOCK] = time.time_ns() - time.monotonic_ns()
+        words[Header.HEARTBEAT] = time.monotonic_ns()
+        words[Header.HOST] = buffer.text(socket.gethostname())
+        temporary.replace(path)  # others see the whole file or none
+        return buffer
 
     def path(self, rank: int) -> Path:
-        return self.folder / f"rank{rank}.page"
+        return self.folder / f"rank{rank}.trace"
 
     @property
-    def place(self) -> str:
-        """The same on two ranks exactly if they have the same files, whatever the names of their folders."""
+    def file_id(self) -> str:
+        """An identifier that is equal on two ranks exactly if they see the same files, whatever the names of their folders."""
         found = os.fstat(self._alarm_file)
         return f"{found.st_dev}:{found.st_ino}"
 
-    def of(self, rank: int) -> Page | None:
-        """The page of a rank; None as long as there is none."""
-        found = self._pages.get(rank)
+    def buffer_of(self, rank: int) -> TraceBuffer | None:
+        """Return the trace buffer of a rank; None as long as there is none."""
+        found = self._buffers.get(rank)
         if found is None:
-            found = open_page(self.path(rank))
+            found = open_buffer(self.path(rank))
             if found is not None:
-                self._pages[rank] = found
+                self._buffers[rank] = found
         return found
 
     def post(self, verdict: Verdict) -> Verdict:
@@ -118,7 +118,7 @@ class Board:
         self.alarm[1] = len(encoded)
 
     def _save(self, verdict: Verdict) -> None:
-        """For whoever reads the folder later; without room for it, or the folder, the ranks know it all the same."""
+        """Write the verdict for later readers. Without room, or without the folder, the ranks still have it in the alarm."""
         unfinished = self.folder / f"verdict.{os.getpid()}"
         try:
             unfinished.write_text(verdict.to_json())
@@ -133,7 +133,7 @@ class Board:
         return Verdict.from_json(bytes(self._alarm[_VERDICT : _VERDICT + self.alarm[1]]).decode())
 
     def give_up(self) -> bool:
-        """The ranks of this host go on without a watch. Return whether this call is what decided so; False after a verdict."""
+        """Let the ranks of this host go on without the monitor. Return whether this call decided so; False after a verdict."""
         with self._locked():
             is_first = self.alarm[0] == Alarm.NONE
             if is_first:
@@ -142,7 +142,7 @@ class Board:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """A lock of the job's processes on this host; that of one that dies is free again."""
+        """Lock the job's processes on this host; the lock of a process that dies is released."""
         deadline = time.monotonic() + _TO_LOCK_S
         with self._posting:
             while not self._try_lock() and time.monotonic() < deadline:
@@ -163,13 +163,13 @@ class Board:
         return True
 
     def leave(self, state: int) -> None:
-        """This rank is done with the job; the last one on this host deletes the folder, if all went well."""
-        self.page.words[H.STATE] = state
+        """Set this rank's final state; the last rank on this host deletes the folder if there is no verdict."""
+        self.buffer.words[Header.STATE] = state
         if self.alarm[0] == Alarm.VERDICT:
             return
-        with contextlib.suppress(OSError):  # the folder is gone already
-            pages = [page for path in self.folder.glob("rank*.page") if (page := open_page(path)) is not None and is_near(page)]
-            if len(pages) >= ranks_here(self.size) and all(page.words[H.STATE] != State.RUNNING for page in pages):
+        with contextlib.suppress(OSError):  # the folder has been deleted
+            buffers = [buffer for path in self.folder.glob("rank*.trace") if (buffer := open_buffer(path)) is not None and is_near(buffer)]
+            if len(buffers) >= ranks_here(self.size) and all(buffer.words[Header.STATE] != RankState.RUNNING for buffer in buffers):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -179,13 +179,13 @@ def ranks_here(size: int) -> int:
     return int(told) if told.isdecimal() else size
 
 
-def open_page(path: Path) -> Page | None:
-    """The page in this file, mapped; None where there is none."""
+def open_buffer(path: Path) -> TraceBuffer | None:
+    """Map the trace buffer in this file; None where there is none."""
     try:
-        page = Page(map_file(path, PAGE_BYTES))
+        buffer = TraceBuffer(map_file(path, BUFFER_BYTES))
     except (OSError, ValueError):
         return None
-    return page if page.words[H.MAGIC] == MAGIC else None
+    return buffer if buffer.words[Header.MAGIC] == MAGIC else None
 
 
 def read_verdict(folder: Path) -> Verdict | None:
@@ -195,18 +195,18 @@ def read_verdict(folder: Path) -> Verdict | None:
         return None
 
 
-def is_local(page: Page) -> bool:
-    """Whether the page's process can be looked up from here."""
-    return page.words[H.PID_SPACE] == pid_space()
+def is_local(buffer: TraceBuffer) -> bool:
+    """Return whether the buffer's process can be looked up from here."""
+    return buffer.words[Header.PID_SPACE] == pid_space()
 
 
-def is_near(page: Page) -> bool:
-    """Whether the page is its rank's own, and not a copy of what a rank of another host said some time ago."""
-    return page.words[H.PID_SPACE] != 0
+def is_near(buffer: TraceBuffer) -> bool:
+    """Return whether the buffer is its rank's own, and not a copy of a buffer on another host."""
+    return buffer.words[Header.PID_SPACE] != 0
 
 
 def pid_space() -> int:
-    """Return a number of the set of processes that this one can look up by their process numbers."""
+    """Return an identifier of the set of processes that this one can look up by process id."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino  # the same on all hosts, outside containers
     except OSError:
@@ -224,7 +224,7 @@ def boot_id() -> str:
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """(state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
+    """Return (state, start time) of a process as Linux shows them: "R", "S", "T" stopped, "Z" dead ...; None when there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -247,15 +247,15 @@ def born(pid: int) -> int:
     return 0 if found is None else found[1]
 
 
-def is_dead(page: Page) -> bool:
-    """Whether the process of a page of this host is gone."""
-    if not is_local(page):
+def is_dead(buffer: TraceBuffer) -> bool:
+    """Return whether the process of a buffer on this host is gone."""
+    if not is_local(buffer):
         return False
-    found = process_state(page.words[H.PID])
-    return found is None or found[0] in "ZX" or found[1] != page.words[H.BORN]
+    found = process_state(buffer.words[Header.PID])
+    return found is None or found[0] in "ZX" or found[1] != buffer.words[Header.BORN]
 
 
-def is_stopped(page: Page) -> bool:
-    """Whether the process of a page of this host was stopped by a signal."""
-    found = process_state(page.words[H.PID]) if is_local(page) else None
+def is_stopped(buffer: TraceBuffer) -> bool:
+    """Return whether the process of a buffer on this host was stopped by a signal."""
+    found = process_state(buffer.words[Header.PID]) if is_local(buffer) else None
     return found is not None and found[0] in "Tt"

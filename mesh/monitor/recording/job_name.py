@@ -1,9 +1,9 @@
-"""A name for the job that has a default process group, which its ranks find in the group's store without waiting for each other.
+"""Find a name for the job of a default process group in the group's store, without waiting for other ranks.
 
-    shardmesh/job/0           the name, chosen by whichever rank comes first
-    shardmesh/job/0/rank2     the card of the process that is rank 2
-    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, among the cards: an earlier attempt of a restarted
-    shardmesh/job/1           job has left them, since torchrun keeps one store for all attempts. The next name is this attempt's
+    shardmesh/job/0           the name, chosen by the rank that comes first
+    shardmesh/job/0/rank2     the rank info of the process that is rank 2
+    shardmesh/job/0/stale     set by a rank that finds another process, or a dead one, there: an earlier attempt of a restarted job
+    shardmesh/job/1           left them, since torchrun keeps one store for all attempts. The next name is this attempt's
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ import secrets
 from collections import Counter
 from typing import Any
 
-from ..startup.rank_info import Card, machine, own_card
+from ..startup.rank_info import RankInfo, machine, own_rank_info
 
 _joined: Counter[str] = Counter()
 
 
 def find_name(store: Any, rank: int) -> tuple[str, str] | None:
-    """Return the name and the key that tells whether it turned out to be an earlier attempt's; None with a store that keeps nothing.
+    """Return the name, and the key that is set if the name turns out to be an earlier attempt's; None if the store keeps nothing.
 
     Communication: a few questions to the store; waits for no rank.
     """
-    card = own_card(rank, {}, 0, os.environ)
+    info = own_rank_info(rank, {}, 0, os.environ)
     try:
         for number in itertools.count():
             record = f"shardmesh/job/{number}"
             name = store.compare_set(record, "", secrets.token_hex(8)).decode()
-            if not store.check([f"{record}/stale"]) and _is_ours(store, record, card):
-                _joined[name] += 1  # a store that is used for one default group after the other keeps the name, but not the pages
+            if not store.check([f"{record}/stale"]) and _is_ours(store, record, info):
+                _joined[name] += 1  # a store that is used for several default groups keeps the name, but not the trace buffers
                 return (name if _joined[name] == 1 else f"{name}-{_joined[name]}"), f"{record}/stale"
     except (RuntimeError, AttributeError):  # the "fake" backend's store; no store at all under MPI
         pass
     return None
 
 
-def _is_ours(store: Any, record: str, card: Card) -> bool:
-    holder = Card.from_json(store.compare_set(f"{record}/rank{card.rank}", "", card.to_json()))
-    if holder.is_same_process(card) and not _others_are_gone(store, record, card):
+def _is_ours(store: Any, record: str, info: RankInfo) -> bool:
+    holder = RankInfo.from_json(store.compare_set(f"{record}/rank{info.rank}", "", info.to_json()))
+    if holder.is_same_process(info) and not _others_are_gone(store, record, info):
         return True
     store.set(f"{record}/stale", "1")
     return False
 
 
-def _others_are_gone(store: Any, record: str, card: Card) -> bool:
-    """Whether a process of this host that had the name has ended. Only torchrun uses a store again."""
+def _others_are_gone(store: Any, record: str, info: RankInfo) -> bool:
+    """Return whether a process of this host that used the name has ended. Only torchrun uses a store again."""
     if "TORCHELASTIC_MAX_RESTARTS" not in os.environ or not store.has_extended_api():
         return False
     here = f"{record}/{machine()}"
-    store.append(here, f"{card.rank} ")
-    ranks = {int(rank) for rank in store.get(here).split()} - {card.rank}
-    cards = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
-    return any(Card.from_json(text).is_gone() for text in cards)
+    store.append(here, f"{info.rank} ")
+    ranks = {int(rank) for rank in store.get(here).split()} - {info.rank}
+    infos = store.multi_get([f"{record}/rank{rank}" for rank in sorted(ranks)]) if ranks else []
+    return any(RankInfo.from_json(text).is_gone() for text in infos)

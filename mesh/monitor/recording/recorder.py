@@ -1,10 +1,11 @@
-"""A rank's seat in a group: where each of its collectives is written down and compared, in about two microseconds.
+"""Record and compare each collective of a rank on one group, in about two microseconds.
 
-    enter   what is called, on what, from where -> a record in the page, a fingerprint in the group's row
-            a look at the rows of others in the group: first shown, then looked, so of two that differ one sees it before it moves anything
-    leave   when it is over
+    enter   what is called, on what, from where -> a record in the trace buffer, a fingerprint in the group's row;
+            then read the rows of other ranks: publish before reading, so that on a mismatch at least one rank detects it before moving data
+    leave   the record gets its end time
 
-In a group of up to 8 each looks at all others; in a larger one at two neighbours: all ranks are alike if each is like its neighbours.
+In a group of up to 8 ranks each reads the rows of all others, in a larger one those of two neighbours: all ranks agree if each agrees
+with its neighbours.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from ...comm.call_site import user_frame
-from ..diagnosis.verdict_text import call_text
 from ..settings import monotonic_ns
+from .call_text import call_text
 from .trace_buffer import (
     MOST_SPLITS,
     RECORD_WORDS,
@@ -25,29 +26,29 @@ from .trace_buffer import (
     SLOT_AREA,
     SLOT_WORDS,
     SLOTS,
-    H,
-    Page,
+    Header,
+    TraceBuffer,
     _pack_record,
     stable_hash,
 )
 
 if TYPE_CHECKING:
     from ...comm.group import Group
-    from ..monitor import Watch
-    from .job_directory import Board
+    from ..monitor import Monitor
+    from .job_directory import JobDirectory
 
-NO_GROUP = 0xFFFF  # in the records of groups for which there was no room
-_SMALL = 8  # ranks of a group in which each looks at all others
+NO_GROUP = 0xFFFF  # group number in the records of groups without a row
+_SMALL = 8  # up to so many ranks, each reads the rows of all others
 _frame = sys._getframe
 _LAST, _LAST_RECORD = SLOTS - 1, RECORDS - 1
-_COUNT = H.RECORDS
+_COUNT = Header.RECORDS
 _RING_BYTES, _RECORD_BYTES = RING * 8, RECORD_WORDS * 8
 _LOW48 = (1 << 48) - 1
 _HASH = (1 << 16) - 1
 
 
 class Note:
-    """What a collective belongs to, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
+    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
 
     __slots__ = ("text",)
 
@@ -58,12 +59,12 @@ class Note:
         return f"Note({self.text!r})"
 
 
-class _Call:
-    """A collective that was called before, and from where.
+class _CachedCall:
+    """A collective that was called before, and the line that called it last.
 
     Attributes:
         text, fingerprint: what it is.
-        depth: how far above `enter` the outermost frame of ours was, 0 if there was none; `code` is what ran there.
+        depth: how far above `enter` the library's outermost frame was, 0 if there was none; `code` is what ran there.
         user, instruction, line: what called that, where, and the text of the line.
     """
 
@@ -76,40 +77,40 @@ class _Call:
         self.user: CodeType | None = None
 
 
-class Seat:
-    """One rank's seat in one group.
+class Recorder:
+    """What one rank records of one group.
 
     Attributes:
-        called: how many collectives it has called on the group.
-        caller: the thread that is in one of them; 0 if none is.
-        key: what the group is called on every rank's page.
-        number: of the group in the own page.
-        row: where the group's row begins in the own page, in words; None where there is no room for it.
-        settled: how many of its collectives all ranks have come to.
-        others: (words of the page, where its row begins) of the neighbours that are known so far.
-        assembles: whether ranks wait for each other before the first collective, for which torch connects them.
+        called: how many collectives this rank has called on the group.
+        caller: the thread that is inside one of them; 0 if none is.
+        key: a hash that identifies the group in every rank's trace buffer.
+        number: of the group in this rank's trace buffer.
+        row: where the group's row begins in this rank's trace buffer, in words; None where there is no room for it.
+        settled: how many of its collectives all ranks have called.
+        others: (words of the trace buffer, where its row begins) of the neighbours that are known so far.
+        needs_rendezvous: whether ranks wait for each other before the first collective, for which torch connects them.
         is_channel: whether it is for messages between two ranks.
     """
 
     __slots__ = (
-        "_calls", "_carried", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
-        "watch", "words", "world",
+        "_calls", "_carried", "_data", "_numbers", "_tag", "buffer", "called", "caller", "group", "key", "monitor", "number", "others",
+        "row", "settled", "words", "world",
     )  # fmt: skip
-    assembles, is_channel = True, False
+    needs_rendezvous, is_channel = True, False
 
-    def __init__(self, group: Group, page: Page, watch: Watch | None) -> None:
-        self.group, self.page, self.watch, self.world = group, page, watch, group.world
-        self.words: Any = page.words
-        self._data, self._numbers, self._carried = page.data, page.numbers, group.world.carried
+    def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
+        self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
+        self.words: Any = buffer.words
+        self._data, self._numbers, self._carried = buffer.data, buffer.numbers, group.world.carried
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
-        self._calls: dict[Any, _Call] = {}
+        self._calls: dict[Any, _CachedCall] = {}
         self.number = self._tag = 0
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int]] = []
 
     def enter(self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, route: int = 0) -> int:
-        """Notes down a collective before it moves anything; the number of its record.
+        """Record a collective before it moves any data; return the number of its record.
 
         Args:
             how: the reduction, or "src=0" of a broadcast.
@@ -118,16 +119,16 @@ class Seat:
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        watch, carried, words = self.watch, self._carried, self.words
-        if watch is not None and watch.alarm[0]:
-            watch = watch.checked()
+        monitor, carried, words = self.monitor, self._carried, self.words
+        if monitor is not None and monitor.alarm[0]:
+            monitor = monitor.checked()
         note = carried.note
         call = self._calls.get((op, how, dtype, size, note))
         if call is None:
             call = self._new_call(op, how, dtype, size, note)
         sequence = self.called
         self.called = sequence + 1
-        # Most calls come from where the last one did. (`sys._getframe` is fast, walking up the frames is not.)
+        # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
         line = 0
         if call.depth:
             try:
@@ -135,7 +136,7 @@ class Seat:
                 user: Any = frame.f_back
                 if user.f_lasti == call.instruction and user.f_code is call.user and frame.f_code is call.code:
                     line = call.line
-            except (ValueError, AttributeError):  # this one comes from less deep
+            except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
         lineage = carried.lineage
@@ -149,67 +150,68 @@ class Seat:
             return number
         slot = (sequence & _LAST) * SLOT_WORDS
         mine = (sequence & 0xFFFF) << 48 | call.fingerprint
-        words[row + slot] = 0  # so that nobody takes the new lineage for that of the old fingerprint
+        words[row + slot] = 0  # so that no rank pairs the new lineage with the old fingerprint
         words[row + slot + 3] = route
         words[row + slot + 2] = number
         words[row + slot + 1] = lineage
         words[row + slot] = mine
-        if watch is not None:
+        if monitor is not None:
             for theirs, start in self.others:
                 found = theirs[start + slot]
                 if found == mine:
                     if theirs[start + slot + 1] != lineage and unlike(theirs[start + slot + 1], lineage):
-                        watch.look(self)
+                        monitor.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
-                    watch.look(self)
-            if (sequence == 0 or watch.is_strict) and self.assembles:
-                watch.assemble(self, sequence)
+                    monitor.look(self)
+            if (sequence == 0 or monitor.is_strict) and self.needs_rendezvous:
+                monitor.rendezvous(self, sequence)
             elif sequence & (sequence - 1) == 0:
-                self.meet_neighbours(watch.board)
+                self.find_neighbours(monitor.directory)
         return number
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Of an all_to_all that no layouts describe, compares how much goes where. Raises: WatchError where ranks differ."""
-        if self.watch is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
+        """Publish and compare the splits of an all_to_all that no layouts describe. Raises: WatchError where ranks differ."""
+        if self.monitor is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
             return
-        self.page.write_splits(number, sent, expected)
-        self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on others may look at them
-        self.watch.compare_splits(self, self.called - 1)
+        self.buffer.write_splits(number, sent, expected)
+        self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
+        self.monitor.compare_splits(self, self.called - 1)
 
     def described(self, number: int) -> str:
-        """The collective of this record and its line, for messages."""
-        record = self.page.record(number)
+        """Return the collective of this record and its line, for messages."""
+        record = self.buffer.record(number)
         return "a collective" if record is None else f"{call_text(record.call)} at {record.place}"
 
     def is_open(self, sequence: int) -> bool:
-        """Whether to look after a call that not all ranks have come to."""
+        """Return whether a call that not all ranks have made is to be diagnosed."""
         return True
 
     def leave(self, number: int) -> None:
-        """The collective of this record is over."""
+        """Record that the collective of this record has ended."""
         words = self.words
-        if words[_COUNT] - number < RECORDS:  # else its place belongs to another
+        if words[_COUNT] - number < RECORDS:  # else its slot belongs to a newer record
             words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
 
-    def meet_neighbours(self, board: Board) -> None:
-        """Finds the rows of the others, as far as they have called something: of all in a small group, else of the next on both sides."""
+    def find_neighbours(self, directory: JobDirectory) -> None:
+        """Find the rows of the ranks to compare with, as far as they have called something: all in a small group, else both neighbours."""
         me, size = self.group.rank, self.group.size
         near = range(1, size) if size <= _SMALL else (1, size - 1)
-        found = [(page, page.find_group(self.key)) for step in near if (page := board.of(self.group.ranks[(me + step) % size])) is not None]
-        self.others = [(page.words, row_of(number)) for page, number in found if number is not None]
+        neighbours = (directory.buffer_of(self.group.ranks[(me + step) % size]) for step in near)
+        found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
+        self.others = [(buffer.words, row_of(number)) for buffer, number in found if number is not None]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _Call:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _CachedCall:
         if self.row is None and not self._calls:
-            self._sit_down()
+            self._claim_row()
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]
         text = "\t".join(fields)
-        call = self._calls[op, how, dtype, size, note] = _Call(self.page.text(text), stable_hash(text) & _LOW48 | 1)
-        if len(self._calls) > 10_000:  # calls of ever new sizes
+        call = self._calls[op, how, dtype, size, note] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
+        if len(self._calls) > 10_000:  # a program whose sizes always change
             self._calls.clear()
         return call
 
-    def _sit_down(self) -> None:
-        """Tells where in the page the row is, at the first collective: by then the axes of the group are known."""
+    def _claim_row(self) -> None:
+        """Claim a row in the trace buffer at the first collective: by then the axes of the group are known."""
         number = self._find_row()
         if number is not None:
             self.number, self._tag, self.row = number, number << 48, row_of(number)
@@ -217,35 +219,33 @@ class Seat:
             self._tag = NO_GROUP << 48
 
     def _find_row(self) -> int | None:
-        return self.page.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
+        return self.buffer.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")
 
     def _name(self) -> str:
-        """What the group is called in messages."""
-        from ...comm.report import axes_of
+        """Return what the group is called in messages."""
+        return self.world.axes_of(self.group.ranks)
 
-        return axes_of(self.world, self.group.ranks)
-
-    def _find_line(self, call: _Call) -> int:
-        """The text of the line in the user's program from which this comes; `call` remembers it."""
+    def _find_line(self, call: _CachedCall) -> int:
+        """Find the line of the user's program that calls, and remember it in `call`; return the text's place in the trace buffer."""
         frame, depth = user_frame(2)
         call.depth, call.code = depth - 1, _frame(depth).f_code  # seen from `enter`, which is one lower
         call.user, call.instruction = frame.f_code, frame.f_lasti
-        call.line = self.page.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        call.line = self.buffer.text(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return call.line
 
 
 def route_of(dst: int | None, src: int | None) -> int:
-    """The places in the group that a message goes to and comes from, as one word."""
+    """Return the places in the group that a message goes to and comes from, as one word."""
     return (0 if dst is None else dst + 1) << 32 | (0 if src is None else src + 1)
 
 
 def row_of(number: int) -> int:
-    """Where the row of a page's group begins, in words."""
+    """Return where the row of a group begins in a trace buffer, in words."""
     return SLOT_AREA + number * SLOTS * SLOT_WORDS
 
 
 def unlike(one: int, other: int) -> bool:
-    """Return whether two recorded lineages seem to be those of different values; 0 stands for any.
+    """Return whether two recorded lineages seem to belong to different values; 0 is unknown.
 
         16 bits line | 16 order | 16 since | 16 layout      see `sharding/ops/lineage.py`
     """
@@ -253,16 +253,16 @@ def unlike(one: int, other: int) -> bool:
     return bool(one and other and different >> 48 and different >> 32 & _HASH and different >> 16 & _HASH)
 
 
-def differ(one: int, page: Page | None, other: int, other_page: Page | None) -> bool:
-    """Return whether two recorded lineages are those of different values, given what the ranks have made so far.
+def differ(one: int, buffer: TraceBuffer | None, other: int, other_buffer: TraceBuffer | None) -> bool:
+    """Return whether two recorded lineages belong to different values, given the lines on which both ranks have made tensors.
 
-    Where each of two ranks has made tensors on lines of its own, and one on more lines than the other, a value made of two such tensors
-    may differ in line by the one and in number by the other. Then the operators or layouts must differ, too.
+    If each of two ranks has made tensors on lines of its own, and one on more lines than the other, a value computed from two such tensors
+    may differ in line by the one and in number by the other. Then the operators or layouts must differ as well.
     """
     if not unlike(one, other):
         return False
-    if (one ^ other) & _HASH or page is None or other_page is None:
+    if (one ^ other) & _HASH or buffer is None or other_buffer is None:
         return True
-    mine, theirs = page.lines(), other_page.lines()
+    mine, theirs = buffer.lines(), other_buffer.lines()
     ours_alone, theirs_alone = (mine & ~theirs).bit_count(), (theirs & ~mine).bit_count()
     return not ours_alone or not theirs_alone or ours_alone == theirs_alone

@@ -1,4 +1,4 @@
-"""Two threads in collectives of one group at the same time: other ranks' threads may take them in another order."""
+"""Detect two threads in collectives of one group at the same time: other ranks' threads may run them in another order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) -> None:
-    """Check that another thread is no longer in a collective of this group.
+    """Check that another thread is no longer inside a collective of this group.
 
     Args:
-        other: the thread that called the last one, and has not returned from it so far as is known.
+        other: the thread that called the last one and, as far as is known, has not returned from it.
         op: what this thread is about to call.
         calls: the code of the methods that call collectives.
 
@@ -26,7 +26,7 @@ def check_left(group: Group, other: int, op: str, calls: frozenset[CodeType]) ->
     inside: FrameType | None = frame_of_thread(other)
     while inside is not None and inside.f_code not in calls:
         inside = inside.f_back
-    if inside is None:  # its call ended with an exception, or the thread has ended
+    if inside is None:  # its call raised, or the thread has ended
         return
     frame: Any = inside
     while frame.f_back is not None and is_inner(frame.f_code):

@@ -1,14 +1,14 @@
-"""A rank's page: what it does, in memory that other ranks of its host can read, and that a file keeps when it dies.
+"""The trace buffer of a rank: what it does, in memory that other ranks of its host can read and that a file keeps when it dies.
 
-    header     who it is, its heartbeat, what it is blocked on                       words of 8 bytes, see `H`; from 32 on marks of steps
-    stack      its Python stack, when somebody asked for it
+    header     who it is, its heartbeat, what it is blocked on                       8-byte words, see `Header`; from 32 on, marked steps
+    stack      its Python stack, when another rank has asked for it
     groups     for each group: which, and for its last 64 collectives               (fingerprint, lineage, number of the record, route)
     ring       its last 4096 collectives                                            records of 8 words
     splits     how much its last all_to_alls sent and expected
-    text       what records point to: calls, places, groups                         only ever appended to
+    text       what records point to: calls, places, groups                         append-only
 
-Only its own rank writes to a page (but for one word, with which others ask for its stack), so nothing is locked. A reader may see a
-record half written; what it compares, the fingerprint, is one word, written last.
+Only its own rank writes to a trace buffer (except for one word, with which others ask for its stack), so nothing is locked. A reader may
+see a half-written record; what it compares, the fingerprint, is one word that is written last.
 """
 
 from __future__ import annotations
@@ -17,61 +17,62 @@ import hashlib
 import itertools
 import mmap
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond are recorded, but not compared
+GROUPS, SLOTS, SLOT_WORDS = 256, 64, 4  # groups beyond these are recorded, but not compared
 RECORDS, RECORD_WORDS = 4096, 8
 _HEADER_BYTES, STACK_BYTES, TEXT_BYTES = 1024, 31 * 1024, 1 << 20
-GROUP_TABLE = (_HEADER_BYTES + STACK_BYTES) // 8  # in words, as the next ones
+GROUP_TABLE = (_HEADER_BYTES + STACK_BYTES) // 8  # in words, like the next ones
 SLOT_AREA = GROUP_TABLE + GROUPS * 2
 RING = SLOT_AREA + GROUPS * SLOTS * SLOT_WORDS
-SPLITS = RING + RECORDS * RECORD_WORDS  # of the last few all_to_alls of which nobody else knows how much goes where
+SPLITS = RING + RECORDS * RECORD_WORDS  # splits of the last few all_to_alls that no layouts describe
 SPLIT_ENTRIES, MOST_SPLITS = 16, 64
 _SPLIT_WORDS = 2 * MOST_SPLITS
 LINE_BITS = 192
 _TEXT = (SPLITS + SPLIT_ENTRIES * _SPLIT_WORDS) * 8  # in bytes
-PAGE_BYTES = _TEXT + TEXT_BYTES
-MAGIC = 0x7368617264_000000 + PAGE_BYTES  # "shard"; a page of another version has another size
+BUFFER_BYTES = _TEXT + TEXT_BYTES
+MAGIC = 0x7368617264_000000 + BUFFER_BYTES  # "shard"; another version of the layout has another size
 
-_NO_ROOM = 8  # where the first text stands
+_NO_ROOM = 8  # offset of the first text, "?", which stands for texts without room
 _LONGEST_TEXT = 4096
 
 _pack_record = struct.Struct("8Q").pack_into
 
 
-class H:
-    """Words of the header.
+class Header:
+    """Names of the header's words.
 
     Times are `time.monotonic_ns()` of the host; `CLOCK` added to one gives nanoseconds since 1970.
     """
 
     MAGIC, RANK, SIZE, PID, BORN, CLOCK = range(6)
     HEARTBEAT, STATE, DOING = 6, 7, 8  # DOING: a text
-    BLOCKED, BLOCKED_SINCE = 9, 10  # the record that the main thread waits in, plus 1
+    BLOCKED, BLOCKED_SINCE = 9, 10  # number of the record that the main thread is blocked in, plus 1
     RECORDS, TEXT_END, GROUPS = 11, 12, 13
     STACK_WANTED, STACK_GIVEN, STACK_BYTES = 14, 15, 16
     PAUSED, STEP = 17, 18
-    PID_SPACE = 19  # process numbers mean something only within it; 0 in the copy of a page of another host
+    PID_SPACE = 19  # process ids are valid only within it; 0 in the copy of another host's buffer
     HOST = 20  # a text
-    EXIT_S = 21  # seconds after a verdict in which the process ends; 0 where nobody may end it
-    AWARE = 22  # whether the watchdog thread has seen the verdict, and so ends the process by itself
-    CHANNELS = 23  # of messages that the program sends and receives by torch
-    UNMATCHED = 24  # whether some of these are not numbered as their sender or receiver does
-    SEED, DRAWN = 25, 26  # of random numbers by global position, see `sharding/tensor/random.py`
-    THREAD_ERROR = 27  # a text: which thread has raised what
+    EXIT_S = 21  # seconds after a verdict in which the process exits; 0 where nothing may end it
+    AWARE = 22  # whether the watchdog thread has read the verdict, and so ends the process by itself
+    CHANNELS = 23  # number of channels for messages that the program sends by torch
+    UNMATCHED = 24  # whether some of these are numbered differently than by their sender or receiver
+    SEED, DRAWN = 25, 26  # of the random number generator, see `sharding/tensor/random.py`
+    THREAD_ERROR = 27  # a text: which thread raised what
     RESUMED = 28  # when the last pause ended
     LINES = 29  # three words: which lines have made sharded tensors, one bit for each
 
 
-class State:
-    """What became of a rank's program. LOST is said by others, of a rank on a host that cannot be reached."""
+class RankState:
+    """State of a rank's program. LOST is set by others, for a rank on a host that cannot be reached."""
 
     RUNNING, RAISED, ENDED, CLOSED, LOST = range(5)
 
 
 class Record(NamedTuple):
-    """One collective of a rank, as its page has it; times in ns, `end` 0 while it is under way."""
+    """One recorded collective of a rank; times in ns, `end` 0 while it is under way."""
 
     number: int
     group: int
@@ -85,8 +86,8 @@ class Record(NamedTuple):
     received: int
 
 
-class Page:
-    """A rank's page in some memory of `PAGE_BYTES`: a map of its file, or a bytearray."""
+class TraceBuffer:
+    """A rank's trace buffer in `BUFFER_BYTES` of memory: a mapped file, or a bytearray."""
 
     __slots__ = ("_memory", "_texts", "data", "numbers", "words")
 
@@ -95,25 +96,25 @@ class Page:
         self.data = memoryview(memory).cast("B")
         self.words: Any = self.data.cast("Q")
         self._texts: dict[str, int] = {}
-        self.numbers = itertools.count()  # of the own rank's records; several threads may write them
+        self.numbers = itertools.count()  # of this rank's records; several threads may take one
 
     @classmethod
-    def private(cls, rank: int, size: int) -> Page:
-        """A page that nobody else reads."""
-        page = cls(mmap.mmap(-1, PAGE_BYTES))  # memory that is not touched costs nothing
-        page.begin(rank, size)
-        return page
+    def private(cls, rank: int, size: int) -> TraceBuffer:
+        """Return a trace buffer that no other process reads."""
+        buffer = cls(mmap.mmap(-1, BUFFER_BYTES))  # untouched memory costs nothing
+        buffer.begin(rank, size)
+        return buffer
 
     def begin(self, rank: int, size: int) -> None:
         words = self.words
-        words[H.RANK], words[H.SIZE], words[H.TEXT_END] = rank, size, 8  # offset 0 means no text
+        words[Header.RANK], words[Header.SIZE], words[Header.TEXT_END] = rank, size, 8  # offset 0 means no text
         self._texts["?"] = self._append(b"?")
-        words[H.MAGIC] = MAGIC
+        words[Header.MAGIC] = MAGIC
 
     # -- writing, by its own rank --------------------------------------------------------------------------------------
 
     def text(self, value: str) -> int:
-        """Where the text stands; it is written the first time. "?" stands for all when there is no room left."""
+        """Return where the text is, appending it the first time; the place of "?" when there is no room left."""
         found = self._texts.get(value)
         if found is None:
             found = self._append(value.encode(errors="replace")[:_LONGEST_TEXT])
@@ -124,56 +125,56 @@ class Page:
     def note_line(self, line: int) -> None:
         """Note that a line, given by its hash, has made a sharded tensor."""
         word, bit = divmod(line % LINE_BITS, 64)
-        self.words[H.LINES + word] |= 1 << bit
+        self.words[Header.LINES + word] |= 1 << bit
 
     def lines(self) -> int:
         """Return the lines that have made sharded tensors, as bits."""
         words = self.words
-        return words[H.LINES] | words[H.LINES + 1] << 64 | words[H.LINES + 2] << 128
+        return words[Header.LINES] | words[Header.LINES + 1] << 64 | words[Header.LINES + 2] << 128
 
     def _append(self, encoded: bytes) -> int:
-        start = self.words[H.TEXT_END]
+        start = self.words[Header.TEXT_END]
         end = start + 4 + len(encoded)
         if end > TEXT_BYTES:
             return _NO_ROOM
         at = _TEXT + start
         struct.pack_into("I", self.data, at, len(encoded))
         self.data[at + 4 : at + 4 + len(encoded)] = encoded
-        self.words[H.TEXT_END] = end
+        self.words[Header.TEXT_END] = end
         return start
 
     def add_group(self, key: int, description: str) -> int | None:
-        """The number of a new group; None when the table is full."""
-        number = self.words[H.GROUPS]
+        """Add a group and return its number; None when the table is full."""
+        number = self.words[Header.GROUPS]
         if number >= GROUPS:
             return None
         self.words[GROUP_TABLE + 2 * number] = key
         self.words[GROUP_TABLE + 2 * number + 1] = self.text(description)
-        self.words[H.GROUPS] = number + 1
+        self.words[Header.GROUPS] = number + 1
         return number
 
     def write_record(self, number: int, fields: Sequence[int]) -> None:
         _pack_record(self.data, (RING + (number % RECORDS) * RECORD_WORDS) * 8, *fields)
-        self.words[H.RECORDS] = number + 1
+        self.words[Header.RECORDS] = number + 1
 
     def write_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """How many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
+        """Write how many elements go to each rank of the group, and come from it, in the all_to_all with this number."""
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         for i, n in enumerate((*sent, *expected)):
             self.words[at + i] = n
 
     def splits(self, number: int, size: int) -> tuple[list[int], list[int]]:
-        """(sent, expected) as `write_splits` was given them."""
+        """Return (sent, expected) as given to `write_splits`."""
         at = SPLITS + number % SPLIT_ENTRIES * _SPLIT_WORDS
         return self.words[at : at + size].tolist(), self.words[at + size : at + 2 * size].tolist()
 
     def write_stack(self, text: str) -> None:
         encoded = text.encode(errors="replace")[: STACK_BYTES - 8]
         self.data[_HEADER_BYTES : _HEADER_BYTES + len(encoded)] = encoded
-        self.words[H.STACK_BYTES] = len(encoded)
-        self.words[H.STACK_GIVEN] = self.words[H.STACK_WANTED]
+        self.words[Header.STACK_BYTES] = len(encoded)
+        self.words[Header.STACK_GIVEN] = self.words[Header.STACK_WANTED]
 
-    # -- reading, by anybody -------------------------------------------------------------------------------------------
+    # -- reading, by any rank --------------------------------------------------------------------------------------------
 
     def read_text(self, start: int) -> str:
         if not 0 < start < TEXT_BYTES - 4:
@@ -182,16 +183,26 @@ class Page:
         return bytes(self.data[_TEXT + start + 4 : _TEXT + start + 4 + length]).decode(errors="replace")
 
     def read_stack(self) -> str:
-        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[H.STACK_BYTES]]).decode(errors="replace")
+        return bytes(self.data[_HEADER_BYTES : _HEADER_BYTES + self.words[Header.STACK_BYTES]]).decode(errors="replace")
+
+    def ask_for_stack(self, seconds: float) -> str:
+        """Ask the rank's watchdog thread where the main thread is; "" when it does not answer within so many seconds."""
+        self.words[Header.STACK_WANTED] += 1
+        deadline = time.monotonic() + seconds
+        while self.words[Header.STACK_GIVEN] != self.words[Header.STACK_WANTED]:
+            if time.monotonic() > deadline:
+                return ""
+            time.sleep(0.01)
+        return self.read_stack()
 
     @property
     def is_full(self) -> bool:
-        """Whether there may be groups that are not in the table."""
-        return self.words[H.GROUPS] >= GROUPS
+        """Whether there may be groups without an entry in the table."""
+        return self.words[Header.GROUPS] >= GROUPS
 
     def find_group(self, key: int) -> int | None:
-        """The number that this rank has given a group; None while it has called nothing on it."""
-        for number in range(self.words[H.GROUPS]):
+        """Return the number that this rank gave a group; None if it has called nothing on it."""
+        for number in range(self.words[Header.GROUPS]):
             if self.words[GROUP_TABLE + 2 * number] == key:
                 return number
         return None
@@ -203,8 +214,8 @@ class Page:
         return self.read_text(self.words[GROUP_TABLE + 2 * number + 1])
 
     def record(self, number: int) -> Record | None:
-        """The collective with this number; None when it is no longer there, or not yet."""
-        count = self.words[H.RECORDS]
+        """Return the collective with this number; None when it is overwritten, or not there yet."""
+        count = self.words[Header.RECORDS]
         if not max(0, count - RECORDS) <= number < count:
             return None
         at = RING + (number % RECORDS) * RECORD_WORDS
@@ -215,8 +226,8 @@ class Page:
         )  # fmt: skip
 
     def records(self) -> Iterator[Record]:
-        """The collectives that are still there, the oldest first."""
-        count = self.words[H.RECORDS]
+        """Yield the collectives that are still there, the oldest first."""
+        count = self.words[Header.RECORDS]
         for number in range(max(0, count - RECORDS), count):
             found = self.record(number)
             if found is not None:
@@ -224,14 +235,14 @@ class Page:
 
     @property
     def last(self) -> Record | None:
-        return self.record(self.words[H.RECORDS] - 1)
+        return self.record(self.words[Header.RECORDS] - 1)
 
     @property
     def blocked(self) -> Record | None:
-        """The collective that the rank's main thread waits in."""
-        return self.record(self.words[H.BLOCKED] - 1) if self.words[H.BLOCKED] else None
+        """The collective that the rank's main thread is blocked in."""
+        return self.record(self.words[Header.BLOCKED] - 1) if self.words[Header.BLOCKED] else None
 
 
 def stable_hash(text: str) -> int:
-    """64 bits that depend on the text alone, in any process."""
+    """Return a hash of 64 bits that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

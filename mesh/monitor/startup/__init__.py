@@ -1,1 +1,1 @@
-"""Checks while ranks rendezvous, before any process group exists."""
+"""Check that ranks agree while they rendezvous, before any process group exists."""

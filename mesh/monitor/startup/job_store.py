@@ -1,7 +1,7 @@
-"""The job's store at MASTER_ADDR and MASTER_PORT: opened as torch's env:// start-up does, but with an eye on what goes wrong.
+"""Open the job's store at MASTER_ADDR and MASTER_PORT as torch's env:// start-up does, with errors that explain what is wrong.
 
 Under torchrun and `launch` the launcher serves it, and every rank is a client; else rank 0 serves it. It stays open as long as the
-process lives, so that a default group that is started again finds the same one, not one that is about to close.
+process lives, so that a default group that is started again gets the same store, not one that is about to close.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from ... import errors
 from ..doctor.network import listener
-from .progress import Patience
+from .progress import Progress
 
-_ANSWER_S = 10.0  # for a store to answer; what is none never does
-_OTHERS_ANSWER_S = 0.5  # for what holds the port that this rank wants to serve
+_ANSWER_S = 10.0  # for a store to answer; a server of another kind never does
+_OTHERS_ANSWER_S = 0.5  # for a server that holds the port that this rank wants to serve
 _PROBE_S = 2.0
 _FIRST_PAUSE_S, _PAUSE_S = 1e-2, 0.5  # between attempts to connect
 
@@ -32,7 +32,7 @@ _open: dict[Address, Store] = {}
 
 
 class Address(NamedTuple):
-    """Where the store is, and whether the launcher serves it."""
+    """Address of the store, and whether the launcher serves it."""
 
     host: str
     port: int
@@ -46,14 +46,14 @@ def address_of(env: Mapping[str, str]) -> Address:
     return Address(env["MASTER_ADDR"], int(env["MASTER_PORT"]), env.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
-def opened(address: Address, rank: int, size: int, patience: Patience) -> tuple[Store, bool]:
-    """The store, and whether this rank serves it.
+def opened(address: Address, rank: int, size: int, progress: Progress) -> tuple[Store, bool]:
+    """Return the store, and whether this rank serves it.
 
     Raises: LaunchEnvironmentError when it cannot be reached in time, or something else has its port.
     """
     serves = rank == 0 and not address.is_launchers
     if address not in _open:
-        _open[address] = _served(address) if serves else _reached(address, rank, size, patience)
+        _open[address] = _served(address) if serves else _reached(address, rank, size, progress)
     return _open[address], serves
 
 
@@ -62,12 +62,12 @@ def is_open(address: Address) -> bool:
 
 
 def drop(address: Address) -> None:
-    """Forgets a store that does not answer any more."""
+    """Forget a store that no longer answers."""
     _open.pop(address, None)
 
 
 def _served(address: Address) -> Store:
-    """The store, served by this process. A port that another shardmesh job listens at leads to that one: it tells who is who."""
+    """Return the store, served by this process. If another shardmesh job listens at the port, return its store: it tells the two apart."""
     try:
         return _made(address, True, _ANSWER_S)
     except dist.DistNetworkError as error:
@@ -79,14 +79,14 @@ def _served(address: Address) -> Store:
         return other
 
 
-def _reached(address: Address, rank: int, size: int, patience: Patience) -> Store:
+def _reached(address: Address, rank: int, size: int, progress: Progress) -> Store:
     pause = _FIRST_PAUSE_S
     while problem := _problem(address):
-        if patience.is_over():
-            raise _unreachable(address, rank, problem, patience)
-        if patience.is_due():
+        if progress.is_over():
+            raise _unreachable(address, rank, problem, progress)
+        if progress.is_due():
             server = "the launcher's store" if address.is_launchers else f"rank 0 of {size}"
-            patience.say(f"{server} at {address}", problem)
+            progress.report(f"{server} at {address}", problem)
         time.sleep(pause)
         pause = min(1.5 * pause, _PAUSE_S)
     try:
@@ -96,7 +96,7 @@ def _reached(address: Address, rank: int, size: int, patience: Patience) -> Stor
 
 
 def _problem(address: Address) -> str:
-    """Why nobody can be reached there; "" where somebody listens."""
+    """Return why no connection can be made there; "" where one can."""
     try:
         socket.create_connection((address.host, address.port), _PROBE_S).close()
     except OSError as error:
@@ -105,7 +105,7 @@ def _problem(address: Address) -> str:
 
 
 def _made(address: Address, serves: bool, limit: float) -> Store:
-    """Torch's store, made in a thread, since torch waits for ever for an answer from what listens but is no store.
+    """Create torch's store, in a thread, since torch waits without end for an answer from a server that is no store.
 
     Raises: DistNetworkError; LaunchEnvironmentError when no answer comes.
     """
@@ -139,7 +139,7 @@ def _make(box: queue.SimpleQueue[Store | Exception], address: Address, serves: b
 
 
 def _store_of_another(address: Address) -> Store | None:
-    """The store of another shardmesh job at this port, if it is one."""
+    """Return the store of another shardmesh job at this port, if it is one."""
     try:
         found = _made(address, False, _OTHERS_ANSWER_S)
         return found if found.check(["shardmesh/start/job"]) else None
@@ -169,14 +169,14 @@ def _does_not_lead_here(address: Address, error: Exception) -> errors.LaunchEnvi
 def _no_store(address: Address) -> errors.LaunchEnvironmentError:
     by = listener(address.port)
     return errors.LaunchEnvironmentError(
-        f"what listens at {address} is no store of torch.distributed{f': it is {by}, if that is this host' if by else ''}. Set "
+        f"the server at {address} is not a torch.distributed store{f': it is {by}, if that is this host' if by else ''}. Set "
         "MASTER_PORT to a free port of the host of rank 0, the same in every process."
     )
 
 
-def _unreachable(address: Address, rank: int, problem: str, patience: Patience) -> errors.LaunchEnvironmentError:
+def _unreachable(address: Address, rank: int, problem: str, progress: Progress) -> errors.LaunchEnvironmentError:
     server = "the launcher's store" if address.is_launchers else "rank 0"
     return errors.LaunchEnvironmentError(
-        f"rank {rank} cannot reach {server} at {address} within {patience.timeout:.0f} s: {problem}. Check that "
+        f"rank {rank} cannot reach {server} at {address} within {progress.timeout:.0f} s: {problem}. Check that "
         f"{'the launcher' if address.is_launchers else 'rank 0'} runs there and that the address and port are the same in every process."
     )

@@ -1,4 +1,4 @@
-"""Waiting for other ranks at start-up, and saying so."""
+"""Time out while waiting for other ranks at start-up, and print which are missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import sys
 import time
 
 FIRST_SAID_S = 5.0
-SAID_BY_OTHERS_S = 30.0  # rank 0 speaks for all, unless it is the one that is missing
+SAID_BY_OTHERS_S = 30.0  # rank 0 prints for all, unless it is the one that is missing
 SAID_EVERY_S = 10.0
 
 
-class Patience:
-    """How long one rank waits, and when it says for whom.
+class Progress:
+    """How long one rank waits, and when it prints what it waits for.
 
     Attributes:
         timeout: seconds.
@@ -24,18 +24,18 @@ class Patience:
 
     @property
     def waited(self) -> float:
-        """Seconds."""
+        """Seconds since the wait began."""
         return time.monotonic() - self._since
 
     def is_over(self) -> bool:
         return self.waited > self.timeout
 
     def is_due(self) -> bool:
-        """Whether it is time to say something; then not for some seconds."""
+        """Return whether a message is due; the next one is due some seconds later."""
         if self.waited < self._next:
             return False
         self._next += SAID_EVERY_S
         return True
 
-    def say(self, whom: str, why: str = "") -> None:
+    def report(self, whom: str, why: str = "") -> None:
         print(f"waiting for {whom} ({self.waited:.0f} s){why and ': '}{why}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a rank says of itself at start-up: who it is, and all that must be the same on every rank."""
+"""What a rank publishes at start-up: which process it is, and everything that must be the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..diagnosis.diagnose import minority, parties_by
+from ...text import ranks_text
+from ...version import __version__
+from ..diagnosis.votes import minority, parties_by
 from ..recording.job_directory import boot_id, born, pid_space, process_state
-from ..verdict import ranks_text
 
-# Variables that change what ranks send each other, or with whom they meet: where they differ, ranks hang or compute different
+# Variables that change what ranks send each other, or how they connect: where they differ, ranks hang or compute different
 # bits. Names of interfaces, devices and files are not among them: those differ from host to host in healthy jobs.
 ALIKE = (
     "TORCH_DISTRIBUTED_DEBUG",  # DETAIL adds collectives of its own
@@ -42,20 +43,20 @@ ALIKE = (
 )
 _OWN = "SHARDMESH_"
 _PER_HOST = ("SHARDMESH_WATCH_DIR",)
-_NAMED = 8  # odd ranks whose processes are named
+_NAMED = 8  # outliers whose processes are listed
 
 
 @dataclass(frozen=True)
-class Card:
-    """A rank of a job that starts.
+class RankInfo:
+    """A process that is a rank of a job that starts.
 
     Attributes:
         rank: as RANK says.
         host, pid: where it runs.
-        machine: the same for processes that can look each other up by pid.
-        born: when the process started, as its system counts.
+        machine: equal for processes that can look each other up by pid.
+        born: start time of the process, as its system counts.
         start: how many times this process has started a default group before.
-        job: what the launcher calls the job; "" where it gives it no name.
+        job: the launcher's name for the job; "" where it has none.
         alike: what must be the same on every rank, WORLD_SIZE first.
     """
 
@@ -72,8 +73,8 @@ class Card:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str | bytes) -> Card:
-        return Card(**json.loads(text))
+    def from_json(text: str | bytes) -> RankInfo:
+        return RankInfo(**json.loads(text))
 
     @property
     def place(self) -> str:
@@ -83,24 +84,24 @@ class Card:
     def size(self) -> str:
         return self.alike["WORLD_SIZE"]
 
-    def is_same_process(self, other: Card) -> bool:
+    def is_same_process(self, other: RankInfo) -> bool:
         return (self.machine, self.pid, self.born) == (other.machine, other.pid, other.born)
 
     def is_gone(self) -> bool:
-        """Whether its process is known to have ended; on other hosts that cannot be known."""
+        """Return whether its process is known to have ended; on other hosts that is unknown."""
         if self.machine != machine():
             return False
         found = process_state(self.pid)
         return found is None or found[0] in "ZX" or found[1] != self.born
 
 
-def own_card(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str]) -> Card:
+def own_rank_info(rank: int, alike: Mapping[str, str], start: int, env: Mapping[str, str]) -> RankInfo:
     pid = os.getpid()
-    return Card(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike))
+    return RankInfo(rank, socket.gethostname(), pid, machine(), born(pid), start, job_of(env), dict(alike))
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """The launcher's name for the job. torchrun's static rendezvous calls every job "none"."""
+    """Return the launcher's name for the job. torchrun's static rendezvous calls every job "none"."""
     name = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if name == "none" else name
 
@@ -111,22 +112,20 @@ def machine() -> str:
 
 
 def file_store_fault(store: Any, rank: int) -> str:
-    """Whether another process was this rank in a file store already: it was left by a job that was killed, or ranks are double."""
-    mine = own_card(rank, {}, 0, os.environ)
-    holder = Card.from_json(store.compare_set(f"shardmesh/file/{rank}", "", mine.to_json()))
+    """Return what is wrong if a file store knows another process as this rank (a killed job's, or a second one); else ""."""
+    mine = own_rank_info(rank, {}, 0, os.environ)
+    holder = RankInfo.from_json(store.compare_set(f"shardmesh/file/{rank}", "", mine.to_json()))
     if holder.is_same_process(mine):
         return ""
     was = "has ended, so the file was left by a job that was killed" if holder.is_gone() else "has the same rank"
     return (
-        f"rank {rank} ({mine.place}) finds itself in the file store of init_process_group already: {holder.place} {was}. Remove the "
+        f"rank {rank} ({mine.place}) is already registered in the file store of init_process_group: {holder.place} {was}. Remove the "
         "file before each start, or let torchrun find the ranks (init_method=\"env://\")."
     )
 
 
 def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Name and value of all that ranks must have alike."""
-    from .... import __version__  # the package builds on this file
-
+    """Return name and value of everything that must be the same on all ranks."""
     found = {
         "WORLD_SIZE": str(size),
         "shardmesh": __version__,
@@ -135,7 +134,7 @@ def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str,
         "device type": device_type,
         "backend": backend,
     }
-    if "nccl" in backend and dist.is_nccl_available():  # often another package than torch
+    if "nccl" in backend and dist.is_nccl_available():  # often a separate package
         from torch.cuda import nccl
 
         found["NCCL"] = ".".join(map(str, nccl.version()))
@@ -143,40 +142,42 @@ def what_must_agree(size: int, device_type: str, backend: str, env: Mapping[str,
     return found | {name: env[name] for name in names}
 
 
-def disagreement(cards: Sequence[Card], missing: Sequence[int] = ()) -> str:
-    """What is not the same on these ranks, and whose value is the odd one; "" where they agree.
+def disagreement(infos: Sequence[RankInfo], missing: Sequence[int] = ()) -> str:
+    """Return what is not the same on these ranks, and which are the outliers; "" where they agree.
 
     Args:
-        missing: ranks that had no time to come, and so no vote.
+        missing: ranks that have not come yet, and so have no vote.
     """
-    cards = sorted(cards, key=lambda card: card.rank)
-    names = dict.fromkeys(name for card in cards for name in card.alike)
-    differing = [name for name in names if len({card.alike.get(name) for card in cards}) > 1]
+    infos = sorted(infos, key=lambda info: info.rank)
+    names = dict.fromkeys(name for info in infos for name in info.alike)
+    differing = [name for name in names if len({info.alike.get(name) for info in infos}) > 1]
     if not differing:
         return ""
-    odd = {rank for name in differing for rank in _odd(cards, name)}
-    who = f"{ranks_text(sorted(odd))} {'does' if len(odd) == 1 else 'do'} not fit the others" if odd else "the ranks do not agree"
-    processes = [f"  rank {card.rank} is {card.place}" for card in cards if card.rank in odd][:_NAMED]
+    outliers = {rank for name in differing for rank in _outliers(infos, name)}
+    who = "the ranks do not agree"
+    if outliers:
+        who = f"{ranks_text(sorted(outliers))} {'does' if len(outliers) == 1 else 'do'} not fit the others"
+    processes = [f"  rank {info.rank} is {info.place}" for info in infos if info.rank in outliers][:_NAMED]
     if missing and "WORLD_SIZE" not in differing:
         processes.append(f"  {ranks_text(missing)} had not come yet")
-    return "\n".join([f"{who}:", *(_line(cards, name) for name in differing), *processes, _ADVICE])
+    return "\n".join([f"{who}:", *(_line(infos, name) for name in differing), *processes, _ADVICE])
 
 
 _ADVICE = "Start every rank with the same number of ranks, versions, device type, backend and settings."
 
 
-def _parties(cards: Sequence[Card], name: str) -> list[list[Card]]:
-    return sorted(parties_by(cards, lambda card: card.alike.get(name)), key=len)
+def _parties(infos: Sequence[RankInfo], name: str) -> list[list[RankInfo]]:
+    return sorted(parties_by(infos, lambda info: info.alike.get(name)), key=len)
 
 
-def _odd(cards: Sequence[Card], name: str) -> tuple[int, ...]:
-    return minority([[card.rank for card in party] for party in _parties(cards, name)])
+def _outliers(infos: Sequence[RankInfo], name: str) -> tuple[int, ...]:
+    return minority([[info.rank for info in party] for party in _parties(infos, name)])
 
 
-def _line(cards: Sequence[Card], name: str) -> str:
+def _line(infos: Sequence[RankInfo], name: str) -> str:
     said = []
-    for party in _parties(cards, name):
+    for party in _parties(infos, name):
         value = party[0].alike.get(name)
-        said.append(f"{ranks_text([card.rank for card in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}")
-    tie = "" if _odd(cards, name) else " (no majority)"
+        said.append(f"{ranks_text([info.rank for info in party])} {'has' if len(party) == 1 else 'have'} {value or 'nothing'}")
+    tie = "" if _outliers(infos, name) else " (no majority)"
     return f"  {name}: {', '.join(said)}{tie}"

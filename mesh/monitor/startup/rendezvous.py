@@ -1,15 +1,15 @@
-"""The ranks meet at the job's store and agree, before any process group is made.
+"""Rendezvous at the job's store and check that all ranks agree, before any process group is made.
 
     rank 2 ---> the store at MASTER_ADDR, MASTER_PORT     opened here, as torch's env:// start-up would
                   job        name of the job that came first
-                  0/rank2    the card of the process that is rank 2
-                  0/came     2 0 3 1                      who has come; when all have, each of them says "ready" in return
-                  0/ready    3 1 0 2                      and the last one to do so compares the cards
+                  0/rank2    rank info of the process that is rank 2
+                  0/came     2 0 3 1                      ranks that have come; once all have, each of them adds itself to "ready",
+                  0/ready    3 1 0 2                      and the last one to do so compares the rank infos
                   0/verdict  "go", or what is wrong       the first one stands, and all ranks take it
                   1/...                                   the next default group of the same job
 
-A rank is "ready" only while its process lives, so cards that an earlier attempt of a restarted job left in the launcher's store
-never count as ranks that have come. A rank that finds such a card of its own ends that roll call with "again".
+A rank is "ready" only while its process lives, so that entries which an earlier attempt of a restarted job left in the launcher's store
+never count as ranks that have come. A rank that finds such an entry of its own ends that round with "again".
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from ... import errors
-from ..verdict import ranks_text
+from ...text import ranks_text
 from . import job_store
 from .job_store import Address
-from .progress import Patience
-from .rank_info import Card, disagreement, own_card
+from .progress import Progress
+from .rank_info import RankInfo, disagreement, own_rank_info
 
 TIMEOUT_S = 600.0  # for the last rank to come
-_TO_TELL_S = 2.0  # a rank that cannot start tells the others, if the store can be reached so soon
-_TO_TELL_LATE_S = 8.0  # as one that raises long before the others look for it
+_TO_TELL_S = 2.0  # how long a rank that cannot start tries to tell the others
+_TO_TELL_LATE_S = 8.0  # the same for one that raises long before the others expect it
 _RANK_PROCESS = "_SHARDMESH_RANK_PROCESS"  # a variable
-_TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that the odd one can be told by votes
-_TO_READ_S = 1.0  # how long the rank that serves the store lets the others read what is wrong, before it ends
+_TO_COME_S = 0.8  # how long ranks that differ wait for the rest, so that votes can decide which are the outliers
+_TO_READ_S = 1.0  # how long the rank that serves the store stays, so that the others can read what is wrong
 _GO, _AGAIN = "go", "again"
-_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 1e-2  # between looks at the store, in a job of up to _FEW ranks; more ranks look less often,
+_FIRST_PAUSE_S, _PAUSE_S = 1e-3, 1e-2  # between reads of the store, in a job of up to _FEW ranks; with more ranks each reads less often,
 _FEW = 100  # so that one store can serve them all
 
 _starts = itertools.count()
 
 
-def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
-    """meet(rank, size, alike) -> the store for a new default group of `size` ranks, all of which are there and agree.
+def rendezvous(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOUT_S) -> Store:
+    """rendezvous(rank, size, alike) -> the store for a new default group of `size` ranks, which are all there and agree.
 
     Two processes with one RANK, another WORLD_SIZE, version or setting on some rank, and a rank of another job end it on all ranks
     with the same text, within about a second of their arrival. Jobs are told apart by TORCHELASTIC_RUN_ID, which torchrun and
@@ -54,56 +54,56 @@ def meet(rank: int, size: int, alike: Mapping[str, str], timeout: float = TIMEOU
     Where torchrun may restart processes (--max-restarts), a second process on another host is taken for the first one's successor.
 
     Args:
-        alike: what must be the same on every rank, by name: see `card.what_must_agree`.
+        alike: what must be the same on every rank, by name: see `rank_info.what_must_agree`.
         timeout: seconds for all ranks to come.
 
     Raises: LaunchEnvironmentError for all of that, and with the ranks that are missing when the time is over.
     Communication: a few messages to the store; waits for all ranks. Takes milliseconds once the last one is there.
     """
-    patience, address = Patience(rank, timeout), job_store.address_of(os.environ)
+    progress, address = Progress(rank, timeout), job_store.address_of(os.environ)
     while True:
-        card = own_card(rank, alike, next(_starts), os.environ)
-        store, serves = job_store.opened(address, rank, size, patience)
+        info = own_rank_info(rank, alike, next(_starts), os.environ)
+        store, serves = job_store.opened(address, rank, size, progress)
         try:
-            number = RollCall(store, card, patience, address, serves).run()
+            number = StoreRendezvous(store, info, progress, address, serves).run()
         except dist.DistError as error:  # the rank that serves it has ended, or makes a new one
             job_store.drop(address)
-            if patience.is_over():
+            if progress.is_over():
                 raise errors.LaunchEnvironmentError(f"rank {rank} lost the store at {address}: {error}") from error
             time.sleep(_PAUSE_S)
         else:
             return PrefixStore(f"shardmesh/epoch{number}", store)
 
 
-def tell_of_early_errors() -> None:
-    """Have the other ranks told where this one raises before its first mesh and no launcher ends them: they would wait for it."""
+def notify_of_early_errors() -> None:
+    """Tell the other ranks if this one raises before its first mesh and no launcher ends them: they would wait for it."""
     env = os.environ
     numbers = [env.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
     if not all(map(str.isdecimal, numbers)) or numbers[1] == "1" or not env.get("MASTER_ADDR") or job_store.address_of(env).is_launchers:
         return
-    if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # what a rank starts inherits its RANK, and is none
+    if env.setdefault(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):  # a child process inherits the RANK, but is not that rank
         return
     before, rank_process = sys.excepthook, os.getpid()
 
     def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         before(kind, error, where)
         if os.getpid() == rank_process and not next(_starts) and not dist.is_initialized():
-            told(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
+            notify_ranks(errors.LaunchEnvironmentError(f"it raised {kind.__name__} before it made a mesh: {error}"), _TO_TELL_LATE_S)
 
     sys.excepthook = tell
 
 
-def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
-    """What all ranks raise because this one cannot start, as far as they can be reached in time."""
+def notify_ranks(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> errors.LaunchEnvironmentError:
+    """Tell the other ranks that this one cannot start, as far as they can be reached in time; return the error that all ranks raise."""
     env = os.environ
     if not all(env.get(name, "").isdecimal() for name in ("RANK", "MASTER_PORT")) or not env.get("MASTER_ADDR"):
         return error
     rank = int(env["RANK"])
-    patience, address = Patience(rank, seconds), job_store.address_of(env)
-    card = own_card(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
+    progress, address = Progress(rank, seconds), job_store.address_of(env)
+    info = own_rank_info(rank, {"WORLD_SIZE": env.get("WORLD_SIZE", "?")}, next(_starts), env)
     try:
-        store, serves = job_store.opened(address, rank, 0, patience)
-        RollCall(store, card, patience, address, serves, f"rank {rank} ({card.place}) cannot start: {error}").run()
+        store, serves = job_store.opened(address, rank, 0, progress)
+        StoreRendezvous(store, info, progress, address, serves, f"rank {rank} ({info.place}) cannot start: {error}").run()
     except errors.LaunchEnvironmentError as found:
         return found if job_store.is_open(address) else error
     except dist.DistError:
@@ -111,18 +111,18 @@ def told(error: errors.LaunchEnvironmentError, seconds: float = _TO_TELL_S) -> e
     return error
 
 
-class RollCall:
+class StoreRendezvous:
     """One rank's part in the agreement of all ranks. With a `fault` the rank cannot take part, and tells the others why."""
 
     def __init__(
-        self, store: Store, card: Card, patience: Patience, address: Address, serves: bool, fault: str = ""
+        self, store: Store, info: RankInfo, progress: Progress, address: Address, serves: bool, fault: str = ""
     ) -> None:
         self.store: Any = PrefixStore("shardmesh/start", store)
-        self.card, self.patience, self.address, self.serves, self.fault = card, patience, address, serves, fault
-        self.size = int(card.size) if card.size.isdecimal() else 0
+        self.info, self.progress, self.address, self.serves, self.fault = info, progress, address, serves, fault
+        self.size = int(info.size) if info.size.isdecimal() else 0
 
     def run(self) -> int:
-        """The number of the roll call in which all ranks agreed.
+        """Return the number of the round in which all ranks agreed.
 
         Raises: LaunchEnvironmentError, with the text that all ranks raise.
         """
@@ -131,7 +131,7 @@ class RollCall:
             keys = PrefixStore(str(number), self.store)
             if not self._claim(keys):
                 continue
-            verdict = _settle(keys, self.fault) if self.fault else self._take_part(keys)
+            verdict = _write_verdict(keys, self.fault) if self.fault else self._take_part(keys)
             if verdict == _GO and not self.fault:
                 return number
             if verdict != _AGAIN:
@@ -142,31 +142,31 @@ class RollCall:
     # -- who is who ----------------------------------------------------------------------------------------------------
 
     def _check_job(self) -> None:
-        """Raises: LaunchEnvironmentError when the store is another job's, which goes on."""
-        first = Card.from_json(self.store.compare_set("job", "", self.card.to_json()))
-        if self.card.job and first.job and first.job != self.card.job:
-            self.store.append("strays", f"rank {self.card.rank} of job {self.card.job!r} ({self.card.place}) came here by mistake; ")
+        """Raise a LaunchEnvironmentError if the store is another job's, which goes on."""
+        first = RankInfo.from_json(self.store.compare_set("job", "", self.info.to_json()))
+        if self.info.job and first.job and first.job != self.info.job:
+            self.store.append("strays", f"rank {self.info.rank} of job {self.info.job!r} ({self.info.place}) came here by mistake; ")
             raise errors.LaunchEnvironmentError(
                 f"the store at {self.address} belongs to job {first.job!r} (rank {first.rank}, {first.place}, came first), and rank "
-                f"{self.card.rank} ({self.card.place}) is one of job {self.card.job!r}: give each job its own MASTER_ADDR or "
+                f"{self.info.rank} ({self.info.place}) is one of job {self.info.job!r}: give each job its own MASTER_ADDR or "
                 "MASTER_PORT (torchrun --standalone, or --rdzv-endpoint, chooses a free one)."
             )
 
     def _claim(self, keys: Any) -> bool:
-        """Makes this process the one that is its rank; whether it can take part in this roll call, or must in the next.
+        """Claim this rank for this process; return whether it can take part in this round, or must in the next.
 
         Raises: LaunchEnvironmentError when another process is the same rank, or this one comes too late.
         """
-        holder = Card.from_json(keys.compare_set(f"rank{self.card.rank}", "", self.card.to_json()))
+        holder = RankInfo.from_json(keys.compare_set(f"rank{self.info.rank}", "", self.info.to_json()))
         verdict = _read(keys, "verdict")
         if verdict == _AGAIN:
             return False
-        if holder == self.card:
+        if holder == self.info:
             return self._is_in_time(keys, verdict)
         if not self._may_follow(holder):
             raise errors.LaunchEnvironmentError(self._duplicate(keys, holder, verdict))
         if not verdict:
-            _settle(keys, _AGAIN)
+            _write_verdict(keys, _AGAIN)
         return False
 
     def _is_in_time(self, keys: Any, verdict: str) -> bool:
@@ -176,43 +176,43 @@ class RollCall:
             return False
         if verdict != _GO:
             raise errors.LaunchEnvironmentError(verdict)
-        first = Card.from_json(keys.get("first"))
+        first = RankInfo.from_json(keys.get("first"))
         raise errors.LaunchEnvironmentError(
             self.fault
-            or f"rank {self.card.rank} ({self.card.place}) came to {self.address} with WORLD_SIZE={self.card.size}, but a job of "
+            or f"rank {self.info.rank} ({self.info.place}) came to {self.address} with WORLD_SIZE={self.info.size}, but a job of "
             f"{first.size} ranks (rank {first.rank}: {first.place}) has started there without it. Give every process of one job the "
             "same WORLD_SIZE, and each job its own MASTER_PORT."
         )
 
-    def _may_follow(self, holder: Card) -> bool:
-        """Whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
-        elsewhere = holder.machine != self.card.machine
-        return holder.is_same_process(self.card) or holder.is_gone() or (elsewhere and _is_restartable())
+    def _may_follow(self, holder: RankInfo) -> bool:
+        """Return whether the process that was this rank before is this one, has ended, or is one that torchrun has replaced."""
+        elsewhere = holder.machine != self.info.machine
+        return holder.is_same_process(self.info) or holder.is_gone() or (elsewhere and _is_restartable())
 
-    def _duplicate(self, keys: Any, holder: Card, verdict: str) -> str:
-        one, other = sorted((holder, self.card), key=lambda card: (card.host, card.pid))
+    def _duplicate(self, keys: Any, holder: RankInfo, verdict: str) -> str:
+        one, other = sorted((holder, self.info), key=lambda info: (info.host, info.pid))
         text = (
-            f"two processes are RANK={self.card.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
+            f"two processes are RANK={self.info.rank} at {self.address}: {one.place}, and {other.place}. Give every process of a job "
             "its own RANK, from 0 to WORLD_SIZE - 1, and each job its own MASTER_PORT. A process that a rank starts inherits its RANK: "
             "unset it there, if that one is not to take part."
         )
-        stands = verdict or _settle(keys, text)
+        stands = verdict or _write_verdict(keys, text)
         if stands == _GO:
             return f"{text} The job has started already, with {holder.place}."
         self._leave(keys)
         return stands
 
-    # -- the roll call -------------------------------------------------------------------------------------------------
+    # -- the rounds ----------------------------------------------------------------------------------------------------
 
     def _take_part(self, keys: Any) -> str:
-        """The verdict on all ranks."""
-        first = Card.from_json(keys.compare_set("first", "", self.card.to_json()))
+        """Take part in this round; return the verdict on all ranks."""
+        first = RankInfo.from_json(keys.compare_set("first", "", self.info.to_json()))
         if self._sign(keys, "came") == self.size:
             keys.set(f"all{self.size}", "1")
-        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.card.alike else "")
+        return self._wait(keys, f"all{max(self.size, int(first.size))}" if first.alike != self.info.alike else "")
 
     def _wait(self, keys: Any, differing: str) -> str:
-        """The verdict on all ranks.
+        """Wait for the verdict on all ranks, and return it.
 
         Args:
             differing: the key that tells that all have come, on a rank that differs from the first one.
@@ -222,54 +222,55 @@ class RollCall:
             if not is_ready and keys.check([f"all{self.size}"]):
                 is_ready, pauses = True, self._pauses()
                 if self._sign(keys, "ready") == self.size:
-                    _settle(keys, self._compared(keys) or _GO)
-            if differing and (time.monotonic() - since > _TO_COME_S or keys.check([differing])):
-                _settle_if_any(keys, self._compared(keys))
-            self._be_patient(keys)
+                    _write_verdict(keys, self._compared(keys) or _GO)
+            votes_are_in = differing and (time.monotonic() - since > _TO_COME_S or keys.check([differing]))
+            if votes_are_in and (difference := self._compared(keys)):
+                _write_verdict(keys, difference)
+            self._report_progress(keys)
             time.sleep(next(pauses))
         return verdict
 
     def _pauses(self) -> Iterator[float]:
-        """Seconds between looks, short at first."""
+        """Yield seconds between reads of the store, short at first."""
         crowd = max(1.0, self.size / _FEW)
         pause = _FIRST_PAUSE_S
         while True:
             yield pause * crowd
             pause = min(1.5 * pause, _PAUSE_S)
 
-    def _sign(self, keys: Any, roll: str) -> int:
-        """Puts this rank on a roll; how many are on it."""
-        keys.append(roll, f"{self.card.rank} ")
-        return keys.add(f"{roll}/number", 1)
+    def _sign(self, keys: Any, list_name: str) -> int:
+        """Add this rank to a list of ranks; return how many are on it."""
+        keys.append(list_name, f"{self.info.rank} ")
+        return keys.add(f"{list_name}/number", 1)
 
     def _compared(self, keys: Any) -> str:
-        """What differs between those that have come; "" where nothing does."""
-        here = [f"rank{rank}" for rank in _on_roll(keys, "came")]
-        return disagreement([Card.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
+        """Return what differs between the ranks that have come; "" where nothing does."""
+        here = [f"rank{rank}" for rank in _on_list(keys, "came")]
+        return disagreement([RankInfo.from_json(text) for text in keys.multi_get(here)], self._missing(keys, "came"))
 
-    def _be_patient(self, keys: Any) -> None:
-        if self.patience.is_over():
-            _settle(keys, self._too_late(keys))
-        elif self.patience.is_due():
-            self.patience.say(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
+    def _report_progress(self, keys: Any) -> None:
+        if self.progress.is_over():
+            _write_verdict(keys, self._too_late(keys))
+        elif self.progress.is_due():
+            self.progress.report(f"{ranks_text(self._awaited(keys))} of {self.size}", _read(self.store, "strays"))
 
     def _awaited(self, keys: Any) -> list[int]:
-        """Ranks that have not come; when all have, those that have not been seen since."""
+        """Return the ranks that have not come; once all have, those that are not ready."""
         return self._missing(keys, "ready" if keys.check([f"all{self.size}"]) else "came")
 
-    def _missing(self, keys: Any, roll: str) -> list[int]:
-        return sorted(set(range(self.size)) - _on_roll(keys, roll))
+    def _missing(self, keys: Any, list_name: str) -> list[int]:
+        return sorted(set(range(self.size)) - _on_list(keys, list_name))
 
     def _too_late(self, keys: Any) -> str:
         missing = self._awaited(keys)
         return (
-            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.patience.timeout:.0f} s. Look at what "
+            f"{ranks_text(missing)} of {self.size} did not come to {self.address} within {self.progress.timeout:.0f} s. Look at what "
             f"{'it' if len(missing) == 1 else 'they'} printed, and whether the launcher on every host was given the same address and "
             "the same number of ranks."
         )
 
     def _leave(self, keys: Any) -> None:
-        """This rank knows the verdict. The one that serves the store waits for the others to read it."""
+        """Confirm that this rank has read the verdict. The rank that serves the store waits for the others."""
         keys.add("left", 1)
         deadline = time.monotonic() + _TO_READ_S
         while self.serves and keys.add("left", 0) < max(self.size, 2) and time.monotonic() < deadline:
@@ -277,7 +278,7 @@ class RollCall:
 
 
 def _is_restartable() -> bool:
-    """Whether torchrun may have replaced processes of this job, so that cards of earlier ones are no mistake."""
+    """Return whether torchrun may have replaced processes of this job, so that entries of earlier ones are not a mistake."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -285,15 +286,10 @@ def _read(keys: Any, name: str) -> str:
     return keys.get(name).decode() if keys.check([name]) else ""
 
 
-def _on_roll(keys: Any, roll: str) -> set[int]:
-    return set(map(int, _read(keys, roll).split()))
+def _on_list(keys: Any, list_name: str) -> set[int]:
+    return set(map(int, _read(keys, list_name).split()))
 
 
-def _settle(keys: Any, verdict: str) -> str:
-    """The verdict that stands: this one, unless there was one."""
+def _write_verdict(keys: Any, verdict: str) -> str:
+    """Write the verdict, unless there is one; return the one that stands."""
     return keys.compare_set("verdict", "", verdict).decode()
-
-
-def _settle_if_any(keys: Any, verdict: str) -> None:
-    if verdict:
-        _settle(keys, verdict)

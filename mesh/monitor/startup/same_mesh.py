@@ -1,8 +1,8 @@
-"""Whether all ranks make the same meshes, in the same order, found out without waiting for any of them.
+"""Check that all ranks make the same meshes in the same order, without waiting for any of them.
 
-    rank 0   mesh 0 is (dp=2, tp=2)   first in the store: what it says stands
+    rank 0   mesh 0 is (dp=2, tp=2)   first in the store: the reference
     rank 1   mesh 0 is (dp=2, tp=2)   the same
-    rank 2   mesh 0 is (dp=4)         another: waits a moment for the rest to come, and says who is odd
+    rank 2   mesh 0 is (dp=4)         differs: waits a moment for other ranks to come, and finds the outliers by votes
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from torch.distributed import FileStore, PrefixStore, distributed_c10d
 
 from ... import errors
 from ...comm.call_site import user_line
-from ..diagnosis.diagnose import minority, parties_by
-from ..monitor import watch_of
+from ...text import ranks_text
+from ..diagnosis.votes import minority, parties_by
+from ..monitor import monitor_of
 from ..settings import settings
-from ..verdict import Seen, Verdict, composed, ranks_text
+from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
 
 if TYPE_CHECKING:
     from ...comm.group import World
     from ...device_mesh import DeviceMesh
 
-_TO_COME_S = 0.3  # how long to wait for other ranks before those that differ are told apart by votes
+_TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers
 _PAUSE_S = 0.01
 _FIELDS = ("device type", "shape", "axis names", "rank order")
 
 
 @dataclass(frozen=True)
-class Made:
+class MeshCall:
     """One rank's call of `init_device_mesh`.
 
     Attributes:
@@ -63,7 +64,7 @@ _meshes: WeakKeyDictionary[World, _Meshes] = WeakKeyDictionary()
 
 
 def compare(mesh: DeviceMesh) -> None:
-    """Compares a mesh that `init_device_mesh` has made with what the other ranks made as theirs.
+    """Compare a mesh that `init_device_mesh` made with those that the other ranks made.
 
     Raises: MeshMismatchError, on every rank, when the ranks differ; LaunchEnvironmentError when the group's store is a file that
         another job has left.
@@ -80,21 +81,21 @@ def compare(mesh: DeviceMesh) -> None:
     if meshes.store is None or key in meshes.known:
         return
     line = user_line()
-    made = Made(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
+    made = MeshCall(world.rank, repr(mesh), fields, f"{line[0]}:{line[1]}")
     keys = PrefixStore(str(len(meshes.known)), meshes.store)
     meshes.known.add(key)
-    with contextlib.suppress(dist.DistError):  # a store that is gone: the next collective tells what happened
+    with contextlib.suppress(dist.DistError):  # the store is gone: the next collective tells what happened
         _compare(world, keys, key, made, len(meshes.known))
 
 
 def _fields_of(mesh: DeviceMesh) -> dict[str, Any]:
-    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()  # thousands of ranks would fill the store
+    order = hashlib.sha1(mesh.ranks.tobytes(), usedforsecurity=False).hexdigest()  # a list of thousands of ranks would fill the store
     values = mesh.device_type, list(mesh.shape), list(mesh.axis_names), order
     return dict(zip(_FIELDS, values, strict=True))
 
 
 def _store_of(world: World) -> Any:
-    """A part of the default group's store for one world; None where that cannot be had, or does nothing (torch's fake one)."""
+    """Return a part of the default group's store for one world; None where there is none, or one that keeps nothing (torch's fake one)."""
     accessor = getattr(distributed_c10d, "_get_default_store", None)
     if accessor is None:
         return None
@@ -111,40 +112,41 @@ def _whole(store: Any) -> Any:
     return store
 
 
-def _compare(world: World, keys: Any, key: str, made: Made, number: int) -> None:
+def _compare(world: World, keys: Any, key: str, made: MeshCall, number: int) -> None:
     keys.append("made", json.dumps(asdict(made)) + "\n")
     if keys.compare_set("first", "", key) == key.encode():
         return
-    verdict = Verdict.from_json(keys.compare_set("verdict", "", _judged(_all_made(world, keys), number).to_json()))
-    watch = watch_of(world)
-    raise verdict.error() if watch is None else watch.failed(verdict)
+    verdict = Verdict.from_json(keys.compare_set("verdict", "", _diagnosed(_all_made(world, keys), number).to_json()))
+    monitor = monitor_of(world)
+    raise verdict.error() if monitor is None else monitor.failed(verdict)
 
 
-def _all_made(world: World, keys: Any) -> list[Made]:
-    """What the ranks have made that come within a moment."""
+def _all_made(world: World, keys: Any) -> list[MeshCall]:
+    """Return what the ranks made that come within a moment."""
     deadline = time.monotonic() + _TO_COME_S
     while True:
         made = {}
         for line in keys.get("made").splitlines():
-            one = Made(**json.loads(line))
+            one = MeshCall(**json.loads(line))
             made[one.rank] = one
         if len(made) == world.size or time.monotonic() > deadline:
             return [made[rank] for rank in sorted(made)]
         time.sleep(_PAUSE_S)
 
 
-def _judged(made: list[Made], number: int) -> Verdict:
+def _diagnosed(made: list[MeshCall], number: int) -> Verdict:
     parties = sorted(parties_by(made, lambda one: json.dumps(one.fields)), key=len)
-    odd = minority([[one.rank for one in party] for party in parties])
+    outliers = minority([[one.rank for one in party] for party in parties])
     usual, other = parties[-1][0].fields, parties[0][0].fields
     field = next(name for name in _FIELDS if usual[name] != other[name])
-    rest = [one.rank for one in made if one.rank not in odd]
-    who = f"{ranks_text(odd)} made another mesh than {ranks_text(rest)}" if odd else "the ranks made different meshes"
-    seen = sorted(made, key=lambda one: one.rank not in odd)
+    rest = [one.rank for one in made if one.rank not in outliers]
+    who = f"{ranks_text(outliers)} made another mesh than {ranks_text(rest)}" if outliers else "the ranks made different meshes"
+    seen = sorted(made, key=lambda one: one.rank not in outliers)
     said = f"{who} as mesh {number} of the program: they differ in {field}."
     lines = [f"  {ranks_text([one.rank for one in party])}: {party[0].text} at {party[0].place}" for party in parties]
     advice = (
         "Call init_device_mesh for the same meshes in the same order on every rank. A mesh over some of the ranks is "
         "DeviceMesh(device_type, array_of_ranks), which only those need."
     )
-    return Verdict("mesh", odd, field, tuple(Seen(one.rank, one.text, one.place) for one in seen), composed(said, advice, lines))
+    observed = tuple(Observation(one.rank, one.text, one.place) for one in seen)
+    return Verdict("mesh", outliers, field, observed, composed(said, advice, lines))

@@ -1,1 +1,1 @@
-"""Record the program's own calls of torch.distributed."""
+"""Record and compare the program's own calls of torch.distributed."""

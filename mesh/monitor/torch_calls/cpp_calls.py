@@ -1,13 +1,13 @@
-"""Collectives that C++ calls on a process group of torch's, where methods that are wrapped in Python are not asked.
+"""Intercept collectives that torch calls from C++ on a process group, where wrapped Python methods are bypassed.
 
-    DDP            dist.Reducer(..., process_group)       buckets of gradients, while backward runs
+    DDP            dist.Reducer(..., process_group)       buckets of gradients, during backward
                    dist._broadcast_coalesced(group, ...)  parameters and buffers
     functional     torch.ops._c10d_functional.all_reduce(x, "sum", name of a group)
 
-They are given another group with the same backends, of a subclass in Python, whose collectives C++ asks Python for: there they go on to the
-real group's, as those of the program do. The work that comes back is a subclass, too, so that who waits for it in C++ waits in Python.
+These get another group with the same backends, of a Python subclass whose collectives C++ asks Python for; it forwards them to the
+real group, whose methods are wrapped. The work that it returns is a subclass as well, so that C++ waits for it through Python.
 
-Only groups that are on the CPU alone are replaced, and nothing is while a graph is traced.
+Only groups that are on the CPU alone are replaced, and nothing is replaced while a graph is traced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
-_PREFIX = "watched_"
+_PREFIX = "monitored_"
 _METHODS = (
     "allgather", "allgather_into_tensor_coalesced", "all_gather_single_coalesced", "allreduce", "allreduce_coalesced", "all_to_all_single",
     "alltoall_base", "barrier", "broadcast", "reduce_scatter", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "send",
@@ -34,7 +34,7 @@ _names: dict[str, str] = {}
 
 
 class InnerWork(dist.Work):
-    """What torch has under way; `wait` is called by C++."""
+    """Work of torch's that is under way; C++ calls `wait`."""
 
     def __init__(self, work: Any) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ class InnerWork(dist.Work):
         return self._work.is_completed()
 
 
-_c10d: Any = distributed_c10d  # which has a type of its own for names of groups
-_ProcessGroup: Any = dist.ProcessGroup  # which can be made without a store
+_c10d: Any = distributed_c10d  # has a type of its own for names of groups
+_ProcessGroup: Any = dist.ProcessGroup  # can be made without a store
 
 
 class InnerGroup(_ProcessGroup):
-    """In the place of one of torch's groups."""
+    """A group that stands in for one of torch's."""
 
     def __init__(self, real: Any) -> None:
         super().__init__(real.rank(), real.size())
@@ -77,10 +77,10 @@ class InnerGroup(_ProcessGroup):
         return InnerWork(work)
 
     def _wait_before_backward_ends(self, work: Any) -> None:
-        """DDP waits at the end of backward for futures, in C++: what is called before it, in the same place, waits in Python."""
+        """Wait before backward ends: DDP waits there for futures, in C++, and a callback that runs before it waits in Python."""
         try:
             Variable._execution_engine.queue_callback(work.wait)
-        except RuntimeError:  # this is no backward
+        except RuntimeError:  # not inside backward
             return
 
 
@@ -96,18 +96,18 @@ for _name in _METHODS:
 
 
 def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callable[[Any], Any]) -> None:
-    """Gives C++ the groups that stand for those that are watched.
+    """Replace the groups that C++ gets by those that stand in for monitored ones.
 
     Args:
-        put: puts what a function makes of an attribute into its place.
-        find: the seat in a group; None where its calls are not watched.
+        put: replaces an attribute by what a function makes of it.
+        find: returns the recorder of a group; None where its calls are not monitored.
     """
-    from torch.distributed import _functional_collectives as functional  # here because torch itself loads it late
+    from torch.distributed import _functional_collectives as functional  # imported late, as torch itself does
 
 
     def inner_of(real: Any) -> Any:
-        seat = find(real) if type(real) is dist.ProcessGroup else None
-        if seat is None or not seat.on_cpu:
+        recorder = find(real) if type(real) is dist.ProcessGroup else None
+        if recorder is None or not recorder.on_cpu:
             return real
         known = _inner.get(id(real))
         if known is not None and known[0]() is real:
@@ -129,7 +129,7 @@ def install(put: Callable[[Any, str, Callable[[Any], Any]], None], find: Callabl
             inner = inner_of(real)
             return found if inner is real else _names.setdefault(found, _registered(found, inner))
 
-        group_or_group_name._torchdynamo_inline = original  # what torch.compile traces in its place
+        group_or_group_name._torchdynamo_inline = original  # what torch.compile traces instead
         return group_or_group_name
 
     put(dist.Reducer, "__init__", with_inner)
@@ -163,7 +163,7 @@ def _unregister(name: str) -> None:
 
 
 def forget() -> None:
-    """Drops the groups; who still has one in C++ goes on with it, unwatched."""
+    """Forget the groups. C++ code that still holds one goes on with it, unmonitored."""
     for name in list(_names):
         _unregister(name)
     _inner.clear()

@@ -1,7 +1,7 @@
-"""How a call on one of torch's process groups is written down: what all ranks of the group must say alike, and the bytes.
+"""Record a call on one of torch's process groups: what must be the same on all ranks of the group, and the bytes.
 
-What may differ between ranks is left out: who scatters and who is scattered to, how much goes where in an all_to_all, what a rank that
-is not the root passes.
+What may differ between ranks is left out: the tensors of a scatter or gather, the splits of an all_to_all, what a rank that is not
+the root passes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from .recorder import TorchSeat
+    from .recorder import TorchRecorder
 
 
 Enter = Callable[..., int]
@@ -22,104 +22,104 @@ _REDUCTIONS = {int(kind): name.lower() for name, kind in _KINDS.items()}
 
 
 def _reduction(options: Any) -> str:
-    """The hash of a ReduceOp is its number: to compare it, or to ask for its name, takes four times as long."""
+    """Return the name of a reduction. The hash of a ReduceOp is its number: comparing it or asking its name takes four times as long."""
     try:
         return _REDUCTIONS.get(hash(options.reduceOp), "?")
     except AttributeError:  # a ReduceOp itself
         return _REDUCTIONS.get(hash(options), "?")
 
 
-def all_reduce(seat: TorchSeat, tensors: Any, options: Any = dist.ReduceOp.SUM) -> int:
+def all_reduce(recorder: TorchRecorder, tensors: Any, options: Any = dist.ReduceOp.SUM) -> int:
     x = tensors[0] if type(tensors) is list else tensors
-    n = seat.size
+    n = recorder.size
     moved = 2 * (n - 1) * x.nbytes // n
-    return seat.enter("all_reduce", _reduction(options), x.dtype, x.numel(), moved, moved)
+    return recorder.enter("all_reduce", _reduction(options), x.dtype, x.numel(), moved, moved)
 
 
-def all_reduce_coalesced(seat: TorchSeat, tensors: Any, options: Any) -> int:
-    moved = 2 * (seat.size - 1) * _bytes(tensors) // seat.size
-    return seat.enter("all_reduce_coalesced", _reduction(options), tensors[0].dtype, _elements(tensors), moved, moved)
+def all_reduce_coalesced(recorder: TorchRecorder, tensors: Any, options: Any) -> int:
+    moved = 2 * (recorder.size - 1) * _bytes(tensors) // recorder.size
+    return recorder.enter("all_reduce_coalesced", _reduction(options), tensors[0].dtype, _elements(tensors), moved, moved)
 
 
-def broadcast(seat: TorchSeat, tensors: Any, options: Any) -> int:
+def broadcast(recorder: TorchRecorder, tensors: Any, options: Any) -> int:
     x = tensors[0] if isinstance(tensors, list) else tensors
     root = options if isinstance(options, int) else options.rootRank
-    return seat.enter("broadcast", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return recorder.enter("broadcast", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
-def reduce(seat: TorchSeat, tensors: Any, options: Any, op: Any = dist.ReduceOp.SUM) -> int:
+def reduce(recorder: TorchRecorder, tensors: Any, options: Any, op: Any = dist.ReduceOp.SUM) -> int:
     x = tensors[0] if isinstance(tensors, list) else tensors
     root, how = (options, _reduction(op)) if isinstance(options, int) else (options.rootRank, _reduction(options))
-    return seat.enter("reduce", f"{how}, dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return recorder.enter("reduce", f"{how}, dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
-def all_gather(seat: TorchSeat, outs: Any, ins: Any, options: Any = None) -> int:
-    """Ranks may have parts of different sizes, where the backend takes them."""
+def all_gather(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
+    """Record an all_gather, of parts of different sizes where the backend allows that."""
     x, parts = (ins[0], outs[0]) if isinstance(ins, list) else (ins, outs)
     is_even = all(part.numel() == x.numel() for part in parts)
-    moved = (seat.size - 1) * x.nbytes
-    return seat.enter("all_gather", "", x.dtype, x.numel() if is_even else -1, moved, moved)
+    moved = (recorder.size - 1) * x.nbytes
+    return recorder.enter("all_gather", "", x.dtype, x.numel() if is_even else -1, moved, moved)
 
 
-def all_gather_flat(seat: TorchSeat, out: Any, x: Any, options: Any = None) -> int:
-    moved = (seat.size - 1) * x.nbytes
-    return seat.enter("all_gather", "", x.dtype, x.numel(), moved, moved)
+def all_gather_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = None) -> int:
+    moved = (recorder.size - 1) * x.nbytes
+    return recorder.enter("all_gather", "", x.dtype, x.numel(), moved, moved)
 
 
-def all_gather_coalesced(seat: TorchSeat, outs: Any, ins: Any, options: Any = None) -> int:
-    moved = (seat.size - 1) * _bytes(ins)
-    return seat.enter("all_gather_coalesced", "", ins[0].dtype, _elements(ins), moved, moved)
+def all_gather_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
+    moved = (recorder.size - 1) * _bytes(ins)
+    return recorder.enter("all_gather_coalesced", "", ins[0].dtype, _elements(ins), moved, moved)
 
 
-def gather(seat: TorchSeat, outs: Any, ins: Any, options: Any) -> int:
+def gather(recorder: TorchRecorder, outs: Any, ins: Any, options: Any) -> int:
     x, root = (ins[0], options.rootRank) if isinstance(ins, list) else (ins, options)
-    return seat.enter("gather", f"dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return recorder.enter("gather", f"dst={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
-def scatter(seat: TorchSeat, outs: Any, ins: Any, options: Any) -> int:
+def scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any) -> int:
     x, root = (outs[0], options.rootRank) if isinstance(outs, list) else (outs, options)
-    return seat.enter("scatter", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
+    return recorder.enter("scatter", f"src={root}", x.dtype, x.numel(), x.nbytes, x.nbytes)
 
 
-def reduce_scatter(seat: TorchSeat, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
-    """Ranks may get parts of different sizes, where the backend gives them."""
+def reduce_scatter(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
+    """Record a reduce_scatter, into parts of different sizes where the backend allows that."""
     x, parts = (outs[0], ins[0]) if isinstance(outs, list) else (outs, ins)
     size = x.numel() if all(part.numel() == x.numel() for part in parts) else sum(part.numel() for part in parts)
-    moved = (seat.size - 1) * x.nbytes
-    return seat.enter("reduce_scatter", _reduction(options), x.dtype, size, moved, moved)
+    moved = (recorder.size - 1) * x.nbytes
+    return recorder.enter("reduce_scatter", _reduction(options), x.dtype, size, moved, moved)
 
 
-def reduce_scatter_flat(seat: TorchSeat, out: Any, x: Any, options: Any = dist.ReduceOp.SUM) -> int:
-    moved = (seat.size - 1) * out.nbytes
-    return seat.enter("reduce_scatter", _reduction(options), out.dtype, out.numel(), moved, moved)
+def reduce_scatter_flat(recorder: TorchRecorder, out: Any, x: Any, options: Any = dist.ReduceOp.SUM) -> int:
+    moved = (recorder.size - 1) * out.nbytes
+    return recorder.enter("reduce_scatter", _reduction(options), out.dtype, out.numel(), moved, moved)
 
 
-def reduce_scatter_coalesced(seat: TorchSeat, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
-    moved = (seat.size - 1) * _bytes(outs)
-    return seat.enter("reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved)
+def reduce_scatter_coalesced(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = dist.ReduceOp.SUM) -> int:
+    moved = (recorder.size - 1) * _bytes(outs)
+    return recorder.enter("reduce_scatter_coalesced", _reduction(options), outs[0].dtype, _elements(outs), moved, moved)
 
 
-def all_to_all_flat(seat: TorchSeat, out: Any, x: Any, out_splits: Any = None, in_splits: Any = None, options: Any = None) -> int:
-    """Splits count rows, as torch's do."""
+def all_to_all_flat(recorder: TorchRecorder, out: Any, x: Any, out_splits: Any = None, in_splits: Any = None, options: Any = None) -> int:
+    """Record an all_to_all of one tensor; splits count rows, as torch's do."""
     rows = x.shape[0] if x.dim() else 0, out.shape[0] if out.dim() else 0
     both = zip((in_splits, out_splits), rows, strict=True)
-    sent, expected = ([*given] if given else [count // seat.size] * seat.size for given, count in both)
-    number = seat.enter("all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes)
-    seat.show_splits(number, sent, expected)
+    sent, expected = ([*given] if given else [count // recorder.size] * recorder.size for given, count in both)
+    number = recorder.enter("all_to_all", "", x.dtype, -1, x.nbytes, out.nbytes)
+    recorder.show_splits(number, sent, expected)
     return number
 
 
-def all_to_all(seat: TorchSeat, outs: Any, ins: Any, options: Any = None) -> int:
-    number = seat.enter("all_to_all", "", ins[0].dtype, -1, _bytes(ins), _bytes(outs))
-    seat.show_splits(number, [x.numel() for x in ins], [x.numel() for x in outs])
+def all_to_all(recorder: TorchRecorder, outs: Any, ins: Any, options: Any = None) -> int:
+    number = recorder.enter("all_to_all", "", ins[0].dtype, -1, _bytes(ins), _bytes(outs))
+    recorder.show_splits(number, [x.numel() for x in ins], [x.numel() for x in outs])
     return number
 
 
-def barrier(seat: TorchSeat, *args: Any, **kwargs: Any) -> int:
-    return seat.enter("barrier", "", "", -1, 0, 0)
+def barrier(recorder: TorchRecorder, *args: Any, **kwargs: Any) -> int:
+    return recorder.enter("barrier", "", "", -1, 0, 0)
 
 
-# name of a method of torch's ProcessGroup -> what writes a call of it down, and returns the number of its record
+# method of torch's ProcessGroup -> what records a call of it and returns the number of the record
 ENTER: dict[str, Enter] = {
     "allreduce": all_reduce,
     "allreduce_coalesced": all_reduce_coalesced,

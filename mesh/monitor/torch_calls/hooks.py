@@ -1,12 +1,12 @@
-"""The program's own calls of torch.distributed, written down and compared like the library's.
+"""Wrap torch.distributed so that the program's own calls are recorded and compared like the library's.
 
     dist.all_reduce(x)   FSDP2   object collectives   batch_isend_irecv      Python calls a method of ProcessGroup      wrapped here
-    DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see torch_inner.py
+    DDP's reducer   functional collectives                                   C++ calls it, of the group it was given    see cpp_calls.py
     work.wait()                                                              Python calls the method of Work            wrapped here
 
-All that torch.distributed does in Python comes through some twenty methods of one class: `dist.all_reduce(x, group=g)` is
+Everything that torch.distributed does in Python goes through some twenty methods of one class: `dist.all_reduce(x, group=g)` is
 `g.allreduce([x], options)`. They are wrapped from the first mesh over all ranks on, which is at the same place in the program of all
-ranks, so that calls have the same numbers, until the watch ends. The library's own groups are let through, as are groups of one rank.
+ranks, so that calls have the same numbers, until the monitor ends. The library's own groups and groups of one rank are passed through.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..recording.recorder import _COUNT, _LAST_RECORD
-from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, H
+from ..recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header
 from ..settings import monotonic_ns, settings
 from ..termination import is_broken_connection
 from . import cpp_calls
 from .entries import ENTER, Enter
-from .point_to_point import MessageSeat
-from .recorder import _LAST, TorchSeat
+from .point_to_point import MessageRecorder
+from .recorder import _LAST, TorchRecorder
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
+    from ..monitor import Monitor
 
-OWN_PREFIX = "shardmesh_"  # of the names of the library's groups
-_OFTEN = 1023  # calls, less 1, after which works that were dropped are forgotten
+OWN_PREFIX = "shardmesh_"  # prefix of the names of the library's groups
+_OFTEN = 1023  # forget works that were dropped after so many calls, plus 1
 _settings = settings()
 _ref = weakref.ref
-_IN_TIME = timedelta(milliseconds=200)  # for torch to say who is missing, after the time is over
+_IN_TIME = timedelta(milliseconds=200)  # for torch to report who is missing, after the time is over
 
 _installed: _Installed | None = None
-# A work's id -> (sequence number; the work, by a reference; seat; number of the record), until somebody waits for it
-_pending: dict[int, tuple[int, Callable[[], Any], TorchSeat, int]] = {}
+# id of a work -> (sequence number; a reference to the work; recorder; number of the record), until somebody waits for it
+_pending: dict[int, tuple[int, Callable[[], Any], TorchRecorder, int]] = {}
 _ours = threading.local()
-_has_shared = False  # whether `as_ours` was ever called
+_has_shared = False  # whether `as_ours` has been called
 
 
-def watch_calls(watch: Watch | None) -> None:
-    """From now on what the program calls on torch's groups is watched, until the watch ends; nothing if the setting says so."""
-    if watch is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
+def monitor_calls(monitor: Monitor | None) -> None:
+    """Monitor what the program calls on torch's groups from now on, until the monitor ends; no-op if the settings turn it off."""
+    if monitor is None or not _settings.torch_calls or _settings.mode == "off" or not dist.is_available():
         return
-    if _installed is None or _installed.watch is not watch:
+    if _installed is None or _installed.monitor is not monitor:
         stop()
-        _install(watch)
+        _install(monitor)
 
 
-def stop(watch: Watch | None = None) -> None:
-    """Leaves torch as it was; of this watch, or whichever there is."""
+def stop(monitor: Monitor | None = None) -> None:
+    """Restore torch's methods: those wrapped for this monitor, or for any."""
     global _installed
-    if _installed is not None and (watch is None or _installed.watch is watch):
+    if _installed is not None and (monitor is None or _installed.monitor is monitor):
         _installed.undo()
         _installed = None
         _pending.clear()
 
 
 def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function of torch's for the library, which has noted it down, on a group that it shares with the program."""
+    """Call a function of torch's for the library, which has recorded it, on a group that it shares with the program."""
     global _has_shared
     _has_shared = _ours.on = True
     try:
@@ -74,58 +74,58 @@ def as_ours(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Installed:
-    """What is wrapped, and the seats.
+    """What is wrapped, and the recorders.
 
     Attributes:
-        seats: id of one of torch's groups -> (the group, by a weak reference; its seat, None where it is not watched).
+        recorders: id of one of torch's groups -> (a weak reference to the group; its recorder, None where it is not monitored).
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        self.seats: dict[int, tuple[Callable[[], Any], TorchSeat | None]] = {}
-        self._channels: dict[tuple[int, int, int, int], MessageSeat] = {}
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+        self.recorders: dict[int, tuple[Callable[[], Any], TorchRecorder | None]] = {}
+        self._channels: dict[tuple[int, int, int, int], MessageRecorder] = {}
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self._lock = threading.Lock()
 
     def put(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Puts `make(what is there)` into its place; nothing where torch has no such thing."""
+        """Replace an attribute by `make(attribute)`; no-op where torch has no such attribute."""
         if name in vars(owner):
             made = make(getattr(owner, name))
-            self._undo.append((owner, name, vars(owner)[name], made))  # what is there itself: a method of C++ is no function that binds
+            self._undo.append((owner, name, vars(owner)[name], made))  # the attribute itself: a method of C++ is not a function that binds
             setattr(owner, name, made)
 
     def undo(self) -> None:
         for owner, name, before, made in reversed(self._undo):
-            if vars(owner).get(name) is made:  # else somebody else has wrapped it since
+            if vars(owner).get(name) is made:  # else another library has wrapped it since
                 setattr(owner, name, before)
         cpp_calls.forget()
 
-    def new_seat(self, handle: Any) -> TorchSeat | None:
+    def new_recorder(self, handle: Any) -> TorchRecorder | None:
         with self._lock:
             ranks = tuple(distributed_c10d._world.pg_group_ranks.get(handle, ()))
             name = distributed_c10d._world.pg_names.get(handle, OWN_PREFIX)
-            is_known = len(ranks) > 1 and self.watch.board.rank in ranks and not name.startswith(OWN_PREFIX)
-            seat = TorchSeat(handle, ranks, self.watch) if is_known else None
-            if seat is not None:
-                self.watch.seats.append(seat)
-            self.seats[id(handle)] = _ref(handle), seat
-            return seat
+            is_known = len(ranks) > 1 and self.monitor.directory.rank in ranks and not name.startswith(OWN_PREFIX)
+            recorder = TorchRecorder(handle, ranks, self.monitor) if is_known else None
+            if recorder is not None:
+                self.monitor.recorders.append(recorder)
+            self.recorders[id(handle)] = _ref(handle), recorder
+            return recorder
 
-    def channel(self, handle: Any, seat: TorchSeat, is_sending: bool, peer: int, tag: int) -> MessageSeat:
-        mine, other = seat.world.rank, seat.group.ranks[peer]
+    def channel(self, handle: Any, recorder: TorchRecorder, is_sending: bool, peer: int, tag: int) -> MessageRecorder:
+        mine, other = recorder.world.rank, recorder.group.ranks[peer]
         src, dst = (mine, other) if is_sending else (other, mine)
-        key = id(seat), src, dst, tag
+        key = id(recorder), src, dst, tag
         found = self._channels.get(key)
         if found is None:
             with self._lock:
-                found = self._channels[key] = MessageSeat(handle, seat.label, src, dst, tag, self.watch)
-                self.watch.seats.append(found)
+                found = self._channels[key] = MessageRecorder(handle, recorder.label, src, dst, tag, self.monitor)
+                self.monitor.recorders.append(found)
         return found
 
 
-def _install(watch: Watch) -> None:
+def _install(monitor: Monitor) -> None:
     global _installed
-    made = _installed = _Installed(watch)
+    made = _installed = _Installed(monitor)
     for name, enter in ENTER.items():
         made.put(dist.ProcessGroup, name, lambda original, enter=enter: _collective(original, enter, made))
     made.put(dist.ProcessGroup, "monitored_barrier", _monitored_barrier)
@@ -134,38 +134,38 @@ def _install(watch: Watch) -> None:
     made.put(dist.ProcessGroup, "recv_anysource", _from_anywhere)
     made.put(dist.Work, "wait", _wait)
     made.put(dist.Work, "get_future", _get_future)
-    cpp_calls.install(made.put, _seat_of)
+    cpp_calls.install(made.put, _recorder_of)
 
 
-def _seat_of(handle: Any) -> TorchSeat | None:
-    """The seat in a group; None where its calls are not watched."""
+def _recorder_of(handle: Any) -> TorchRecorder | None:
+    """Return the recorder of a group; None where its calls are not monitored."""
     here = _installed
     if here is None or _settings.mode == "off":
         return None
-    known = here.seats.get(id(handle))
-    seat = known[1] if known is not None and known[0]() is handle else here.new_seat(handle)
-    return seat if seat is None or not (_has_shared and getattr(_ours, "on", False)) else None
+    known = here.recorders.get(id(handle))
+    recorder = known[1] if known is not None and known[0]() is handle else here.new_recorder(handle)
+    return recorder if recorder is None or not (_has_shared and getattr(_ours, "on", False)) else None
 
 
 def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) -> Callable[..., Any]:
-    seats, here_settings = here.seats, _settings
+    recorders, here_settings = here.recorders, _settings
 
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-        known = seats.get(id(group))
-        seat = known[1] if known is not None and known[0]() is group else here.new_seat(group)
-        if seat is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
+        known = recorders.get(id(group))
+        recorder = known[1] if known is not None and known[0]() is group else here.new_recorder(group)
+        if recorder is None or here_settings.mode == "off" or (_has_shared and getattr(_ours, "on", False)):
             return original(group, *args, **kwargs)
-        sequence = seat.called
-        number = enter(seat, *args, **kwargs)
-        try:  # as in `_started`: a call of it would take 0.2 us
+        sequence = recorder.called
+        number = enter(recorder, *args, **kwargs)
+        try:  # same as `_started`, inlined: a call takes 0.2 us
             work = original(group, *args, **kwargs)
         except BaseException as error:
-            _refused(seat, sequence, number, error)
+            _refused(recorder, sequence, number, error)
             raise
         if work is None:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
             return None
-        seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
+        recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
         if not sequence & _OFTEN:
             _forget_dropped()
         return work
@@ -173,28 +173,28 @@ def _collective(original: Callable[..., Any], enter: Enter, here: _Installed) ->
     return call
 
 
-def _started(seat: TorchSeat, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
-    """Starts what torch has to do, and notes down that it is under way."""
+def _started(recorder: TorchRecorder, sequence: int, number: int, original: Any, group: Any, args: Any, kwargs: Any) -> Any:
+    """Start torch's work and record that it is under way."""
     try:
         work = original(group, *args, **kwargs)
     except BaseException as error:
-        _refused(seat, sequence, number, error)
+        _refused(recorder, sequence, number, error)
         raise
     if work is None:
-        seat.end(sequence, number)
+        recorder.end(sequence, number)
         return work
-    seat.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), seat, number
+    recorder.under_way[sequence & _LAST] = _pending[id(work)] = sequence, _ref(work), recorder, number
     return work
 
 
-def _refused(seat: TorchSeat, sequence: int, number: int, error: BaseException) -> None:
-    """Torch did not start a call. It counts all the same: other ranks, whose calls are refused, too, may not have come to it yet.
+def _refused(recorder: TorchRecorder, sequence: int, number: int, error: BaseException) -> None:
+    """Record a call that torch did not start. It counts all the same: on other ranks the refused call may still be to come.
 
     Raises: WatchError where another rank is the reason.
     """
     if isinstance(error, RuntimeError) and is_broken_connection(error):
-        seat.explain(sequence, error)
-    seat.end(sequence, number)
+        recorder.explain(sequence, error)
+    recorder.end(sequence, number)
 
 
 def _forget_dropped() -> None:
@@ -210,70 +210,70 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
         entry = pop(id(work), None)
         if entry is None or entry[1]() is not work:
             return original(work) if timeout is None else original(work, timeout)
-        sequence, _, seat, number = entry
+        sequence, _, recorder, number = entry
         if not timeout and work.is_completed():
             try:
                 original(work)
             except RuntimeError as error:
-                seat.explain(sequence, error)
+                recorder.explain(sequence, error)
                 raise
-            words = seat.words
+            words = recorder.words
             if words[_COUNT] - number < RECORDS:  # as in `leave`
                 words[RING + (number & _LAST_RECORD) * RECORD_WORDS + 4] = monotonic_ns()
             return True
-        seat.begin(sequence)
+        recorder.begin(sequence)
         try:
-            return seat.wait(sequence, work, timeout or None, original)
+            return recorder.wait(sequence, work, timeout or None, original)
         except RuntimeError as error:
-            seat.mark(error, sequence)
+            recorder.mark(error, sequence)
             raise
         finally:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
 
     return wait
 
 
 def _get_future(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Who takes the future may drop the work, and it is under way all the same."""
+    """Keep a work under way whose future is taken: the program may then drop the work itself."""
 
     def get_future(work: Any) -> Any:
         entry = _pending.pop(id(work), None)
         if entry is not None and entry[1]() is work:
-            at, _, seat, number = entry
-            seat.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), seat, number
+            at, _, recorder, number = entry
+            recorder.under_way[at & _LAST] = _pending[id(work)] = at, (lambda: work), recorder, number
         return original(work)
 
     return get_future
 
 
 def _monitored_barrier(original: Callable[..., Any]) -> Callable[..., Any]:
-    """It blocks without looking up: so first all ranks must have come, or its time must be over."""
+    """Wait until all ranks have come, or the time is over, before the barrier itself, which blocks in C++."""
 
     def monitored_barrier(group: Any, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        seat = _seat_of(group)
-        if seat is None:
+        recorder = _recorder_of(group)
+        if recorder is None:
             return original(group, timeout, wait_all_ranks)
-        sequence = seat.called
-        number = seat.enter("monitored_barrier", "", "", -1, 0, 0)
-        seat.begin(sequence)
+        sequence = recorder.called
+        number = recorder.enter("monitored_barrier", "", "", -1, 0, 0)
+        recorder.begin(sequence)
         try:
-            limit = timeout if timeout else timedelta(microseconds=seat.timeout_ns / 1000)
-            return original(group, timeout if seat.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
+            limit = timeout if timeout else timedelta(microseconds=recorder.timeout_ns / 1000)
+            return original(group, timeout if recorder.wait_for_all(sequence, limit) else _IN_TIME, wait_all_ranks)
         except RuntimeError as error:
-            seat.mark(error, sequence)
+            recorder.mark(error, sequence)
             raise
         finally:
-            seat.end(sequence, number)
+            recorder.end(sequence, number)
 
     return monitored_barrier
 
 
 def _message(original: Callable[..., Any], op: str) -> Callable[..., Any]:
     def call(group: Any, tensors: Any, peer: int, tag: int = 0) -> Any:
-        seat, here = _seat_of(group), _installed
-        if seat is None or here is None or not 0 <= peer < seat.size:
+        recorder, here = _recorder_of(group), _installed
+        if recorder is None or here is None or not 0 <= peer < recorder.size:
             return original(group, tensors, peer, tag)
-        channel = here.channel(group, seat, op == "send", peer, tag)
+        channel = here.channel(group, recorder, op == "send", peer, tag)
         x = tensors[0]
         sent, received = (x.nbytes, 0) if op == "send" else (0, x.nbytes)
         sequence = channel.called
@@ -288,7 +288,7 @@ def _from_anywhere(original: Callable[..., Any]) -> Callable[..., Any]:
     def recv_anysource(group: Any, *args: Any, **kwargs: Any) -> Any:
         here = _installed
         if here is not None:
-            here.watch.page.words[H.UNMATCHED] = 1
+            here.monitor.buffer.words[Header.UNMATCHED] = 1
         return original(group, *args, **kwargs)
 
     return recv_anysource

@@ -1,7 +1,7 @@
-"""Messages between two ranks that the program sends by torch itself: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
+"""Record messages between two ranks that the program sends by torch: `dist.send(x, 1)`, `dist.recv(x, 0)`, `batch_isend_irecv`.
 
-Torch delivers the messages of one sender, receiver and tag in their order, so each such channel counts for itself: number 3 of the
-sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so it shows that it does; nothing is
+Torch delivers the messages of one sender, receiver and tag in order, so each such channel has a count of its own: number 3 of the
+sender is number 3 of the receiver. A receiver that takes messages from any rank breaks that, and so publishes that it does; nothing is
 compared with it.
 """
 
@@ -11,20 +11,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..diagnosis import diagnose, verdict_text
+from ..diagnosis import verdict_text
+from ..diagnosis.members import member, members
 from ..recording.job_directory import is_near
-from ..recording.recorder import Note, Seat, _Call
-from ..recording.trace_buffer import H, stable_hash
-from .recorder import _SOON, TorchSeat
+from ..recording.recorder import Note, Recorder, _CachedCall
+from ..recording.trace_buffer import Header, stable_hash
+from .recorder import _SOON, TorchRecorder
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
+    from ..monitor import Monitor
 
-_MOST_CHANNELS = 128  # so many have a place in the page, where the library's groups need some, too
-_ALIKE = 3  # the fingerprint of all messages: a receiver may give a larger buffer, of another dtype
+_MOST_CHANNELS = 128  # rows for channels in a trace buffer, which the library's groups need, too
+_ALIKE = 3  # the fingerprint of all messages: the receiver may pass a larger tensor, of another dtype
 
 
-class MessageSeat(TorchSeat):
+class MessageRecorder(TorchRecorder):
     """One rank's end of a channel.
 
     Attributes:
@@ -34,8 +35,8 @@ class MessageSeat(TorchSeat):
     __slots__ = ("dst", "src")
     is_channel = True
 
-    def __init__(self, handle: Any, label: str, src: int, dst: int, tag: int, watch: Watch) -> None:
-        super().__init__(handle, tuple(sorted((src, dst))), watch)
+    def __init__(self, handle: Any, label: str, src: int, dst: int, tag: int, monitor: Monitor) -> None:
+        super().__init__(handle, tuple(sorted((src, dst))), monitor)
         self.src, self.dst = src, dst
         self.key = stable_hash(f"{self.key} {src} {dst} {tag}")
         self.label = f"messages from rank {src} to rank {dst} in {label}"
@@ -47,54 +48,54 @@ class MessageSeat(TorchSeat):
     def is_open(self, sequence: int) -> bool:
         return super().is_open(sequence) and not self._is_unmatched()
 
-    def meet_neighbours(self, board: Any) -> None:
-        Seat.meet_neighbours(self, board)
+    def find_neighbours(self, directory: Any) -> None:
+        Recorder.find_neighbours(self, directory)
 
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
-        """As in a collective, but gloo can only wait for messages without looking up, so first the other rank must have come."""
-        watch = self.watch
-        if watch is None or not self.on_cpu or self.row is None:
+        """Wait as in a collective. Gloo can only wait for messages without interruption, so the other rank must have called first."""
+        monitor = self.monitor
+        if monitor is None or not self.on_cpu or self.row is None:
             return plainly(work) if timeout is None else plainly(work, timeout)
         limit = self.timeout_ns if timeout is None else timeout.total_seconds() * 1e9
-        if not watch.wait_until(self, sequence, lambda: self._has_come(watch, sequence), limit):
+        if not monitor.wait_until(self, sequence, lambda: self._has_come(monitor, sequence), limit):
             return plainly(work, _SOON)
         self.compare(sequence)
         if timeout is not None:
             return plainly(work, timeout)
-        watch.wait_to_the_end(self, sequence, work)
+        monitor.wait_to_the_end(self, sequence, work)
         return True
 
-    def _has_come(self, watch: Watch, sequence: int) -> bool:
-        found = diagnose.member(watch.board, self.key, self.peer, sequence)
-        return found.came is not False or self._is_unmatched() or (found.page is not None and not is_near(found.page))
+    def _has_come(self, monitor: Monitor, sequence: int) -> bool:
+        found = member(monitor.directory, self.key, self.peer, sequence)
+        return found.came is not False or self._is_unmatched() or (found.buffer is not None and not is_near(found.buffer))
 
     def _is_unmatched(self) -> bool:
-        """Whether the numbers of sender and receiver need not be the same."""
-        pages = [] if self.watch is None else [self.watch.board.of(rank) for rank in (self.src, self.dst)]
-        return any(page is not None and page.words[H.UNMATCHED] for page in pages)
+        """Return whether sender and receiver may number messages differently."""
+        buffers = [] if self.monitor is None else [self.monitor.directory.buffer_of(rank) for rank in (self.src, self.dst)]
+        return any(buffer is not None and buffer.words[Header.UNMATCHED] for buffer in buffers)
 
     def compare(self, sequence: int) -> None:
-        """As far as both have come. Raises: WatchError where more is sent than there is room for, of which gloo dies."""
-        watch = self.watch
-        if watch is None or self._is_unmatched():
+        """Compare a message, if both ranks have called. Raises: WatchError where more is sent than fits, which would abort gloo."""
+        monitor = self.monitor
+        if monitor is None or self._is_unmatched():
             return
-        found = diagnose.members(watch, self, sequence)
+        found = members(monitor, self, sequence)
         said = {m.rank: m.record for m in found if m.came}
         sent, expected = said.get(self.src), said.get(self.dst)
         if sent is not None and expected is not None and sent.sent > expected.received:
-            raise watch.failed(verdict_text.too_large(self, sequence, found))
+            raise monitor.failed(verdict_text.too_large(self, sequence, found))
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _Call:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _CachedCall:
         call = super()._new_call(op, how, dtype, size, note)
         call.fingerprint = _ALIKE
         return call
 
     def _find_row(self) -> int | None:
-        words = self.page.words
+        words = self.buffer.words
         number = None
-        if words[H.CHANNELS] < _MOST_CHANNELS:
-            words[H.CHANNELS] += 1
+        if words[Header.CHANNELS] < _MOST_CHANNELS:
+            words[Header.CHANNELS] += 1
             number = super()._find_row()
         if number is None:
-            words[H.UNMATCHED] = 1
+            words[Header.UNMATCHED] = 1
         return number

@@ -1,7 +1,7 @@
-"""A seat in one of torch's process groups, for the collectives that the program calls there itself.
+"""Record the collectives that the program itself calls on one of torch's process groups.
 
-Nothing waits here before torch has started what was called, not even the first call of a group: programs may start something asynchronous
-in one group while another group's calls are still to come, and rank 0 may have scattered long before the others ask for their parts.
+Nothing waits here before torch has started the call, not even a group's first one: programs may start something asynchronous
+in one group before calls of another group, and rank 0 may have scattered long before the others ask for their parts.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..diagnosis import diagnose, verdict_text
+from ..diagnosis import verdict_text
 from ..diagnosis.history import TORCHS_DEFAULT
-from ..recording.recorder import SLOTS, Seat
+from ..diagnosis.members import agree, have_all_come, members
+from ..recording.recorder import SLOTS, Recorder
 from ..recording.trace_buffer import stable_hash
 from ..settings import monotonic_ns
 
 if TYPE_CHECKING:
-    from ..monitor import Watch
-    from ..recording.job_directory import Board
+    from ..monitor import Monitor
+    from ..recording.job_directory import JobDirectory
     from ..verdict import Verdict
 
 _CPU = torch.device("cpu")
-_SOON = timedelta(seconds=1)  # for torch to say by itself what its time has run out for
+_SOON = timedelta(seconds=1)  # for torch to report by itself that its time has run out
 _LAST = SLOTS - 1
 _NONE: tuple[int, Callable[[], Any] | None, Any, int] = (-1, None, None, 0)
-_NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the seat, and the number of the call
+_NOT_COME = "_shardmesh_not_come"  # an attribute of errors: the recorder, and the number of the call
 
 
-class TorchSeat(Seat):
-    """One rank's seat in one of torch's groups.
+class TorchRecorder(Recorder):
+    """What one rank records of one of torch's groups.
 
     Attributes:
         size: of the group.
         label: what the group is called in messages.
-        on_cpu: whether its calls can be waited for in slices: gloo's, which the host waits for.
-        timeout_ns: torch's own, of the group.
-        under_way: (sequence number; torch's work, by a reference, or None while it is waited for; seat; number of the record) of the
+        on_cpu: whether its calls can be waited for in slices: those of gloo, which the host waits for.
+        timeout_ns: torch's own timeout of the group.
+        under_way: (sequence number; torch's work, by a reference, or None while it is waited for; recorder; number of the record) of the
             last calls.
     """
 
     __slots__ = ("label", "on_cpu", "size", "timeout_ns", "under_way")
-    assembles = False
+    needs_rendezvous = False
 
-    def __init__(self, handle: Any, ranks: tuple[int, ...], watch: Watch) -> None:
-        super().__init__(_stand_in(ranks, watch), watch.page, watch)
+    def __init__(self, handle: Any, ranks: tuple[int, ...], monitor: Monitor) -> None:
+        super().__init__(_stand_in(ranks, monitor), monitor.buffer, monitor)
         self.size = len(ranks)
         name = distributed_c10d._world.pg_names.get(handle, "")
         self.key = stable_hash(f"torch {name} {ranks}")
@@ -61,7 +62,7 @@ class TorchSeat(Seat):
     # -- a call --------------------------------------------------------------------------------------------------------
 
     def begin(self, sequence: int) -> None:
-        """The call is under way until `end`, whatever its work says."""
+        """Mark a call as under way until `end`, whatever its work says."""
         self.under_way[sequence & _LAST] = sequence, None, self, 0
 
     def end(self, sequence: int, number: int) -> None:
@@ -69,7 +70,7 @@ class TorchSeat(Seat):
         self.leave(number)
 
     def is_open(self, sequence: int) -> bool:
-        """Whether this rank's part in the call is not over: one that has broadcast need not wait for those who receive."""
+        """Return whether this rank's part in the call is under way: one that has broadcast need not wait for those who receive."""
         latest, work, _, number = self.under_way[sequence & _LAST]
         if latest != sequence:
             return False
@@ -82,70 +83,70 @@ class TorchSeat(Seat):
         return False
 
     def wait(self, sequence: int, work: Any, timeout: timedelta | None, plainly: Callable[..., Any]) -> Any:
-        """Waits for torch's work, looking up now and then.
+        """Wait for torch's work, checking the other ranks now and then.
 
         Args:
             plainly: torch's own way to wait.
 
         Raises: WatchError for what it sees; torch's error where nothing explains it.
         """
-        watch = self.watch
-        if watch is None or not self.on_cpu:
+        monitor = self.monitor
+        if monitor is None or not self.on_cpu:
             return plainly(work) if timeout is None else plainly(work, timeout)
         if timeout is not None:
-            watch.wait_until(self, sequence, work.is_completed, timeout.total_seconds() * 1e9)
+            monitor.wait_until(self, sequence, work.is_completed, timeout.total_seconds() * 1e9)
             return plainly(work, _SOON)
-        watch.wait(self, sequence, work)
+        monitor.wait(self, sequence, work)
         return True
 
     def wait_for_all(self, sequence: int, timeout: timedelta) -> bool:
-        """Waits for all ranks to come to the call; whether they have, in this time. Raises: WatchError."""
-        watch = self.watch
-        return watch is None or watch.wait_until(
-            self, sequence, lambda: diagnose.have_all_come(diagnose.members(watch, self, sequence)), timeout.total_seconds() * 1e9
+        """Wait until all ranks have made the call; return whether they have, in this time. Raises: WatchError."""
+        monitor = self.monitor
+        return monitor is None or monitor.wait_until(
+            self, sequence, lambda: have_all_come(members(monitor, self, sequence)), timeout.total_seconds() * 1e9
         )
 
     def explain(self, sequence: int, error: RuntimeError) -> None:
-        """Raises: WatchError where another rank is the reason for an error of torch's."""
-        if self.watch is not None and self.on_cpu:
+        """Raise a WatchError where another rank is the reason for an error of torch's."""
+        if self.monitor is not None and self.on_cpu:
             self.mark(error, sequence)
-            self.watch.explain(self, sequence, error)
+            self.monitor.explain(self, sequence, error)
 
     def mark(self, error: BaseException, sequence: int) -> None:
-        """Notes on an error of torch's whether others had not come, as where torch's own time has run out."""
-        if self.watch is not None and any(m.came is False for m in diagnose.members(self.watch, self, sequence)):
+        """Note on an error of torch's that other ranks had not come, as when torch's own time has run out."""
+        if self.monitor is not None and any(m.came is False for m in members(self.monitor, self, sequence)):
             error.__dict__[_NOT_COME] = self, sequence
 
     # -- the row -------------------------------------------------------------------------------------------------------
 
-    def meet_neighbours(self, board: Board) -> None:
-        """Also compares: of those who came before, nothing was known yet when this call was."""
-        super().meet_neighbours(board)
-        watch = self.watch
-        if watch is not None and not diagnose.agree(diagnose.members(watch, self, self.called - 1)):
-            watch.look(self)
+    def find_neighbours(self, directory: JobDirectory) -> None:
+        """Find the neighbours' rows, and compare: of ranks that came earlier nothing was known when this one called."""
+        super().find_neighbours(directory)
+        monitor = self.monitor
+        if monitor is not None and not agree(members(monitor, self, self.called - 1)):
+            monitor.look(self)
 
     def _name(self) -> str:
         return self.label
 
 
-def out_of_time(watch: Watch, error: BaseException | None) -> Verdict | None:
-    """Who has not come, where torch's own time for a call has run out, and this error says so, or one of its causes."""
+def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None:
+    """Return the verdict on missing ranks, where torch's own time for a call ran out and this error, or one of its causes, says so."""
     while error is not None and _NOT_COME not in error.__dict__:
         error = error.__cause__ or error.__context__
     if error is None:
         return None
-    seat, sequence = error.__dict__[_NOT_COME]
-    found = diagnose.members(watch, seat, sequence)
-    record = next((m.record for m in found if m.rank == watch.board.rank), None)
-    if record is None or diagnose.have_all_come(found):
+    recorder, sequence = error.__dict__[_NOT_COME]
+    found = members(monitor, recorder, sequence)
+    record = next((m.record for m in found if m.rank == monitor.directory.rank), None)
+    if record is None or have_all_come(found):
         return None
-    return verdict_text.stall(watch, seat, sequence, found, monotonic_ns() - record.start)
+    return verdict_text.stall(monitor, recorder, sequence, found, monotonic_ns() - record.start)
 
 
-def _stand_in(ranks: Sequence[int], watch: Watch) -> Any:
-    """What a seat wants to know of a group and its world."""
-    world = SimpleNamespace(rank=watch.board.rank, epoch=0, carried=SimpleNamespace(note=None, lineage=0))
+def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
+    """Return what a recorder needs of a group and its world."""
+    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, carried=SimpleNamespace(note=None, lineage=0))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ....mesh.monitor.startup.rank_info import Card, own_card
+from ....mesh.monitor.startup.rank_info import RankInfo, own_rank_info
 from ..agreement import CheckpointError
 
 _NAME = re.compile(r"\.owner-(\d+)\.json")
@@ -45,7 +45,7 @@ class Owner:
         since: the time of its own clock, to be read by people.
     """
 
-    card: Card
+    card: RankInfo
     token: str
     since: str
 
@@ -200,7 +200,7 @@ def _is_saving(folder: Path, owner: Owner) -> bool:
 
 def _self() -> Owner:
     env = os.environ
-    card = own_card(int(env.get("RANK", "0")), {}, 0, {"TORCHELASTIC_RUN_ID": env.get("SLURM_JOB_ID", ""), **env})
+    card = own_rank_info(int(env.get("RANK", "0")), {}, 0, {"TORCHELASTIC_RUN_ID": env.get("SLURM_JOB_ID", ""), **env})
     return Owner(card, os.urandom(4).hex(), datetime.now(UTC).isoformat(timespec="seconds"))
 
 
@@ -221,7 +221,7 @@ def _newest(folder: Path) -> tuple[int, Owner | None]:
 def _read(folder: Path, number: int) -> Owner | None:
     try:
         told = json.loads(_file(folder, number).read_text())
-        return Owner(Card(**told["card"]), told["token"], told["since"])
+        return Owner(RankInfo(**told["card"]), told["token"], told["since"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

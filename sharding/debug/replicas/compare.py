@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....mesh.comm.group import Group
 from ....mesh.comm.null import NullGroup
-from ....mesh.monitor.verdict import ranks_text
+from ....mesh.text import ranks_text
 from ...layout.layout import dtype_name
 from .bit_hash import bit_hash, flat_of
 from .copies import Copy

@@ -46,7 +46,7 @@ def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
 
 
 def trained(mesh: sm.DeviceMesh) -> None:
-    print("result", train(mesh), "watch", "off" if mesh.world.watch is None else "on", flush=True)
+    print("result", train(mesh), "watch", "off" if mesh.world.monitor is None else "on", flush=True)
 
 
 # -- files that cannot be made, or vanish ------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ def fills_up() -> None:
     """The folder is full once the job has begun."""
     mesh = make_mesh()
     mesh.group().barrier()  # by now all have their files
-    watch = mesh.world.watch
-    if rank() == 1 and watch is not None:
-        with (watch.board.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+    monitor = mesh.world.monitor
+    if rank() == 1 and monitor is not None:
+        with (monitor.directory.folder / "other").open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
     mesh.group().barrier()
@@ -126,11 +126,11 @@ def vanishes(when: str) -> None:
     if when == "late":
         train(mesh)
     _tell(f"made{rank()}")
-    watch = mesh.world.watch
-    if rank() == 1 and watch is not None:
+    monitor = mesh.world.monitor
+    if rank() == 1 and monitor is not None:
         for other in (0, 2, 3):
             _await(f"made{other}")
-        shutil.rmtree(watch.board.folder)
+        shutil.rmtree(monitor.directory.folder)
         _tell("gone")
     _await("gone")
     trained(mesh)
@@ -286,7 +286,7 @@ def dies_in_a_raw_collective() -> None:
 
 
 def raises_before_its_mesh(odd: int) -> None:
-    rendezvous.tell_of_early_errors()  # as the import does, in a process that has its RANK by then
+    rendezvous.notify_of_early_errors()  # as the import does, in a process that has its RANK by then
     if rank() == odd:
         if os.fork() == 0:
             raise ValueError("of the child")
@@ -297,7 +297,7 @@ def raises_before_its_mesh(odd: int) -> None:
 
 def never_comes(how: str) -> None:
     """Rank 2 dies before it makes a mesh, or does something else."""
-    rendezvous.meet.__defaults__ = (5.0,)
+    rendezvous.rendezvous.__defaults__ = (5.0,)
     progress.FIRST_SAID_S = 0.5
     if rank() == 2 and how == "dies":
         os.kill(os.getpid(), signal.SIGKILL)

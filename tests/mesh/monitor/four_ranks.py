@@ -8,19 +8,19 @@ import torch
 
 from shardmesh.mesh import init_device_mesh, null_world
 from shardmesh.mesh.monitor.ledger.ledger import Ledger
-from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RING, H, Page
+from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RING, Header, TraceBuffer
 
 SIZE = 4
 
 
-def run(program: Callable[[int], None]) -> dict[int, Page]:
+def run(program: Callable[[int], None]) -> dict[int, TraceBuffer]:
     """The page of each rank after `program(rank)`."""
-    pages = {}
+    buffers = {}
     for rank in range(SIZE):
         with null_world(SIZE, rank) as world:
             program(rank)
-            pages[rank] = world.page
-    return pages
+            buffers[rank] = world.trace_buffer
+    return buffers
 
 
 def ledger_of(program: Callable[[int], None]) -> Ledger:
@@ -42,8 +42,8 @@ def every_collective(_: int) -> None:
     world.all_gather_object("x" * (world.rank + 1))
 
 
-def set_times(page: Page, number: int, start: int, end: int) -> None:
+def set_times(buffer: TraceBuffer, number: int, start: int, end: int) -> None:
     """Makes a record say that it was from start to end, in ns since 1970."""
-    page.words[H.CLOCK] = 1
+    buffer.words[Header.CLOCK] = 1
     at = RING + number * RECORD_WORDS
-    page.words[at + 3], page.words[at + 4] = start - 1, end - 1 if end else 0
+    buffer.words[at + 3], buffer.words[at + 4] = start - 1, end - 1 if end else 0

@@ -14,10 +14,10 @@ import torch
 
 from shardmesh.mesh.comm.null import NullWorld
 from shardmesh.mesh.monitor.diagnosis import diagnose
-from shardmesh.mesh.monitor.monitor import Watch
-from shardmesh.mesh.monitor.recording.job_directory import Board
-from shardmesh.mesh.monitor.recording.recorder import Note, Seat
-from shardmesh.mesh.monitor.recording.trace_buffer import H, State
+from shardmesh.mesh.monitor.monitor import Monitor
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
+from shardmesh.mesh.monitor.recording.recorder import Note, Recorder
+from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState
 from shardmesh.mesh.monitor.settings import monotonic_ns
 from shardmesh.mesh.monitor.verdict import Verdict
 
@@ -29,16 +29,16 @@ class Hand:
 
     def __init__(self, rank: int, size: int) -> None:
         self.world = NullWorld(rank, size)
-        self.watch = Watch(self.world, Board(JOB, rank, size))
-        self.rank, self.page, self.everyone = rank, self.watch.page, tuple(range(size))
-        self._seats: dict[tuple[int, ...], Seat] = {}
+        self.monitor = Monitor(self.world, JobDirectory(JOB, rank, size))
+        self.rank, self.buffer, self.everyone = rank, self.monitor.buffer, tuple(range(size))
+        self._seats: dict[tuple[int, ...], Recorder] = {}
         self._notes: dict[str, Note] = {}
 
-    def seat(self, ranks: tuple[int, ...] | None = None) -> Seat:
+    def recorder(self, ranks: tuple[int, ...] | None = None) -> Recorder:
         """Where it writes down its collectives, without waiting for anybody."""
         ranks = self.everyone if ranks is None else ranks
         if ranks not in self._seats:
-            self._seats[ranks] = Seat(self.world.group(ranks), self.page, None)
+            self._seats[ranks] = Recorder(self.world.group(ranks), self.buffer, None)
         return self._seats[ranks]
 
     def call(
@@ -57,23 +57,23 @@ class Hand:
         """Comes to a collective; the number of its record."""
         carried = self.world.carried
         carried.lineage, carried.note = lineage, self._notes.setdefault(note, Note(note)) if note else None
-        return self.seat(ranks).enter(op, how, dtype, size, moved, moved, route)
+        return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, route)
 
     def block(self, record: int, seconds: float = 10.0) -> None:
         """Its main thread has been waiting in the collective of this record for so long."""
-        words = self.page.words
-        words[H.BLOCKED_SINCE], words[H.BLOCKED] = monotonic_ns() - int(seconds * 1e9), record + 1
+        words = self.buffer.words
+        words[Header.BLOCKED_SINCE], words[Header.BLOCKED] = monotonic_ns() - int(seconds * 1e9), record + 1
 
     def die(self) -> None:
         """Its process is another one than the one that began the page."""
-        self.page.words[H.BORN] += 1
+        self.buffer.words[Header.BORN] += 1
 
-    def end(self, state: int = State.ENDED) -> None:
-        self.page.words[H.STATE] = state
+    def end(self, state: int = RankState.ENDED) -> None:
+        self.buffer.words[Header.STATE] = state
 
-    def judged(self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0) -> Verdict | None:
+    def diagnosed(self, sequence: int = 0, ranks: tuple[int, ...] | None = None, waited: float = 0.0) -> Verdict | None:
         """The verdict on a collective in which this rank has waited for so many seconds."""
-        return diagnose.judge(self.watch, self.seat(ranks), sequence, monotonic_ns() - int(waited * 1e9))
+        return diagnose.diagnose(self.monitor, self.recorder(ranks), sequence, monotonic_ns() - int(waited * 1e9))
 
 
 def played(folder: Path, size: int) -> list[Hand]:

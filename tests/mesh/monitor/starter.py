@@ -163,7 +163,7 @@ def _start(rank: Rank) -> None:
 
     os.environ.update(rank.env)
     torch.__version__ = rank.torch or torch.__version__
-    rendezvous.meet.__defaults__ = (rank.timeout,)
+    rendezvous.rendezvous.__defaults__ = (rank.timeout,)
     rendezvous._TO_COME_S = same_mesh._TO_COME_S = TO_VOTE_S
     progress.FIRST_SAID_S, progress.SAID_BY_OTHERS_S, progress.SAID_EVERY_S = 0.3, 0.4, 0.3
     size = int(rank.env["WORLD_SIZE"]) if rank.env["WORLD_SIZE"].isdecimal() else 1

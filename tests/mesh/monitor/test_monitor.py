@@ -14,15 +14,16 @@ import torch
 
 from shardmesh.mesh import errors
 from shardmesh.mesh.comm.null import NullWorld
-from shardmesh.mesh.monitor import monitor as watch_module
+from shardmesh.mesh.monitor import monitor as monitor_module
 from shardmesh.mesh.monitor import settings as settings_module
 from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.monitor import start_watch
 from shardmesh.mesh.monitor.recording.recorder import route_of
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, H, State
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, Header, RankState
 from shardmesh.mesh.monitor.settings import from_environment, guard, settings, watchdog
-from shardmesh.mesh.monitor.termination import tell_of
-from shardmesh.mesh.monitor.verdict import ERRORS, Verdict, ranks_text
+from shardmesh.mesh.monitor.start import start_monitor
+from shardmesh.mesh.monitor.termination import notify_peers
+from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
+from shardmesh.mesh.text import ranks_text
 from tests.mesh.monitor.hands import Hand, played
 
 SOON_S = 60.0  # tells an answer from a hang
@@ -47,9 +48,9 @@ def _as_it_was() -> Iterator[None]:
 
 def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
     """The rank calls a collective of all with its watch, which compares and waits as it would."""
-    seat = next((s for s in hand.watch.seats), None) or hand.watch.sit(hand.world.group(hand.everyone))
+    recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
     hand.world.carried.lineage = lineage
-    seat.enter(op, how, torch.float32, size, 16, 16)
+    recorder.enter(op, how, torch.float32, size, 16, 16)
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def test_ranks_that_agree_go_on(two: list[Hand]) -> None:
     for n in range(300):
         two[1].call(size=n)
         watched(two[0], size=n)
-    assert two[0].watch.standing() is None
+    assert two[0].monitor.standing() is None
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 5, 63, 64, 100])
@@ -72,7 +73,7 @@ def test_the_second_of_two_sees_the_difference(two: list[Hand], number: int) -> 
         watched(two[0])
     assert caught.value.ranks == ()
     assert caught.value.verdict.field == "reduction"
-    assert two[1].watch.standing() == caught.value.verdict
+    assert two[1].monitor.standing() == caught.value.verdict
 
 
 def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> None:
@@ -84,7 +85,7 @@ def test_every_later_collective_raises_the_verdict_again(two: list[Hand]) -> Non
         texts.append(str(caught.value))
     assert texts[0] == texts[1]
     with pytest.raises(errors.CollectiveMismatchError) as caught:
-        two[1].watch.check()
+        two[1].monitor.check()
     assert str(caught.value) == texts[0]
 
 
@@ -103,7 +104,7 @@ def test_a_line_of_its_own_does_not(four: list[Hand]) -> None:
     for rank in (1, 2, 3):
         four[rank].call(lineage=1 << 48 | 2 << 32 | 3 << 16)
     watched(four[0], lineage=1 << 48 | 9 << 32 | 9 << 16)
-    assert four[0].watch.standing() is None
+    assert four[0].monitor.standing() is None
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ def test_who_waits_shows_what_it_waits_in(two: list[Hand]) -> None:
     found: list[str] = []
 
     def look() -> None:
-        blocked = two[0].page.blocked
+        blocked = two[0].buffer.blocked
         found.append("nothing" if blocked is None else blocked.call.split("\t")[0])
         two[1].call("all_gather", "")
 
@@ -152,11 +153,11 @@ def test_who_waits_shows_what_it_waits_in(two: list[Hand]) -> None:
     watched(two[0], "all_gather", "")
     timer.join()
     assert found == ["all_gather"]
-    assert two[0].page.blocked is None
+    assert two[0].buffer.blocked is None
 
 
 def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
-    timer = later(lambda: two[1].watch.raised(ValueError("no such file")))
+    timer = later(lambda: two[1].monitor.raised(ValueError("no such file")))
     with pytest.raises(errors.PeerError, match="rank 1 raised ValueError: no such file") as caught:
         watched(two[0])
     timer.join()
@@ -165,7 +166,7 @@ def test_who_waits_hears_of_a_verdict(two: list[Hand]) -> None:
 
 def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
     """In 200 ms of waiting: at 10, 20 and 30 ms, then every 25 ms; the first times only for a verdict."""
-    watch, now, looked, judged = two[0].watch, [0], [], []
+    monitor, now, looked, diagnosed = two[0].monitor, [0], [], []
 
     class Work:
         def wait(self, slice_: timedelta) -> None:
@@ -176,13 +177,13 @@ def test_who_waits_long_looks_at_the_pages_of_others_ever_less_often(two: list[H
         def is_completed(self) -> bool:
             return False
 
-    monkeypatch.setattr(watch_module, "monotonic_ns", lambda: now[0])
-    monkeypatch.setattr(watch, "checked", lambda: looked.append(now[0]) or watch)
-    monkeypatch.setattr(watch, "_judge", lambda *_: judged.append(now[0]) or True)
-    seat = watch.sit(two[0].world.group(two[0].everyone))
-    watch.wait(seat, 0, Work())
+    monkeypatch.setattr(monitor_module, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(monitor, "checked", lambda: looked.append(now[0]) or monitor)
+    monkeypatch.setattr(monitor, "_diagnose", lambda *_: diagnosed.append(now[0]) or True)
+    recorder = monitor.add_recorder(two[0].world.group(two[0].everyone))
+    monitor.wait(recorder, 0, Work())
     assert [at // 1_000_000 for at in looked] == [20]
-    assert [at // 1_000_000 for at in judged] == [30, 55, 80, 105, 130, 155, 180]
+    assert [at // 1_000_000 for at in diagnosed] == [30, 55, 80, 105, 130, 155, 180]
 
 
 def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:
@@ -197,21 +198,21 @@ def test_who_waits_hears_of_a_death(two: list[Hand]) -> None:
 def beyond(four: list[Hand]) -> list[Hand]:
     """Ranks in a group that has no place in their tables: it is recorded, but not compared, and nobody knows who has come."""
     for rank in four:
-        rank.page.words[H.GROUPS] = GROUPS
+        rank.buffer.words[Header.GROUPS] = GROUPS
         rank.block(rank.call("permute", "", size=-1, route=route_of((rank.rank + 1) % 4, (rank.rank - 1) % 4)))
     return four
 
 
 def test_groups_beyond_the_table_wait_for_nobody(beyond: list[Hand]) -> None:
-    watch, seat = beyond[0].watch, beyond[0].seat()
+    monitor, recorder = beyond[0].monitor, beyond[0].recorder()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(watch.meet, seat, 0, [1, 3]).result(SOON_S)
-    assert watch.standing() is None
+        pool.submit(monitor.wait_for_peers, recorder, 0, [1, 3]).result(SOON_S)
+    assert monitor.standing() is None
 
 
 def test_groups_beyond_the_table_are_not_judged(beyond: list[Hand]) -> None:
     settings().timeout = 0.5
-    assert beyond[0].judged(waited=60.0) is None
+    assert beyond[0].diagnosed(waited=60.0) is None
 
 
 # -- telling -----------------------------------------------------------------------------------------------------------
@@ -222,46 +223,46 @@ def test_a_rank_that_raises_tells_the_others_once(two: list[Hand]) -> None:
     try:
         raise KeyError("loss")
     except KeyError as error:
-        two[1].watch.raised(error)
-        two[1].watch.raised(ValueError("a second one"))
-    found = two[0].watch.standing()
+        two[1].monitor.raised(error)
+        two[1].monitor.raised(ValueError("a second one"))
+    found = two[0].monitor.standing()
     assert found is not None
     assert (found.kind, found.ranks, found.field) == ("raised", (1,), "KeyError")
     assert "test_a_rank_that_raises_tells_the_others_once" in found.text  # the traceback
     assert "all_gather" in found.seen[0].call
-    assert two[1].page.words[H.STATE] == State.RAISED
+    assert two[1].buffer.words[Header.STATE] == RankState.RAISED
 
 
 def test_a_verdict_is_not_told_as_an_error_of_the_ranks_own(two: list[Hand]) -> None:
     verdict = Verdict("stall", (1,), "", (), "rank 1 is late")
-    two[0].watch.raised(verdict.error())
-    assert two[1].watch.standing() is None
+    two[0].monitor.raised(verdict.error())
+    assert two[1].monitor.standing() is None
 
 
 def test_tell_of_reaches_every_watch_of_the_process(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(termination, "watches", {two[0].watch})
-    tell_of(RuntimeError("out of memory"))
-    found = two[1].watch.standing()
+    monkeypatch.setattr(termination, "monitors", {two[0].monitor})
+    notify_peers(RuntimeError("out of memory"))
+    found = two[1].monitor.standing()
     assert found is not None
     assert "rank 0 raised RuntimeError: out of memory" in found.text
 
 
 def test_the_state_that_it_shows(two: list[Hand]) -> None:
-    two[0].watch.set_state("downloads the data")
-    page = two[1].watch.board.of(0)
-    assert page is not None
-    assert page.read_text(page.words[H.DOING]) == "downloads the data"
-    two[0].watch.set_state("")
-    assert page.words[H.DOING] == 0
+    two[0].monitor.set_state("downloads the data")
+    buffer = two[1].monitor.directory.buffer_of(0)
+    assert buffer is not None
+    assert buffer.read_text(buffer.words[Header.DOING]) == "downloads the data"
+    two[0].monitor.set_state("")
+    assert buffer.words[Header.DOING] == 0
 
 
 def test_pauses_may_be_nested(two: list[Hand]) -> None:
-    watch = two[0].watch
-    with watch.paused():
-        with watch.paused():
-            assert two[1].watch.ns_since(0) == 0
-        assert two[1].watch.ns_since(0) == 0
-    assert 0 < two[1].watch.ns_since(0) < 60e9  # since the pause ended
+    monitor = two[0].monitor
+    with monitor.paused():
+        with monitor.paused():
+            assert two[1].monitor.ns_since(0) == 0
+        assert two[1].monitor.ns_since(0) == 0
+    assert 0 < two[1].monitor.ns_since(0) < 60e9  # since the pause ended
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -286,11 +287,11 @@ def test_ranks_text() -> None:
 def running(two: list[Hand]) -> Iterator[list[Hand]]:
     """Both with a watchdog that runs."""
     for hand in two:
-        hand.watch.told = True  # the main thread is this test's: it is not to be called away
-        hand.watch.watchdog.start()
+        hand.monitor.notified = True  # the main thread is this test's: it is not to be called away
+        hand.monitor.watchdog.start()
     yield two
     for hand in two:
-        hand.watch.watchdog.stop()
+        hand.monitor.watchdog.stop()
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -301,12 +302,12 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_the_heart_beats(running: list[Hand]) -> None:
-    before = running[0].page.words[H.HEARTBEAT]
-    until(lambda: running[0].page.words[H.HEARTBEAT] > before)
+    before = running[0].buffer.words[Header.HEARTBEAT]
+    until(lambda: running[0].buffer.words[Header.HEARTBEAT] > before)
 
 
 def test_the_stack_of_another_rank(running: list[Hand]) -> None:
-    lines = "\n".join(running[0].watch.stack_of(1))
+    lines = "\n".join(running[0].monitor.stack_of(1))
     assert "test_the_stack_of_another_rank" in lines
     assert "in stack\n" not in lines  # the watchdog's own frames are not the rank's
 
@@ -315,11 +316,11 @@ def test_the_watchdog_finds_a_stall_by_itself(running: list[Hand], capfd: pytest
     """Where the main thread waits without looking up, as for a GPU."""
     running[0].call()
     running[1].call()
-    running[0].watch.seats.append(running[0].seat())
+    running[0].monitor.recorders.append(running[0].recorder())
     watchdog(warn=0.1, timeout=1.0)
     running[0].call()
-    until(lambda: running[1].watch.standing())
-    found = running[1].watch.standing()
+    until(lambda: running[1].monitor.standing())
+    found = running[1].monitor.standing()
     assert found is not None
     assert (found.kind, found.ranks) == ("stall", (1,))
     printed = capfd.readouterr().err
@@ -331,63 +332,63 @@ def test_the_watchdog_settles_what_all_have_come_to(running: list[Hand]) -> None
     for hand in running:
         for _ in range(3):
             hand.call()
-        hand.watch.seats.append(hand.seat())
-    until(lambda: running[0].seat().settled == 3)
+        hand.monitor.recorders.append(hand.recorder())
+    until(lambda: running[0].recorder().settled == 3)
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
 def test_closing(two: list[Hand]) -> None:
-    folder = two[0].watch.board.folder
-    two[0].watch.close(State.ENDED)
-    two[0].watch.close()  # once is enough
-    assert two[0].page.words[H.STATE] == State.ENDED
-    two[1].watch.close()
+    folder = two[0].monitor.directory.folder
+    two[0].monitor.close(RankState.ENDED)
+    two[0].monitor.close()  # once is enough
+    assert two[0].buffer.words[Header.STATE] == RankState.ENDED
+    two[1].monitor.close()
     assert not folder.exists()
 
 
 def test_a_forked_child_says_nothing(two: list[Hand]) -> None:
-    two[0].watch.pid += 1
-    two[0].watch.raised(ValueError("in a child"))
-    two[0].watch.close()
-    assert two[1].watch.standing() is None
-    assert two[0].page.words[H.STATE] == State.RUNNING
+    two[0].monitor.pid += 1
+    two[0].monitor.raised(ValueError("in a child"))
+    two[0].monitor.close()
+    assert two[1].monitor.standing() is None
+    assert two[0].buffer.words[Header.STATE] == RankState.RUNNING
 
 
 def test_settling_waits_for_those_who_come_and_prints_what_went_wrong(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
     """A broadcast's source has all it needs at once, and may be at its end before the others see that they differ."""
     two[1].call()
     watched(two[0])
-    timer = later(lambda: two[1].watch.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
+    timer = later(lambda: two[1].monitor.fail(Verdict("mismatch", (0,), "source", (), "rank 0 called another collective")), 0.05)
     watched(two[0])
-    two[0].watch.settle()
+    two[0].monitor.settle()
     timer.join()
     assert "shardmesh: rank 0: rank 0 called another collective" in capsys.readouterr().err
-    assert two[0].watch.abandoned  # so that the process ends with an error
+    assert two[0].monitor.abandoned  # so that the process ends with an error
 
 
 def test_settling_comes_to_an_end(two: list[Hand]) -> None:
     """Whether the others come or not."""
     two[1].call()
     watched(two[0])
-    two[0].watch.settle()
-    assert two[0].watch.is_settled(two[0].watch.seats[0])
+    two[0].monitor.settle()
+    assert two[0].monitor.is_settled(two[0].monitor.recorders[0])
     watched(two[0])
-    two[0].watch.settle()
-    assert not two[0].watch.is_settled(two[0].watch.seats[0])
+    two[0].monitor.settle()
+    assert not two[0].monitor.is_settled(two[0].monitor.recorders[0])
 
 
 def test_where_no_files_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(file))
-    assert start_watch(NullWorld(0, 2), "job") is None
-    assert "no watch over this job" in capsys.readouterr().err
+    assert start_monitor(NullWorld(0, 2), "job") is None
+    assert "this job is not monitored" in capsys.readouterr().err
 
 
 def test_a_process_alone_has_no_watch() -> None:
-    assert NullWorld(0, 4).watch is None
+    assert NullWorld(0, 4).monitor is None
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardmesh.mesh.errors import WatchError
 from shardmesh.mesh.monitor import termination
-from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor import forked_ranks as programs
@@ -149,13 +149,13 @@ class World:
 @pytest.fixture
 def failed(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch over a job that has failed, in a process that no test runner runs."""
-    watch = two[0].watch
-    watch.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    monitor = two[0].monitor
+    monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     monkeypatch.setattr(termination, "is_hosted", lambda: False)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "group", type("group", (), {"WORLD": object()}))
-    monkeypatch.setattr(watch, "world", World(over=False))
-    return watch
+    monkeypatch.setattr(monitor, "world", World(over=False))
+    return monitor
 
 
 def test_a_process_that_is_only_what_the_job_was(failed: Any) -> None:
@@ -166,7 +166,7 @@ def test_under_a_test_runner_nothing_is_ended(two: list[Hand], failed: Any, monk
     monkeypatch.undo()
     assert termination.is_hosted()
     assert not termination.may_end(failed)
-    assert two[1].page.words[H.EXIT_S] == 0  # which other ranks read
+    assert two[1].buffer.words[Header.EXIT_S] == 0  # which other ranks read
 
 
 def test_a_program_that_left_the_job_is_not_ended(failed: Any) -> None:
@@ -194,12 +194,12 @@ def test_nothing_is_ended_where_it_is_turned_off(failed: Any, monkeypatch: pytes
 )
 def test_who_is_killed_by_another(two: list[Hand], monkeypatch: pytest.MonkeyPatch, state: str, stuck: bool) -> None:
     """A process that a debugger has stopped is no process that is stuck."""
-    page = two[1].page
-    page.words[H.EXIT_S], page.words[H.AWARE] = 10, state == "R"
-    monkeypatch.setattr(termination, "process_state", lambda pid: (state, page.words[H.BORN]))
-    assert termination._is_stuck(page) == stuck
-    with two[1].watch.paused():
-        assert not termination._is_stuck(page)
+    buffer = two[1].buffer
+    buffer.words[Header.EXIT_S], buffer.words[Header.AWARE] = 10, state == "R"
+    monkeypatch.setattr(termination, "process_state", lambda pid: (state, buffer.words[Header.BORN]))
+    assert termination._is_stuck(buffer) == stuck
+    with two[1].monitor.paused():
+        assert not termination._is_stuck(buffer)
 
 
 @pytest.mark.parametrize(
@@ -217,8 +217,8 @@ def test_broken_connections(error: Exception, broken: bool) -> None:
 
 
 def test_who_meets_the_verdict_meets_it_again(two: list[Hand]) -> None:
-    two[1].watch.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
+    two[1].monitor.fail(Verdict("lost", (1,), "", (), "rank 1 died"))
     for _ in range(2):
         with pytest.raises(WatchError):
-            two[0].watch.check()
-    assert two[0].watch.failed_at
+            two[0].monitor.check()
+    assert two[0].monitor.failed_at

@@ -55,7 +55,7 @@ def test_a_mismatch_shows_each_ranks_line() -> None:
     with pytest.raises(CollectiveMismatchError) as caught:
         simulate(3)(fn)()
     assert unwrapped(str(caught.value)) == [
-        "ranks call different collectives in the group of ranks (0, 1, 2); the odd one: rank 1.",
+        "ranks call different collectives in the group of ranks (0, 1, 2); outlier: rank 1.",
         "Call the same collectives in the same order on every rank of the group.",
         f"  ranks [0, 2] call all_reduce(sum, float32, 3 elements) at {line(fn, 4)}",
         f"  ranks [1] call barrier() at {line(fn, 2)}",

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from shardmesh.mesh.monitor.diagnosis import diagnose
-from shardmesh.mesh.monitor.diagnosis.diagnose import Member, agree, minority, parties_by
+from shardmesh.mesh.monitor.diagnosis.members import Member, agree, have_all_come, members
+from shardmesh.mesh.monitor.diagnosis.votes import minority, parties_by, worst_correspondent
 from shardmesh.mesh.monitor.recording.recorder import differ, route_of, unlike
-from shardmesh.mesh.monitor.recording.trace_buffer import H, Page, State
+from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.settings import settings
 from tests.mesh.monitor.hands import Hand, played
 
@@ -32,12 +33,12 @@ def call_on(hands: list[Hand], *chosen: int, **call: object) -> None:
 
 def test_ranks_that_call_the_same(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
-    assert [rank.judged(waited=LONG_S) for rank in four] == [None] * 4
+    assert [rank.diagnosed(waited=LONG_S) for rank in four] == [None] * 4
 
 
 def test_ranks_that_have_not_come_yet(four: list[Hand]) -> None:
     call_on(four, 1, 2)
-    assert four[1].judged(waited=LONG_S) is None
+    assert four[1].diagnosed(waited=LONG_S) is None
 
 
 def test_a_rank_that_is_far_ahead_has_come(four: list[Hand]) -> None:
@@ -45,23 +46,23 @@ def test_a_rank_that_is_far_ahead_has_come(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     for _ in range(70):
         four[3].call()
-    found = diagnose.members(four[0].watch, four[0].seat(), 0)
+    found = members(four[0].monitor, four[0].recorder(), 0)
     assert [m.came for m in found] == [True, True, True, None]
-    assert four[0].judged(waited=LONG_S) is None
+    assert four[0].diagnosed(waited=LONG_S) is None
 
 
 @pytest.mark.parametrize("ahead", [1, 63, 64, 65, 1000])
 def test_numbers_that_begin_anew(four: list[Hand], ahead: int) -> None:
     """Fingerprints carry 16 bits of the number: after 65,536 collectives they come again."""
     for rank in four:
-        rank.seat().called = (1 << 16) - 2
+        rank.recorder().called = (1 << 16) - 2
     for _ in range(4):
         call_on(four, 0, 1, 2, 3)
-    assert four[0].judged((1 << 16) + 1, waited=LONG_S) is None
-    assert diagnose.have_all_come(diagnose.members(four[0].watch, four[0].seat(), (1 << 16) + 1))
+    assert four[0].diagnosed((1 << 16) + 1, waited=LONG_S) is None
+    assert have_all_come(members(four[0].monitor, four[0].recorder(), (1 << 16) + 1))
     for _ in range(ahead):
         four[0].call()
-    (late,) = {m.came for m in diagnose.members(four[0].watch, four[0].seat(), (1 << 16) + 1 + ahead) if m.rank}
+    (late,) = {m.came for m in members(four[0].monitor, four[0].recorder(), (1 << 16) + 1 + ahead) if m.rank}
     assert late is False
 
 
@@ -70,8 +71,8 @@ def test_a_row_of_an_earlier_round_is_not_taken_for_this_one(four: list[Hand]) -
     call_on(four, 0, 1, 2, 3)
     for _ in range(64):
         four[0].call("all_gather")
-    assert [m.came for m in diagnose.members(four[0].watch, four[0].seat(), 64)] == [True, False, False, False]
-    assert four[0].judged(64, waited=LONG_S) is None
+    assert [m.came for m in members(four[0].monitor, four[0].recorder(), 64)] == [True, False, False, False]
+    assert four[0].diagnosed(64, waited=LONG_S) is None
 
 
 # -- mismatches --------------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_the_odd_one_of_four(four: list[Hand], field: str, odd: int) -> None:
     rest = [rank for rank in range(4) if rank != odd]
     call_on(four, *rest, note="f32[4] @ P() -> P()")
     four[odd].call(**{"note": "f32[4] @ P() -> P()"} | ODD_CALLS[field])  # type: ignore[arg-type]
-    verdicts = [rank.judged() for rank in four]
+    verdicts = [rank.diagnosed() for rank in four]
     assert verdicts == [verdicts[0]] * 4
     found = verdicts[0]
     assert found is not None
@@ -106,7 +107,7 @@ def test_the_odd_one_of_four(four: list[Hand], field: str, odd: int) -> None:
 def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, op="broadcast", how="src=0")
     four[3].call("broadcast", "src=3")
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.ranks, found.field) == ((3,), "source")
 
@@ -117,7 +118,7 @@ def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
 def test_what_differs_in_a_layout(four: list[Hand], note: str, field: str) -> None:
     call_on(four, 0, 1, 2, note="f32[4] @ P() -> P()")
     four[3].call(note=note)
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.ranks, found.field) == ((3,), field)
 
@@ -129,7 +130,7 @@ def lineage(line: int, order: int, since: int, layout: int = 0) -> int:
 def test_values_that_were_made_differently(four: list[Hand]) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=lineage(4, 5, 6))
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.ranks, found.field) == ((2,), "lineage")
     assert "made differently" in found.text
@@ -139,7 +140,7 @@ def test_values_that_were_made_differently(four: list[Hand]) -> None:
 def test_one_hash_in_common_is_enough(four: list[Hand], other: int) -> None:
     call_on(four, 0, 1, 3, lineage=lineage(1, 2, 3))
     four[2].call(lineage=other)
-    assert four[0].judged(waited=LONG_S) is None
+    assert four[0].diagnosed(waited=LONG_S) is None
 
 
 def test_unlike_looks_at_all_three_hashes() -> None:
@@ -166,7 +167,7 @@ def test_unlike_looks_at_all_three_hashes() -> None:
     ],
 )
 def test_a_rank_with_a_line_of_its_own_and_a_tensor_for_itself(ours, theirs, layout: int, expected: bool) -> None:
-    pages = Page.private(0, 2), Page.private(1, 2)
+    pages = TraceBuffer.private(0, 2), TraceBuffer.private(1, 2)
     for page, lines in zip(pages, (ours, theirs), strict=True):
         for line in lines:
             page.note_line(line)
@@ -181,7 +182,7 @@ def test_a_healthy_rank_with_a_line_of_its_own_is_not_blamed_with_the_odd_one(fo
     call_on(four, 0, 2, lineage=lineage(1, 2, 3))
     four[1].call(lineage=lineage(9, 2, 3))
     four[3].call(lineage=lineage(4, 5, 6))
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert found.ranks == (3,)
 
@@ -189,7 +190,7 @@ def test_a_healthy_rank_with_a_line_of_its_own_is_not_blamed_with_the_odd_one(fo
 def test_two_against_two_is_a_tie(four: list[Hand]) -> None:
     call_on(four, 0, 3)
     call_on(four, 1, 2, how="max")
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.ranks, found.field) == ((), "reduction")
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
@@ -200,7 +201,7 @@ def test_one_against_one_is_a_tie(tmp_path: Path) -> None:
     two = played(tmp_path, 2)
     two[0].call()
     two[1].call(how="max")
-    found = two[0].judged()
+    found = two[0].diagnosed()
     assert found is not None
     assert found.ranks == ()
 
@@ -210,7 +211,7 @@ def test_two_odd_ranks_in_ways_of_their_own(tmp_path: Path) -> None:
     call_on(five, 0, 1, 4)
     five[2].call(how="max")
     five[3].call("barrier", "", torch.uint8, 0)
-    found = five[0].judged()
+    found = five[0].diagnosed()
     assert found is not None
     assert found.ranks == (2, 3)
 
@@ -218,11 +219,11 @@ def test_two_odd_ranks_in_ways_of_their_own(tmp_path: Path) -> None:
 def test_votes_that_could_still_turn_are_waited_for(four: list[Hand]) -> None:
     four[0].call()
     four[1].call(how="max")
-    assert four[0].judged() is None  # ranks 2 and 3 decide
+    assert four[0].diagnosed() is None  # ranks 2 and 3 decide
     four[2].call()
-    assert four[0].judged() is None  # two of four: rank 3 can make it a tie
+    assert four[0].diagnosed() is None  # two of four: rank 3 can make it a tie
     four[3].call()
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert found.ranks == (1,)
 
@@ -232,7 +233,7 @@ def test_a_majority_need_not_wait(four: list[Hand]) -> None:
     for _ in range(3):
         call_on(four, 0, 1, 2)
     four[3].call("all_gather", "")
-    found = four[3].judged()
+    found = four[3].diagnosed()
     assert found is not None
     assert found.ranks == (3,)
 
@@ -241,8 +242,8 @@ def test_votes_that_never_come_make_a_tie(four: list[Hand]) -> None:
     """But they are waited for: a rank may load a module for some seconds, as on machines with other work to do."""
     four[0].call()
     four[1].call(how="max")
-    assert four[0].judged(waited=LONG_S) is None
-    found = four[0].judged(waited=11.0)
+    assert four[0].diagnosed(waited=LONG_S) is None
+    found = four[0].diagnosed(waited=11.0)
     assert found is not None
     assert found.ranks == ()
     assert "ranks 2, 3: not there yet" in found.text
@@ -253,7 +254,7 @@ def test_each_group_votes_for_itself(four: list[Hand]) -> None:
     four[1].call(ranks=(0, 1, 2))
     four[2].call("barrier", "", torch.uint8, 0, ranks=(0, 1, 2))
     four[3].call(how="max")
-    found = four[0].judged(ranks=(0, 1, 2))
+    found = four[0].diagnosed(ranks=(0, 1, 2))
     assert found is not None
     assert found.ranks == (2,)
     assert {seen.rank for seen in found.seen} == {0, 1, 2}
@@ -269,14 +270,14 @@ def send(rank: Hand, dst: int | None, src: int | None, moved: int = 16) -> None:
 def test_a_ring_fits(four: list[Hand]) -> None:
     for n, rank in enumerate(four):
         send(rank, (n + 1) % 4, (n - 1) % 4)
-    assert diagnose.wrong_route(four[0].watch, four[0].seat(), 0) is None
+    assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
 
 def test_the_one_that_sends_the_other_way(four: list[Hand]) -> None:
     for n, rank in enumerate(four[:3]):
         send(rank, (n + 1) % 4, (n - 1) % 4)
     send(four[3], 2, 0)
-    found = diagnose.wrong_route(four[1].watch, four[1].seat(), 0)
+    found = diagnose.wrong_route(four[1].monitor, four[1].recorder(), 0)
     assert found is not None
     assert (found.kind, found.ranks, found.field) == ("mismatch", (3,), "route")
 
@@ -284,7 +285,7 @@ def test_the_one_that_sends_the_other_way(four: list[Hand]) -> None:
 def test_a_message_of_another_size(four: list[Hand]) -> None:
     send(four[0], 1, None, moved=8)
     send(four[1], None, 0, moved=16)
-    found = diagnose.wrong_route(four[1].watch, four[1].seat(), 0)
+    found = diagnose.wrong_route(four[1].monitor, four[1].recorder(), 0)
     assert found is not None
     assert (found.ranks, found.field) == ((), "route")  # who of two is wrong?
     assert "8 bytes to rank 1" in found.text
@@ -294,12 +295,12 @@ def test_a_message_of_another_size(four: list[Hand]) -> None:
 def test_a_message_that_nobody_expects(four: list[Hand]) -> None:
     send(four[0], 1, None)
     send(four[1], None, None)
-    assert diagnose.wrong_route(four[0].watch, four[0].seat(), 0) is not None
+    assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is not None
 
 
 def test_messages_of_those_who_have_not_come_are_not_judged(four: list[Hand]) -> None:
     send(four[0], 1, 3)
-    assert diagnose.wrong_route(four[0].watch, four[0].seat(), 0) is None
+    assert diagnose.wrong_route(four[0].monitor, four[0].recorder(), 0) is None
 
 
 # -- ranks that do not come --------------------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_a_dead_rank(four: list[Hand]) -> None:
     call_on(four, 0, 1, 3)
     four[2].call("barrier", "", torch.uint8, 0, ranks=(2, 3))
     four[2].die()
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.kind, found.ranks) == ("lost", (2,))
     assert "rank 2 died, while ranks 0, 1, 3 wait" in found.text
@@ -321,7 +322,7 @@ def test_all_dead_ranks_are_named_together(four: list[Hand]) -> None:
     call_on(four, 0, 3, ranks=(0, 1, 3))
     four[1].die()
     four[2].die()  # of another group
-    found = four[0].judged(ranks=(0, 1, 3))
+    found = four[0].diagnosed(ranks=(0, 1, 3))
     assert found is not None
     assert found.ranks == (1, 2)
 
@@ -329,8 +330,8 @@ def test_all_dead_ranks_are_named_together(four: list[Hand]) -> None:
 def test_a_dead_rank_that_had_come_is_not_waited_for(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].die()
-    assert four[0].judged() is None  # the collective may have what it needs
-    found = diagnose.lost(four[0].watch, four[0].seat(), 0)
+    assert four[0].diagnosed() is None  # the collective may have what it needs
+    found = diagnose.lost(four[0].monitor, four[0].recorder(), 0)
     assert found is not None
     assert found.ranks == (2,)
     assert "rank 2 died, while ranks 0, 1, 3 wait" in found.text
@@ -340,16 +341,16 @@ def test_a_rank_that_ended_well_may_be_gone(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     four[2].end()
     four[2].die()
-    assert four[0].judged(waited=LONG_S) is None
-    assert diagnose.lost(four[0].watch, four[0].seat(), 0) is None
+    assert four[0].diagnosed(waited=LONG_S) is None
+    assert diagnose.lost(four[0].monitor, four[0].recorder(), 0) is None
 
 
 def test_a_host_that_cannot_be_reached(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     for rank in (2, 3):
-        four[rank].page.words[H.DOING] = four[rank].page.text("host b is silent")
-        four[rank].end(State.LOST)
-    found = four[0].judged()
+        four[rank].buffer.words[Header.DOING] = four[rank].buffer.text("host b is silent")
+        four[rank].end(RankState.LOST)
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.kind, found.ranks) == ("lost", (2, 3))
     assert "cannot be reached (host b is silent)" in found.text
@@ -358,7 +359,7 @@ def test_a_host_that_cannot_be_reached(four: list[Hand]) -> None:
 def test_the_one_that_ended_early(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
     four[3].end()
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.kind, found.ranks) == ("left", (3,))
     assert "rank 3 ended the program while ranks 0, 1, 2 wait" in found.text
@@ -369,7 +370,7 @@ def test_the_one_that_calls_once_more(four: list[Hand]) -> None:
     four[1].call("all_gather", "")
     for rank in (0, 2, 3):
         four[rank].end()
-    found = four[1].judged(1)
+    found = four[1].diagnosed(1)
     assert found is not None
     assert (found.kind, found.ranks) == ("left", (1,))
     assert "rank 1 called a collective that ranks 0, 2, 3 never called" in found.text
@@ -378,8 +379,8 @@ def test_the_one_that_calls_once_more(four: list[Hand]) -> None:
 def test_half_of_the_ranks_ended(four: list[Hand]) -> None:
     call_on(four, 0, 1)
     four[2].end()
-    four[3].end(State.CLOSED)
-    found = four[0].judged()
+    four[3].end(RankState.CLOSED)
+    found = four[0].diagnosed()
     assert found is not None
     assert (found.kind, found.ranks) == ("left", ())
 
@@ -387,18 +388,18 @@ def test_half_of_the_ranks_ended(four: list[Hand]) -> None:
 def test_who_may_still_come_is_waited_for(four: list[Hand]) -> None:
     four[0].call()
     four[3].end()
-    assert four[0].judged() is None
-    found = four[0].judged(waited=LONG_S)
+    assert four[0].diagnosed() is None
+    found = four[0].diagnosed(waited=LONG_S)
     assert found is not None
     assert (found.kind, found.ranks) == ("left", ())
     call_on(four, 1, 2)
-    found = four[0].judged()
+    found = four[0].diagnosed()
     assert found is not None
     assert found.ranks == (3,)
 
 
 def test_of_messages_that_do_not_fit_the_largest_share_and_then_the_most() -> None:
-    worst = diagnose.worst_correspondent
+    worst = worst_correspondent
     assert worst([0, 1, 2, 3], [(0, 1, True), (0, 2, False), (0, 3, True)]) == (2,)  # all of rank 2's, a third of rank 0's
     assert worst([4, 5, 6, 7], [(0, 1, False), (0, 2, False), (0, 3, False)]) == (4,)
     assert worst([0, 1, 2, 3], [(0, 1, False), (2, 3, True)]) == ()
@@ -415,8 +416,8 @@ def test_votes_of_ranks_that_will_not_come_are_not_waited_for(four: list[Hand], 
             rank.die()
         else:
             rank.end()
-    assert four[0].judged() is None
-    found = four[0].judged(waited=1.0)
+    assert four[0].diagnosed() is None
+    found = four[0].diagnosed(waited=1.0)
     assert found is not None
     assert (found.kind, found.ranks) == ("mismatch", ())
 
@@ -438,7 +439,7 @@ def test_a_circle_is_a_deadlock(four: list[Hand]) -> None:
     """0 waits for 1 in its row, 1 for 3 in its column, 3 for 2 in its row, 2 for 0 in its column."""
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
-    found = four[0].judged(ranks=(0, 1), waited=LONG_S)
+    found = four[0].diagnosed(ranks=(0, 1), waited=LONG_S)
     assert found is not None
     assert (found.kind, found.ranks, found.field) == ("deadlock", (), "order")
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
@@ -447,7 +448,7 @@ def test_a_circle_is_a_deadlock(four: list[Hand]) -> None:
 def test_a_circle_is_not_judged_at_once(four: list[Hand]) -> None:
     for rank, groups in ((0, ROWS), (1, COLUMNS), (3, ROWS), (2, COLUMNS)):
         wait_in(four[rank], groups)
-    assert four[0].judged(ranks=(0, 1)) is None
+    assert four[0].diagnosed(ranks=(0, 1)) is None
 
 
 def test_the_one_that_waits_in_another_axis(four: list[Hand]) -> None:
@@ -456,7 +457,7 @@ def test_the_one_that_waits_in_another_axis(four: list[Hand]) -> None:
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
     wait_in(four[3], ((1, 3),))
-    found = four[0].judged(waited=LONG_S)
+    found = four[0].diagnosed(waited=LONG_S)
     assert found is not None
     assert (found.kind, found.ranks) == ("deadlock", (3,))
     assert found.seen[0].rank == 3
@@ -470,7 +471,7 @@ def test_a_rank_in_another_group_is_odd_whatever_came_before(four: list[Hand]) -
     for rank in (1, 2, 3):
         wait_in(four[rank], everyone)
     wait_in(four[0], ((0, 2),))
-    found = four[1].judged(waited=LONG_S)
+    found = four[1].diagnosed(waited=LONG_S)
     assert found is not None
     assert (found.kind, found.ranks) == ("deadlock", (0,))
 
@@ -480,7 +481,7 @@ def test_a_rank_that_computes_breaks_the_circle(four: list[Hand]) -> None:
     for rank in (0, 1, 2):
         wait_in(four[rank], everyone)
     four[3].call(ranks=(1, 3))  # it has called this, and does not wait
-    assert four[0].judged(waited=LONG_S) is None
+    assert four[0].diagnosed(waited=LONG_S) is None
 
 
 # -- stalls ------------------------------------------------------------------------------------------------------------
@@ -495,8 +496,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_does_not_come(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2, 3)
     call_on(four, 0, 1, 2)
-    assert four[0].judged(1, waited=0.5) is None
-    found = four[0].judged(1, waited=1.5)
+    assert four[0].diagnosed(1, waited=0.5) is None
+    found = four[0].diagnosed(1, waited=1.5)
     assert found is not None
     assert (found.kind, found.ranks) == ("stall", (3,))
     assert "ranks 0, 1, 2 have waited 1.5 s for rank 3" in found.text
@@ -506,18 +507,18 @@ def test_a_rank_that_does_not_come(four: list[Hand]) -> None:
 @pytest.mark.usefixtures("soon")
 def test_nobody_stalls_while_a_rank_is_paused(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
-    with four[3].watch.paused():
-        assert four[0].judged(waited=1.5) is None
+    with four[3].monitor.paused():
+        assert four[0].diagnosed(waited=1.5) is None
 
 
 @pytest.mark.usefixtures("soon")
 def test_the_time_of_a_pause_is_not_held_against_a_rank(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
-    with four[3].watch.paused():
+    with four[3].monitor.paused():
         pass
-    assert four[0].judged(waited=1.5) is None
-    four[3].page.words[H.RESUMED] -= 1_100_000_000
-    found = four[0].judged(waited=1.5)
+    assert four[0].diagnosed(waited=1.5) is None
+    four[3].buffer.words[Header.RESUMED] -= 1_100_000_000
+    found = four[0].diagnosed(waited=1.5)
     assert found is not None
     assert "have waited 1.5 s for rank 3" in found.text
 
@@ -527,7 +528,7 @@ def test_the_end_of_the_chain_is_to_blame(four: list[Hand]) -> None:
     """0 waits for 1, which waits for 3, which computes."""
     wait_in(four[0], ((0, 1),))
     wait_in(four[1], ((1, 3),))
-    found = four[0].judged(ranks=(0, 1), waited=1.5)
+    found = four[0].diagnosed(ranks=(0, 1), waited=1.5)
     assert found is not None
     assert (found.kind, found.ranks) == ("stall", (3,))
 
@@ -535,8 +536,8 @@ def test_the_end_of_the_chain_is_to_blame(four: list[Hand]) -> None:
 @pytest.mark.usefixtures("soon")
 def test_a_frozen_rank_is_said_to_be_frozen(four: list[Hand]) -> None:
     call_on(four, 0, 1, 2)
-    four[3].page.words[H.HEARTBEAT] -= 5_000_000_000
-    found = four[0].judged(waited=1.5)
+    four[3].buffer.words[Header.HEARTBEAT] -= 5_000_000_000
+    found = four[0].diagnosed(waited=1.5)
     assert found is not None
     assert "rank 3 is frozen" in found.text
 

@@ -23,7 +23,7 @@ from shardmesh.mesh.monitor.doctor.network import can_connect, interfaces, is_in
 from shardmesh.mesh.monitor.doctor.system import Leftover, Limits, leftovers, limits, meminfo
 from shardmesh.mesh.monitor.recording.files import folder_prefix
 from shardmesh.mesh.monitor.recording.job_directory import born, pid_space
-from shardmesh.mesh.monitor.recording.trace_buffer import MAGIC, PAGE_BYTES, H, Page
+from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, MAGIC, Header, TraceBuffer
 from tests.mesh.monitor.healthy_host import BY_HAND, GIB, GPU, JOB, SLURM, facts
 
 PATIENCE_S = 60.0
@@ -142,16 +142,16 @@ def test_what_dead_jobs_leave_is_found_and_what_lives_is_not(tmp_path):
         (tmp_path / f"torch_{pid}_1_0").write_bytes(b"1234")
     (tmp_path / f"{folder_prefix()}empty").mkdir()
     (tmp_path / "torch_notes").touch()
-    expected = [Leftover(f"{tmp_path}/{folder_prefix()}dead", PAGE_BYTES), Leftover(f"{tmp_path}/torch_{done.pid}_1_0", 4)]
+    expected = [Leftover(f"{tmp_path}/{folder_prefix()}dead", BUFFER_BYTES), Leftover(f"{tmp_path}/torch_{done.pid}_1_0", 4)]
     assert list(leftovers([tmp_path], tmp_path)) == expected
 
 
 def write_page(folder: Path, pid: int) -> None:
-    memory = bytearray(PAGE_BYTES)
-    words = Page(memory).words
-    words[H.MAGIC], words[H.PID], words[H.BORN], words[H.PID_SPACE] = MAGIC, pid, born(pid), pid_space()
+    memory = bytearray(BUFFER_BYTES)
+    words = TraceBuffer(memory).words
+    words[Header.MAGIC], words[Header.PID], words[Header.BORN], words[Header.PID_SPACE] = MAGIC, pid, born(pid), pid_space()
     folder.mkdir()
-    (folder / "rank0.page").write_bytes(memory)
+    (folder / "rank0.trace").write_bytes(memory)
 
 
 # ------------------------------------------------------------------------------------------------- the command
@@ -160,7 +160,7 @@ def write_page(folder: Path, pid: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nprocs", "1"], "nobody to talk to"),
+        (["--nprocs", "1"], "collectives need at least 2 processes, got 1"),
         (["--mesh", "dp"], "'dp' is not a mesh"),
         (["--mesh", "dp=2,tp=2", "--nprocs", "3"], "--nprocs is 3"),
     ],

@@ -13,12 +13,12 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from shardmesh.mesh.monitor.hosts import relay as relay_module
-from shardmesh.mesh.monitor.hosts.mirror import Copy, Source, make_copy
+from shardmesh.mesh.monitor.hosts.mirror import BufferCopy, BufferSource, make_copy
 from shardmesh.mesh.monitor.hosts.relay import Relay, is_needed, start_relay
-from shardmesh.mesh.monitor.monitor import Watch
-from shardmesh.mesh.monitor.recording.job_directory import Board
+from shardmesh.mesh.monitor.monitor import Monitor
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
 from shardmesh.mesh.monitor.recording.recorder import SLOT_WORDS, row_of
-from shardmesh.mesh.monitor.recording.trace_buffer import PAGE_BYTES, RECORDS, H, Page, State
+from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, RECORDS, Header, RankState, TraceBuffer
 from shardmesh.mesh.monitor.verdict import Verdict
 
 PATIENCE_S = 60.0
@@ -32,14 +32,14 @@ def soon(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def record(page: Page, number: int, call: str, place: str = "train.py:1") -> None:
-    page.write_record(number, (number, page.text(call), page.text(place), 10, 20, 7, 100, 200))
+def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1") -> None:
+    buffer.write_record(number, (number, buffer.text(call), buffer.text(place), 10, 20, 7, 100, 200))
 
 
 # -- copies of pages ---------------------------------------------------------------------------------------------------
 
 
-def carry(source: Source, copy: Copy) -> int:
+def carry(source: BufferSource, copy: BufferCopy) -> int:
     """Bytes that it took."""
     found = source.changed()
     missing = copy.missing(source.versions)
@@ -49,74 +49,74 @@ def carry(source: Source, copy: Copy) -> int:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Page, Source, Copy]:
-    page = Page.private(2, 4)
-    page.words[H.HEARTBEAT] = page.words[H.PID_SPACE] = 77
-    return page, Source(page), make_copy(tmp_path / "rank2.page")
+def pair(tmp_path: Path) -> tuple[TraceBuffer, BufferSource, BufferCopy]:
+    buffer = TraceBuffer.private(2, 4)
+    buffer.words[Header.HEARTBEAT] = buffer.words[Header.PID_SPACE] = 77
+    return buffer, BufferSource(buffer), make_copy(tmp_path / "rank2.trace")
 
 
 def test_a_copy_says_what_the_page_says(pair):
-    page, source, copy = pair
-    page.add_group(99, "dp\t0,2")
-    page.words[H.DOING] = page.text("loading data")
+    buffer, source, copy = pair
+    buffer.add_group(99, "dp\t0,2")
+    buffer.words[Header.DOING] = buffer.text("loading data")
     row = row_of(0)
-    page.words[row : row + SLOT_WORDS] = memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q")
+    buffer.words[row : row + SLOT_WORDS] = memoryview(bytes(range(SLOT_WORDS * 8))).cast("Q")
     for number in range(70):
-        record(page, number, f"call {number % 3}")
-    page.write_stack("  File train.py, line 3")
+        record(buffer, number, f"call {number % 3}")
+    buffer.write_stack("  File train.py, line 3")
     carry(source, copy)
-    other = copy.page
-    assert list(other.records()) == list(page.records())
+    other = copy.buffer
+    assert list(other.records()) == list(buffer.records())
     assert (other.find_group(99), other.group_text(0)) == (0, "dp\t0,2")
-    assert other.read_text(other.words[H.DOING]) == "loading data"
-    assert other.words[row : row + SLOT_WORDS].tolist() == page.words[row : row + SLOT_WORDS].tolist()
-    assert (other.read_stack(), other.words[H.RANK], other.words[H.PID_SPACE]) == ("  File train.py, line 3", 2, 0)
+    assert other.read_text(other.words[Header.DOING]) == "loading data"
+    assert other.words[row : row + SLOT_WORDS].tolist() == buffer.words[row : row + SLOT_WORDS].tolist()
+    assert (other.read_stack(), other.words[Header.RANK], other.words[Header.PID_SPACE]) == ("  File train.py, line 3", 2, 0)
 
 
 def test_only_what_changes_is_sent(pair):
-    page, source, copy = pair
+    buffer, source, copy = pair
     for number in range(2 * RECORDS + 100):
-        record(page, number, "call")
+        record(buffer, number, "call")
     first = carry(source, copy)
     assert first < 40_000, "the last records, not all"
     assert carry(source, copy) == 0
-    record(page, 2 * RECORDS + 100, "another call")
+    record(buffer, 2 * RECORDS + 100, "another call")
     assert 0 < carry(source, copy) < 10_000
-    assert copy.page.last == page.last
+    assert copy.buffer.last == buffer.last
 
 
 def test_times_are_those_of_the_reader(pair):
-    page, source, copy = pair
-    page.words[H.HEARTBEAT], page.words[H.BLOCKED_SINCE], page.words[H.BLOCKED] = 5_000_000_000, 2_000_000_000, 1
+    buffer, source, copy = pair
+    buffer.words[Header.HEARTBEAT], buffer.words[Header.BLOCKED_SINCE], buffer.words[Header.BLOCKED] = 5_000_000_000, 2_000_000_000, 1
     carry(source, copy)
     now = time.monotonic_ns()
-    beat = copy.page.words[H.HEARTBEAT]
+    beat = copy.buffer.words[Header.HEARTBEAT]
     assert 0 <= now - beat < 1_000_000_000
-    assert beat - copy.page.words[H.BLOCKED_SINCE] == 3_000_000_000
-    page.words[H.STEP] += 1
+    assert beat - copy.buffer.words[Header.BLOCKED_SINCE] == 3_000_000_000
+    buffer.words[Header.STEP] += 1
     carry(source, copy)
-    assert copy.page.words[H.HEARTBEAT] == beat, "its watchdog has not moved"
+    assert copy.buffer.words[Header.HEARTBEAT] == beat, "its watchdog has not moved"
 
 
 def test_a_lost_rank_comes_back(pair):
-    page, source, copy = pair
+    buffer, source, copy = pair
     carry(source, copy)
-    copy.explain("host-b is down")
-    copy.lose()
-    assert (copy.page.words[H.STATE], copy.page.read_text(copy.page.words[H.DOING])) == (State.LOST, "host-b is down")
-    copy.write({0: bytes(page.data[:256])}, source.versions)
-    assert (copy.page.words[H.STATE], copy.page.words[H.DOING]) == (State.RUNNING, 0)
+    copy.set_reason("host-b is down")
+    copy.mark_lost()
+    assert (copy.buffer.words[Header.STATE], copy.buffer.read_text(copy.buffer.words[Header.DOING])) == (RankState.LOST, "host-b is down")
+    copy.write({0: bytes(buffer.data[:256])}, source.versions)
+    assert (copy.buffer.words[Header.STATE], copy.buffer.words[Header.DOING]) == (RankState.RUNNING, 0)
 
 
 def test_a_page_of_another_rank_is_never_written_to(tmp_path):
-    path = tmp_path / "rank2.page"
-    path.write_bytes(bytes(PAGE_BYTES))
-    page = Page(bytearray(PAGE_BYTES))
-    page.begin(2, 4)
-    page.words[H.PID_SPACE] = 5
-    path.write_bytes(page.data)
-    make_copy(path).lose()
-    assert path.read_bytes() == bytes(page.data)
+    path = tmp_path / "rank2.trace"
+    path.write_bytes(bytes(BUFFER_BYTES))
+    buffer = TraceBuffer(bytearray(BUFFER_BYTES))
+    buffer.begin(2, 4)
+    buffer.words[Header.PID_SPACE] = 5
+    path.write_bytes(buffer.data)
+    make_copy(path).mark_lost()
+    assert path.read_bytes() == bytes(buffer.data)
 
 
 # -- hosts -------------------------------------------------------------------------------------------------------------
@@ -128,42 +128,42 @@ class Ranks:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.worlds = [SimpleWorld(rank) for rank in range(4)]
-        self.watches, self.relays = [], []
+        self.monitors, self.relays = [], []
         for rank, world in enumerate(self.worlds):
             (parent := folder / f"host{rank // 2}").mkdir(exist_ok=True)
             monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(parent))
-            self.watches.append(Watch(world, Board("job", rank, 4)))
-        for watch in self.watches:
-            self.add_relay(watch)
+            self.monitors.append(Monitor(world, JobDirectory("job", rank, 4)))
+        for monitor in self.monitors:
+            self.add_relay(monitor)
 
-    def add_relay(self, watch: Watch) -> Relay:
+    def add_relay(self, monitor: Monitor) -> Relay:
         client = TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
-        relay = Relay(watch, PrefixStore("test", client), "here:1")
+        relay = Relay(monitor, PrefixStore("test", client), "here:1")
         relay.start()
         self.relays.append(relay)
         return relay
 
     def beat(self) -> None:
         """What the ranks' watchdogs do."""
-        for watch, relay in zip(self.watches, self.relays, strict=False):
+        for monitor, relay in zip(self.monitors, self.relays, strict=False):
             if not relay._over.is_set():
-                watch.page.words[H.HEARTBEAT] = time.monotonic_ns()
+                monitor.buffer.words[Header.HEARTBEAT] = time.monotonic_ns()
                 relay.look()
 
-    def page(self, reader: int, rank: int) -> Page | None:
-        return self.watches[reader].board.of(rank)
+    def buffer(self, reader: int, rank: int) -> TraceBuffer | None:
+        return self.monitors[reader].directory.buffer_of(rank)
 
     def sees(self, reader: int, rank: int, state: int) -> Callable[[], bool]:
         def check() -> bool:
             self.beat()
-            page = self.page(reader, rank)
-            return page is not None and page.words[H.STATE] == state
+            buffer = self.buffer(reader, rank)
+            return buffer is not None and buffer.words[Header.STATE] == state
 
         return check
 
     def close(self) -> None:
-        for watch, relay in zip(self.watches, self.relays, strict=False):
-            watch.page.words[H.STATE] = State.CLOSED
+        for monitor, relay in zip(self.monitors, self.relays, strict=False):
+            monitor.buffer.words[Header.STATE] = RankState.CLOSED
             relay.close()
 
 
@@ -177,62 +177,62 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr(relay_module, "_TICK_S", 0.02)
     monkeypatch.setenv("SHARDMESH_HOST_LOST_S", "0.5")
     made = Ranks(tmp_path, monkeypatch)
-    soon(lambda: all(made.page(reader, rank) is not None for reader in range(4) for rank in range(4)))
+    soon(lambda: all(made.buffer(reader, rank) is not None for reader in range(4) for rank in range(4)))
     yield made
     made.close()
 
 
 def test_all_ranks_see_all_pages_until_they_end(ranks):
-    record(ranks.watches[3].page, 0, "all_reduce")
-    soon(lambda: ranks.page(0, 3).last is not None and ranks.page(0, 3).last.call == "all_reduce")
-    assert (ranks.page(0, 3).words[H.PID_SPACE], ranks.page(0, 1).words[H.PID_SPACE] > 0) == (0, True)
+    record(ranks.monitors[3].buffer, 0, "all_reduce")
+    soon(lambda: ranks.buffer(0, 3).last is not None and ranks.buffer(0, 3).last.call == "all_reduce")
+    assert (ranks.buffer(0, 3).words[Header.PID_SPACE], ranks.buffer(0, 1).words[Header.PID_SPACE] > 0) == (0, True)
     for rank in (2, 3):
-        ranks.watches[rank].page.words[H.STATE] = State.ENDED
+        ranks.monitors[rank].buffer.words[Header.STATE] = RankState.ENDED
         ranks.relays[rank].close()
     assert not ranks.relays[2]._thread.is_alive()
-    soon(ranks.sees(1, 2, State.ENDED))
-    soon(ranks.sees(1, 3, State.ENDED))
+    soon(ranks.sees(1, 2, RankState.ENDED))
+    soon(ranks.sees(1, 3, RankState.ENDED))
 
 
 def test_another_rank_speaks_when_the_first_one_goes(ranks):
-    ranks.watches[0].page.words[H.STATE] = State.ENDED
+    ranks.monitors[0].buffer.words[Header.STATE] = RankState.ENDED
     ranks.relays[0].close()
-    record(ranks.watches[1].page, 0, "broadcast")
-    soon(lambda: ranks.page(2, 1).last is not None)
-    assert ranks.page(2, 0).words[H.STATE] == State.ENDED
-    record(ranks.watches[2].page, 0, "all_gather")
-    soon(lambda: ranks.page(1, 2).last is not None)
+    record(ranks.monitors[1].buffer, 0, "broadcast")
+    soon(lambda: ranks.buffer(2, 1).last is not None)
+    assert ranks.buffer(2, 0).words[Header.STATE] == RankState.ENDED
+    record(ranks.monitors[2].buffer, 0, "all_gather")
+    soon(lambda: ranks.buffer(1, 2).last is not None)
 
 
 def test_a_verdict_goes_to_all_hosts_before_a_rank_goes(ranks):
     verdict = Verdict("raised", (3,), "ValueError", (), "rank 3 raised ValueError: the reason")
-    ranks.watches[3].fail(verdict)
+    ranks.monitors[3].fail(verdict)
     ranks.relays[3].close()
-    assert ranks.watches[0].standing() == verdict
-    assert ranks.watches[1].standing() == verdict
+    assert ranks.monitors[0].standing() == verdict
+    assert ranks.monitors[1].standing() == verdict
 
 
 def test_a_stack_is_asked_for_and_comes(ranks):
-    asking, asked = ranks.page(1, 3).words, ranks.watches[3].page
+    asking, asked = ranks.buffer(1, 3).words, ranks.monitors[3].buffer
     for text in ("first", "second"):
-        asking[H.STACK_WANTED] += 1
-        soon(lambda: asked.words[H.STACK_WANTED] != asked.words[H.STACK_GIVEN])
+        asking[Header.STACK_WANTED] += 1
+        soon(lambda: asked.words[Header.STACK_WANTED] != asked.words[Header.STACK_GIVEN])
         asked.write_stack(text)
-        soon(lambda: asking[H.STACK_WANTED] == asking[H.STACK_GIVEN])
-        assert ranks.page(1, 3).read_stack() == text
+        soon(lambda: asking[Header.STACK_WANTED] == asking[Header.STACK_GIVEN])
+        assert ranks.buffer(1, 3).read_stack() == text
 
 
 def test_a_silent_host_is_lost_and_may_come_back(ranks):
     for rank in (2, 3):
         ranks.relays[rank]._over.set()
         ranks.relays[rank]._thread.join()
-    soon(ranks.sees(1, 2, State.LOST))
-    assert ranks.sees(1, 3, State.LOST)()
-    reason = ranks.page(1, 2).read_text(ranks.page(1, 2).words[H.DOING])
+    soon(ranks.sees(1, 2, RankState.LOST))
+    assert ranks.sees(1, 3, RankState.LOST)()
+    reason = ranks.buffer(1, 2).read_text(ranks.buffer(1, 2).words[Header.DOING])
     assert "(ranks 2, 3) is down, frozen or cut off: silent since" in reason
     assert "while the store at here:1 answers" in reason
-    ranks.relays[2] = ranks.add_relay(ranks.watches[2])
-    soon(ranks.sees(1, 2, State.RUNNING))
+    ranks.relays[2] = ranks.add_relay(ranks.monitors[2])
+    soon(ranks.sees(1, 2, RankState.RUNNING))
 
 
 class Broken:
@@ -255,29 +255,29 @@ class Broken:
 
 def test_nothing_is_missing_after_the_connection_broke(ranks):
     ranks.relays[2]._store = Broken(ranks.relays[2]._store)
-    record(ranks.watches[2].page, 0, "lost on its way")
-    soon(lambda: ranks.beat() or ((last := ranks.page(0, 2).last) is not None and last.call == "lost on its way"))
+    record(ranks.monitors[2].buffer, 0, "lost on its way")
+    soon(lambda: ranks.beat() or ((last := ranks.buffer(0, 2).last) is not None and last.call == "lost on its way"))
     assert [relay for relay in ranks.relays if relay._is_speaker()] == [ranks.relays[0], ranks.relays[2]], "it was not told by rank 3"
 
 
 def test_without_the_store_all_others_are_lost(ranks):
     for relay in ranks.relays:
         relay._try_to = lambda act: time.sleep(0.01)  # type: ignore[method-assign]
-    soon(ranks.sees(1, 2, State.LOST))
-    reason = ranks.page(1, 2).read_text(ranks.page(1, 2).words[H.DOING])
-    assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so hears nothing of \S+ \(ranks 2, 3\)", reason), reason
+    soon(ranks.sees(1, 2, RankState.LOST))
+    reason = ranks.buffer(1, 2).read_text(ranks.buffer(1, 2).words[Header.DOING])
+    assert re.search(r"has no answer from the store at here:1 since \d\.\d s, and so knows nothing of \S+ \(ranks 2, 3\)", reason), reason
 
 
 def test_a_relay_only_where_there_may_be_other_hosts(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDMESH_WATCH_DIR", str(tmp_path))
-    watch = Watch(SimpleWorld(0), Board("job", 0, 1))
-    assert start_relay(watch, HashStore()) is None
+    monitor = Monitor(SimpleWorld(0), JobDirectory("job", 0, 1))
+    assert start_relay(monitor, HashStore()) is None
     assert is_needed({}, 4)
     assert is_needed({"LOCAL_WORLD_SIZE": "2"}, 4)
     assert not is_needed({"LOCAL_WORLD_SIZE": "4"}, 4)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    found = start_relay(watch, PrefixStore("default", server))
+    found = start_relay(monitor, PrefixStore("default", server))
     assert found is not None
     found._thread.join(PATIENCE_S)
     assert (found._thread.is_alive(), found.has_others) == (False, False)
@@ -292,13 +292,13 @@ def lineage_of(*hashes: int) -> int:
 
 def seat_after(count: int, wrong: dict[int, tuple[int, int]]) -> SimpleNamespace:
     """A seat whose row holds the last fingerprints of `count` collectives, in which some (fingerprint, lineage) are others."""
-    page = Page.private(0, 2)
+    buffer = TraceBuffer.private(0, 2)
     row = row_of(0)
     for sequence in range(max(0, count - 64), count):
         fingerprint, lineage = wrong.get(sequence, (5, lineage_of(1, 1, 1)))
         at = row + sequence % 64 * SLOT_WORDS
-        page.words[at], page.words[at + 1] = (sequence & 0xFFFF) << 48 | fingerprint, lineage
-    return SimpleNamespace(words=page.words, row=row, called=count)
+        buffer.words[at], buffer.words[at + 1] = (sequence & 0xFFFF) << 48 | fingerprint, lineage
+    return SimpleNamespace(words=buffer.words, row=row, called=count)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from shardmesh.mesh import init_device_mesh
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, mark_step
 from shardmesh.mesh.monitor.ledger.stragglers import StragglerReport, Wait, straggler_report
-from shardmesh.mesh.monitor.recording.trace_buffer import Page
+from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer
 from tests.mesh.monitor.four_ranks import run, set_times
 from tests.pool import Pool
 
@@ -27,15 +27,15 @@ def two_steps(rank: int) -> None:
 
 def report(times: dict[int, list[tuple[int, int]]]) -> StragglerReport:
     """Of `two_steps`, with these starts and ends in ms for each rank."""
-    pages = run(two_steps)
-    _set(pages, times)
-    return StragglerReport.of(Ledger(pages))
+    buffers = run(two_steps)
+    _set(buffers, times)
+    return StragglerReport.of(Ledger(buffers))
 
 
-def _set(pages: dict[int, Page], times: dict[int, list[tuple[int, int]]]) -> None:
-    for rank, page in pages.items():
+def _set(buffers: dict[int, TraceBuffer], times: dict[int, list[tuple[int, int]]]) -> None:
+    for rank, buffer in buffers.items():
         for number, (start, end) in enumerate(times[rank]):
-            set_times(page, number, (1000 + start) * MS, (1000 + end) * MS if end else 0)
+            set_times(buffer, number, (1000 + start) * MS, (1000 + end) * MS if end else 0)
 
 
 LATE = {
@@ -74,8 +74,8 @@ def test_the_tables() -> None:
 
 
 def test_what_some_have_not_come_to_is_left_out() -> None:
-    pages = run(lambda rank: two_steps(rank) if rank != 1 else None)
-    found = StragglerReport.of(Ledger(pages))
+    buffers = run(lambda rank: two_steps(rank) if rank != 1 else None)
+    found = StragglerReport.of(Ledger(buffers))
     assert (found.steps, found.left_out) == ({}, 4)
     assert str(found) == "no collective that all ranks have come to (4 others)"
 

@@ -14,7 +14,7 @@ import torch
 from shardmesh.mesh import comm_report, init_device_mesh, null_world
 from shardmesh.mesh.monitor.ledger import flight_recorder, trace_export
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, ledger, mark_step
-from shardmesh.mesh.monitor.recording.trace_buffer import H
+from shardmesh.mesh.monitor.recording.trace_buffer import Header
 from tests.mesh.monitor.four_ranks import every_collective, ledger_of, run, set_times
 
 fr_trace: Any = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
@@ -57,19 +57,19 @@ def test_the_same_collective_has_the_same_name_on_all_ranks() -> None:
 
 
 def test_what_overlaps_is_on_different_threads() -> None:
-    pages = run(lambda rank: [init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)) for _ in range(4)] and None)
-    for page in pages.values():
+    buffers = run(lambda rank: [init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)) for _ in range(4)] and None)
+    for buffer in buffers.values():
         for number, times in enumerate([(1000, 9000), (2000, 3000), (4000, 5000), (9000, 9500)]):
-            set_times(page, number, *times)
-    slices = [e for e in _slices(trace_export.events(Ledger(pages))) if e["pid"] == 0]
+            set_times(buffer, number, *times)
+    slices = [e for e in _slices(trace_export.events(Ledger(buffers))) if e["pid"] == 0]
     assert [e["tid"] for e in slices] == [1, 2, 2, 1]
 
 
 def test_arrows_lead_from_who_came_last_to_those_who_waited() -> None:
-    pages = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
-    for rank, page in pages.items():
-        set_times(page, 0, 1_000_000 * (rank + 1 if rank != 1 else 7), 9_000_000)
-    events = trace_export.events(Ledger(pages))
+    buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
+    for rank, buffer in buffers.items():
+        set_times(buffer, 0, 1_000_000 * (rank + 1 if rank != 1 else 7), 9_000_000)
+    events = trace_export.events(Ledger(buffers))
     starts, ends = ([e for e in events if e["ph"] == phase] for phase in "sf")
     assert {e["pid"] for e in starts} == {1}
     assert {e["pid"] for e in ends} == {0, 2, 3}
@@ -82,10 +82,10 @@ def test_arrows_lead_from_who_came_last_to_those_who_waited() -> None:
 
 
 def test_what_is_under_way_lasts_until_the_last_sign_of_life() -> None:
-    pages = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
-    set_times(pages[0], 0, 1000, 0)
-    pages[0].words[H.HEARTBEAT] = 5000
-    (event,) = [e for e in _slices(trace_export.events(Ledger(pages))) if e["pid"] == 0]
+    buffers = run(lambda rank: init_device_mesh("cpu", (4,)).group().all_reduce(torch.ones(2)))
+    set_times(buffers[0], 0, 1000, 0)
+    buffers[0].words[Header.HEARTBEAT] = 5000
+    (event,) = [e for e in _slices(trace_export.events(Ledger(buffers))) if e["pid"] == 0]
     assert event["args"]["under way"] is True
     assert (event["ts"], event["dur"]) == pytest.approx((1.0, 4.0), abs=0.01)
 

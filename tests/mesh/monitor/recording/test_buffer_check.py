@@ -17,7 +17,7 @@ from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.errors import CollectiveError
 from shardmesh.mesh.monitor import thread_errors
 from shardmesh.mesh.monitor.diagnosis import verdict_text
-from shardmesh.mesh.monitor.recording.trace_buffer import Page
+from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer
 from shardmesh.mesh.monitor.settings import guard, settings
 from tests.sharding.ranks import every_rank, on_mesh
 
@@ -181,22 +181,22 @@ def test_a_thread_whose_collective_failed(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_exceptions_of_threads_are_shown_with_a_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    page, seen = Page.private(0, 2), []
+    buffer, seen = TraceBuffer.private(0, 2), []
     monkeypatch.setattr(threading, "excepthook", seen.append)
-    thread_errors.install(lambda: [page])
+    thread_errors.install(lambda: [buffer])
 
     def run(error: BaseException) -> None:
         thread = threading.Thread(target=_raised, args=(error,), name="loader")
         thread.start()
         thread.join()
 
-    assert "raised" not in verdict_text.how_it_is(page)
+    assert "raised" not in verdict_text.how_it_is(buffer)
     run(SystemExit(1))
-    assert "raised" not in verdict_text.how_it_is(page)
+    assert "raised" not in verdict_text.how_it_is(buffer)
     run(MemoryError("no room for the batch"))
-    assert verdict_text.how_it_is(page).endswith("; its thread 'loader' raised MemoryError: no room for the batch")
+    assert verdict_text.how_it_is(buffer).endswith("; its thread 'loader' raised MemoryError: no room for the batch")
     run(KeyError())
-    assert verdict_text.how_it_is(page).endswith("; its thread 'loader' raised KeyError")
+    assert verdict_text.how_it_is(buffer).endswith("; its thread 'loader' raised KeyError")
     assert len(seen) == 3
 
 

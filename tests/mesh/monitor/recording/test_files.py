@@ -23,11 +23,11 @@ from torch.distributed import HashStore, TCPStore
 from shardmesh.mesh.errors import PeerError
 from shardmesh.mesh.monitor.agreement import Agreement
 from shardmesh.mesh.monitor.recording import files
-from shardmesh.mesh.monitor.recording import job_directory as board_module
+from shardmesh.mesh.monitor.recording import job_directory as directory_module
 from shardmesh.mesh.monitor.recording.cleanup import sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix, make_file, parent_folder
 from shardmesh.mesh.monitor.recording.job_directory import Alarm
-from shardmesh.mesh.monitor.recording.trace_buffer import PAGE_BYTES, H
+from shardmesh.mesh.monitor.recording.trace_buffer import BUFFER_BYTES, Header
 from shardmesh.mesh.monitor.verdict import Verdict
 from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.forked import Ended, Forked, statuses
@@ -46,9 +46,9 @@ def two(tmp_path: Path) -> list[Hand]:
 
 
 def test_files_are_allocated_before_they_are_mapped(tmp_path: Path) -> None:
-    found = make_file(tmp_path / "page", PAGE_BYTES).stat()
-    assert found.st_size == PAGE_BYTES
-    assert found.st_blocks * 512 >= PAGE_BYTES
+    found = make_file(tmp_path / "page", BUFFER_BYTES).stat()
+    assert found.st_size == BUFFER_BYTES
+    assert found.st_blocks * 512 >= BUFFER_BYTES
 
 
 def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
@@ -62,17 +62,17 @@ def test_a_file_keeps_what_is_in_it(tmp_path: Path) -> None:
 def test_without_room_there_is_an_error_and_no_rest(tmp_path: Path) -> None:
     program = f"""
 import os, resource
-resource.setrlimit(resource.RLIMIT_FSIZE, ({PAGE_BYTES // 2}, {PAGE_BYTES // 2}))
-from shardmesh.mesh.monitor.recording.job_directory import Board
+resource.setrlimit(resource.RLIMIT_FSIZE, ({BUFFER_BYTES // 2}, {BUFFER_BYTES // 2}))
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
 try:
-    Board("job", 0, 1)
+    JobDirectory("job", 0, 1)
 except OSError as error:
     print(error.errno, os.listdir("{tmp_path}/{folder_prefix()}job"))
 """
     env = os.environ | {"SHARDMESH_WATCH_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
     assert found.stdout == f"{errno.EFBIG} ['alarm']\n", found.stderr
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != PAGE_BYTES // 2
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != BUFFER_BYTES // 2
 
 
 def test_where_shared_memory_is_small_the_files_lie_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -93,11 +93,11 @@ def test_a_relative_folder_is_that_of_the_start(monkeypatch: pytest.MonkeyPatch,
 
 def test_hosts_with_one_folder_do_not_look_up_each_others_processes(monkeypatch: pytest.MonkeyPatch, two: list[Hand]) -> None:
     """All hosts have the same number for the set of processes outside containers."""
-    page = two[0].watch.board.of(1)
-    assert page is not None
-    assert board_module.is_local(page)
-    monkeypatch.setattr(board_module, "boot_id", lambda: "another host")
-    assert not board_module.is_local(page)
+    buffer = two[0].monitor.directory.buffer_of(1)
+    assert buffer is not None
+    assert directory_module.is_local(buffer)
+    monkeypatch.setattr(directory_module, "boot_id", lambda: "another host")
+    assert not directory_module.is_local(buffer)
 
 
 @pytest.fixture
@@ -106,12 +106,12 @@ def old_folders(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_old(parent: Path, count: int, pages: int = 4) -> None:
+def make_old(parent: Path, count: int, buffers: int = 4) -> None:
     for n in range(count):
         folder = parent / f"{folder_prefix()}dead{n}"
         folder.mkdir()
-        for rank in range(pages):
-            (folder / f"rank{rank}.page").touch()
+        for rank in range(buffers):
+            (folder / f"rank{rank}.trace").touch()
         os.utime(folder, (long_ago := time.time() - 600 - n, long_ago))
 
 
@@ -144,7 +144,7 @@ def test_what_a_killed_sweep_has_left(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_old(tmp_path, 10_000, pages=1)
+    make_old(tmp_path, 10_000, buffers=1)
     sweep(tmp_path)  # of one start: some of them
     assert 10 < len(list(tmp_path.iterdir())) < 10_000
     monkeypatch.setattr("shardmesh.mesh.monitor.recording.cleanup._LONGEST_S", 600.0)
@@ -156,53 +156,53 @@ def test_ten_thousand_old_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_verdict_reaches_the_others_without_the_folder(two: list[Hand]) -> None:
-    shutil.rmtree(two[0].watch.board.folder)
-    assert two[1].watch.board.post(VERDICT) == VERDICT
-    assert two[0].watch.board.verdict() == VERDICT
-    two[0].watch.close()
+    shutil.rmtree(two[0].monitor.directory.folder)
+    assert two[1].monitor.directory.post(VERDICT) == VERDICT
+    assert two[0].monitor.directory.verdict() == VERDICT
+    two[0].monitor.close()
 
 
 def test_a_verdict_that_is_longer_than_there_is_room(two: list[Hand]) -> None:
-    two[1].watch.board.post(Verdict("raised", (1,), "ValueError", (), "x" * 1_000_000))
-    found = two[0].watch.board.verdict()
+    two[1].monitor.directory.post(Verdict("raised", (1,), "ValueError", (), "x" * 1_000_000))
+    found = two[0].monitor.directory.verdict()
     assert found is not None
     assert (found.kind, found.ranks) == ("raised", (1,))
     assert found.text.startswith("xxx")
 
 
 def test_a_process_that_is_stopped_while_it_writes_does_not_stop_the_others(two: list[Hand], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_module, "_TO_LOCK_S", 0.05)
-    with (two[1].watch.board.folder / "alarm").open("rb") as file:
+    monkeypatch.setattr(directory_module, "_TO_LOCK_S", 0.05)
+    with (two[1].monitor.directory.folder / "alarm").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert two[0].watch.board.post(VERDICT) == VERDICT
+        assert two[0].monitor.directory.post(VERDICT) == VERDICT
 
 
 def test_of_a_verdict_and_giving_up_the_first_stands(two: list[Hand], tmp_path: Path) -> None:
-    one, other = two[0].watch.board, two[1].watch.board
+    one, other = two[0].monitor.directory, two[1].monitor.directory
     assert one.give_up()
     assert not other.give_up()
     other.post(VERDICT)
     assert one.verdict() is None
     three, four = played(tmp_path / "b", 2)
-    three.watch.board.post(VERDICT)
-    assert not four.watch.board.give_up()
-    assert four.watch.board.alarm[0] == Alarm.VERDICT
+    three.monitor.directory.post(VERDICT)
+    assert not four.monitor.directory.give_up()
+    assert four.monitor.directory.alarm[0] == Alarm.VERDICT
 
 
 def test_ranks_that_gave_up_only_note_down(two: list[Hand], capsys: pytest.CaptureFixture[str]) -> None:
-    seat = two[0].watch.sit(two[0].world.group((0, 1)))
-    two[0].world.watch = two[0].watch
-    two[1].watch.give_up("the folder is full")
+    recorder = two[0].monitor.add_recorder(two[0].world.group((0, 1)))
+    two[0].world.monitor = two[0].monitor
+    two[1].monitor.give_up("the folder is full")
     for how in ("sum", "max"):
         two[1].call(how=how)
-        seat.enter("all_reduce", "sum", torch.float32, 4, 16, 16)  # neither waits nor compares
-    assert (two[0].world.watch, seat.watch) == (None, None)
-    assert two[0].world.page.words[H.RECORDS] == 2  # the ledger goes on where it was
-    assert capsys.readouterr().err == "shardmesh: no watch over this job. the folder is full\n"
-    two[0].watch.wait(seat, 1, _Done())
-    two[0].watch.meet(seat, 1, [1])
-    two[0].watch.assemble(seat, 1)
-    two[0].watch.look(seat)
+        recorder.enter("all_reduce", "sum", torch.float32, 4, 16, 16)  # neither waits nor compares
+    assert (two[0].world.monitor, recorder.monitor) == (None, None)
+    assert two[0].world.trace_buffer.words[Header.RECORDS] == 2  # the ledger goes on where it was
+    assert capsys.readouterr().err == "shardmesh: this job is not monitored: the folder is full\n"
+    two[0].monitor.wait(recorder, 1, _Done())
+    two[0].monitor.wait_for_peers(recorder, 1, [1])
+    two[0].monitor.rendezvous(recorder, 1)
+    two[0].monitor.look(recorder)
 
 
 class _Done:
@@ -213,10 +213,10 @@ class _Done:
 
 
 def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> None:
-    shutil.rmtree(two[0].watch.board.folder)
-    two[1].watch.raised(ValueError("no such file"))
+    shutil.rmtree(two[0].monitor.directory.folder)
+    two[1].monitor.raised(ValueError("no such file"))
     with pytest.raises(PeerError, match="no such file"):
-        two[0].watch.check()
+        two[0].monitor.check()
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_a_verdict_is_still_raised_where_the_folder_is_gone(two: list[Hand]) -> 
 
 def test_who_has_seen_all_asks_nobody(two: list[Hand]) -> None:
     asking = Agreement(HashStore(), "job", "stale", 0, 2)
-    asking.doubt(two[0].watch, (0, 1))
+    asking.check_visible(two[0].monitor, (0, 1))
     assert asking._thread is None
 
 
@@ -240,16 +240,16 @@ def test_giving_up_does_not_wait_where_the_main_thread_does(capsys: pytest.Captu
     waiting.join()
     Agreement(store, "job", "stale", 1, 2).decline("the folder is full")
     assert other.get("shardmesh/watch/job/without") == b"rank 0: the folder is full"
-    assert capsys.readouterr().err == "shardmesh: no watch over this job. rank 0: the folder is full\n"
+    assert capsys.readouterr().err == "shardmesh: this job is not monitored: rank 0: the folder is full\n"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def assert_all_train(ended: list[Ended], watch: str, warnings: int) -> None:
+def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
-    assert all(f"result 40.0 watch {watch}" in rank.output for rank in ended)
-    assert sum(rank.output.count("no watch over this job") for rank in ended) == warnings
+    assert all(f"result 40.0 watch {monitor}" in rank.output for rank in ended)
+    assert sum(rank.output.count("this job is not monitored") for rank in ended) == warnings
 
 
 @pytest.mark.one_in(2)
@@ -314,7 +314,7 @@ def test_a_folder_that_vanishes_again_and_again(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "always")
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
     assert all("result 40.0" in rank.output for rank in ended)
-    assert sum(rank.output.count("no watch over this job") for rank in ended) <= 1
+    assert sum(rank.output.count("this job is not monitored") for rank in ended) <= 1
 
 
 def test_a_rank_in_another_folder(forked: Forked) -> None:

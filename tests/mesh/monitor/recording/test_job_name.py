@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from shardmesh.mesh.monitor.recording import job_name
-from shardmesh.mesh.monitor.startup.rank_info import Card, machine, own_card
+from shardmesh.mesh.monitor.startup.rank_info import RankInfo, machine, own_rank_info
 
 NOBODY = 2**22 + 5  # no process has that number
 
@@ -22,15 +22,15 @@ def _first_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
 
 
-def card(rank: int, pid: int, here: bool = True) -> Card:
-    return Card(rank, "host", pid, machine() if here else "another", 1, 0, "", {})
+def info(rank: int, pid: int, here: bool = True) -> RankInfo:
+    return RankInfo(rank, "host", pid, machine() if here else "another", 1, 0, "", {})
 
 
-def names(store: Any, cards: Sequence[Card], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def names(store: Any, infos: Sequence[RankInfo], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What these processes find, one after the other."""
     found = []
-    for one in cards:
-        monkeypatch.setattr(job_name, "own_card", lambda *_, one=one: one)
+    for one in infos:
+        monkeypatch.setattr(job_name, "own_rank_info", lambda *_, one=one: one)
         monkeypatch.setattr(job_name, "_joined", job_name.Counter())
         name = job_name.find_name(store, one.rank)
         assert name is not None
@@ -42,13 +42,13 @@ def names(store: Any, cards: Sequence[Card], monkeypatch: pytest.MonkeyPatch) ->
 def alive(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Numbers of processes that live."""
     living: set[int] = set()
-    monkeypatch.setattr(Card, "is_gone", lambda self: self.machine == machine() and self.pid not in living)
+    monkeypatch.setattr(RankInfo, "is_gone", lambda self: self.machine == machine() and self.pid not in living)
     return living
 
 
 def test_all_ranks_find_one_name(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
     alive |= {10, 11, 12}
-    assert len(set(names(HashStore(), [card(r, 10 + r) for r in range(3)], monkeypatch))) == 1
+    assert len(set(names(HashStore(), [info(r, 10 + r) for r in range(3)], monkeypatch))) == 1
 
 
 @pytest.mark.parametrize("came", [{0, 1, 2}, {0}, {2}, {0, 1}, set()])
@@ -57,10 +57,10 @@ def test_the_next_attempt_finds_another(monkeypatch: pytest.MonkeyPatch, alive: 
     """Also where some ranks of the first one never came."""
     store = HashStore()
     alive |= {10, 11, 12}
-    first = names(store, [card(r, 10 + r) for r in came], monkeypatch)
+    first = names(store, [info(r, 10 + r) for r in came], monkeypatch)
     alive -= {10, 11, 12}
     alive |= {20, 21, 22}
-    again = names(store, [card(r, 20 + r) for r in order], monkeypatch)
+    again = names(store, [info(r, 20 + r) for r in order], monkeypatch)
     assert len(set(again)) == 1
     assert not set(first) & set(again)
 
@@ -68,8 +68,8 @@ def test_the_next_attempt_finds_another(monkeypatch: pytest.MonkeyPatch, alive: 
 def test_ranks_of_another_host_are_known_by_their_own_cards(monkeypatch: pytest.MonkeyPatch, alive: set[int]) -> None:
     store = HashStore()
     alive |= {20, 21}
-    first = names(store, [card(0, 10, here=False), card(1, 11, here=False)], monkeypatch)
-    again = names(store, [card(0, 20, here=False), card(1, 21, here=False)], monkeypatch)
+    first = names(store, [info(0, 10, here=False), info(1, 11, here=False)], monkeypatch)
+    again = names(store, [info(0, 20, here=False), info(1, 21, here=False)], monkeypatch)
     assert again[0] == again[1] != first[0]
 
 
@@ -87,7 +87,7 @@ def test_who_came_before_learns_that_the_name_is_stale(monkeypatch: pytest.Monke
     found = job_name.find_name(store, 0)
     assert found is not None
     assert not store.check([found[1]])
-    other = replace(own_card(1, {}, 0, os.environ), pid=NOBODY)
+    other = replace(own_rank_info(1, {}, 0, os.environ), pid=NOBODY)
     store.set("shardmesh/job/0/rank1", other.to_json())
     again = job_name.find_name(store, 1)
     assert again is not None

@@ -15,8 +15,8 @@ from shardmesh import P
 from shardmesh.mesh import current_world, null_world, simulate
 from shardmesh.mesh.comm.call_site import user_frame
 from shardmesh.mesh.comm.group import Group, World
-from shardmesh.mesh.monitor.diagnosis import diagnose
-from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, H, Record
+from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
+from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import guard as set_guard
 from shardmesh.mesh.monitor.settings import settings
 from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
@@ -38,7 +38,7 @@ def group(world: World) -> Group:
 
 def places(world: World) -> list[int]:
     """The lines in this file that collectives came from."""
-    found = [record.place.rpartition(":") for record in world.page.records()]
+    found = [record.place.rpartition(":") for record in world.trace_buffer.records()]
     assert {file for file, _, _ in found} <= {HERE}
     return [int(line) for _, _, line in found]
 
@@ -53,7 +53,7 @@ def line() -> int:
 
 def test_a_record_says_when_it_is_over(world: World, group: Group) -> None:
     group.all_reduce(torch.ones(4))
-    (record,) = world.page.records()
+    (record,) = world.trace_buffer.records()
     assert 0 < record.start <= record.end
     assert (record.sent, record.received) == (24, 24)
     assert record.call.split("\t") == ["all_reduce", "sum", "float32", "4", ""]
@@ -70,21 +70,21 @@ def test_one_that_raises_stays_under_way(world: World, group: Group) -> None:
 
     with pytest.raises(Odd):
         group.direct("copied", 1, 2, torch.uint8, fail)
-    assert world.page.last is not None
-    assert world.page.last.end == 0
+    assert world.trace_buffer.last is not None
+    assert world.trace_buffer.last.end == 0
 
 
 def test_numbers_count_for_each_group(world: World, group: Group) -> None:
     pair = world.group([0, 1])
     for one in (group, pair, group, pair, pair):
         one.barrier()
-    assert [(record.group, record.sequence) for record in world.page.records()] == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
-    assert [world.page.group_text(n).rpartition("\t")[2] for n in range(2)] == ["0,1,2,3", "0,1"]
+    assert [(record.group, record.sequence) for record in world.trace_buffer.records()] == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)]
+    assert [world.trace_buffer.group_text(n).rpartition("\t")[2] for n in range(2)] == ["0,1,2,3", "0,1"]
 
 
 def test_a_group_of_one_notes_nothing(world: World) -> None:
     world.group([0]).all_reduce(torch.ones(1))
-    assert world.page.words[H.RECORDS] == 0
+    assert world.trace_buffer.words[Header.RECORDS] == 0
 
 
 def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
     found = []
     for sequence, call in enumerate(calls):
         hand.call(**call)
-        found.append(diagnose.member(hand.watch.board, hand.seat().key, 0, sequence).word & low48)
+        found.append(member(hand.monitor.directory, hand.recorder().key, 0, sequence).word & low48)
     assert len(set(found)) == len(calls)
     hand.call(note="f32[4] @ P() -> P()")
-    assert diagnose.member(hand.watch.board, hand.seat().key, 0, len(calls)).word & low48 == found[-1]
+    assert member(hand.monitor.directory, hand.recorder().key, 0, len(calls)).word & low48 == found[-1]
 
 
 def test_more_collectives_than_fit(tmp_path: Path) -> None:
@@ -109,17 +109,17 @@ def test_more_collectives_than_fit(tmp_path: Path) -> None:
     for hand in hands:
         for _ in range(count):
             hand.call()
-    page = hands[0].page
-    assert page.words[H.RECORDS] == count
-    records = list(page.records())
+    buffer = hands[0].buffer
+    assert buffer.words[Header.RECORDS] == count
+    records = list(buffer.records())
     assert [record.sequence for record in records] == list(range(count - RECORDS, count))
     for sequence in (count - 1, count - 64):
-        found = diagnose.members(hands[0].watch, hands[0].seat(), sequence)
+        found = members(hands[0].monitor, hands[0].recorder(), sequence)
         assert all(m.came for m in found)
-        assert diagnose.agree(found)
+        assert agree(found)
         assert [m.number for m in found] == [sequence] * 2
-    assert [m.came for m in diagnose.members(hands[0].watch, hands[0].seat(), count - 65)] == [None, None]
-    assert [m.came for m in diagnose.members(hands[0].watch, hands[0].seat(), count)] == [False, False]
+    assert [m.came for m in members(hands[0].monitor, hands[0].recorder(), count - 65)] == [None, None]
+    assert [m.came for m in members(hands[0].monitor, hands[0].recorder(), count)] == [False, False]
 
 
 def test_the_end_of_one_that_left_the_ring_is_not_written_over_another(world: World, group: Group) -> None:
@@ -129,19 +129,19 @@ def test_the_end_of_one_that_left_the_ring_is_not_written_over_another(world: Wo
             group.barrier()
 
     group.direct("slow", 0, 0, torch.uint8, run)
-    assert world.page.record(0) is None
-    newest = world.page.record(RECORDS)
+    assert world.trace_buffer.record(0) is None
+    newest = world.trace_buffer.record(RECORDS)
     assert newest is not None
     assert newest.end >= newest.start
-    assert all(record.call.startswith("barrier") for record in world.page.records())
+    assert all(record.call.startswith("barrier") for record in world.trace_buffer.records())
 
 
 def test_groups_beyond_the_table_are_recorded(tmp_path: Path) -> None:
     (hand,) = played(tmp_path, 1)
-    hand.page.words[H.GROUPS] = GROUPS
+    hand.buffer.words[Header.GROUPS] = GROUPS
     hand.call()
     hand.call("barrier", "", torch.uint8, 0)
-    first, last = hand.page.records()
+    first, last = hand.buffer.records()
     assert (first.call.split("\t")[0], last.call.split("\t")[0]) == ("all_reduce", "barrier")
     assert (first.sequence, last.sequence) == (0, 1)
     assert first.group == last.group >= GROUPS
@@ -160,10 +160,10 @@ def guard() -> Iterator[Callable[[str], None]]:
 def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group, guard: Callable[[str], None]) -> None:
     guard("off")
     group.all_reduce(torch.ones(4))
-    assert world.page.words[H.RECORDS] == 0
+    assert world.trace_buffer.words[Header.RECORDS] == 0
     guard("on")
     group.barrier()
-    assert [record.call.split("\t")[0] for record in world.page.records()] == ["barrier"]
+    assert [record.call.split("\t")[0] for record in world.trace_buffer.records()] == ["barrier"]
 
 
 def test_off_still_tells_observers(world: World, group: Group, guard: Callable[[str], None]) -> None:
@@ -237,15 +237,15 @@ def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
     thread = threading.Thread(target=group.all_reduce, args=(torch.ones(4),))
     thread.start()
     thread.join()
-    assert world.page.last is not None
-    assert world.page.last.place.rpartition("/")[2].startswith("threading.py:")
+    assert world.trace_buffer.last is not None
+    assert world.trace_buffer.last.place.rpartition("/")[2].startswith("threading.py:")
 
 
 def test_sharded_tensors_come_by_many_ways(world: World) -> None:
     """The same collective with the same note, from methods of different depth."""
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
-    before = world.page.words[H.RECORDS]
+    before = world.trace_buffer.words[Header.RECORDS]
     expected = []
     for _ in range(3):
         x.full_tensor()
@@ -265,7 +265,7 @@ def test_backward_names_the_line_that_asked_for_it(world: World) -> None:
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
     for _ in range(2):
         loss = (x @ w).sum()
-        before = world.page.words[H.RECORDS]
+        before = world.trace_buffer.words[Header.RECORDS]
         loss.backward()
         here = line() - 1
         found = places(world)[before:]
@@ -292,9 +292,9 @@ def test_the_lines_of_random_programs(seed: int) -> None:
     def one_rank(program: Program, mesh: Any) -> None:
         world, truth = current_world(), Truth()
         world.observers.append(truth)
-        before = world.page.words[H.RECORDS]
+        before = world.trace_buffer.words[Header.RECORDS]
         run(program, mesh, world.rank, False)
-        found[world.rank] = truth.lines, list(world.page.records())[before:]
+        found[world.rank] = truth.lines, list(world.trace_buffer.records())[before:]
 
     program = healthy_program(seed, MORE_MESHES, turns=(3, 6))
     simulate(program.size, prints="plain")(lambda: one_rank(program, mesh_of(program)))()

@@ -9,146 +9,146 @@ from pathlib import Path
 
 import pytest
 
-from shardmesh.mesh.monitor.recording import job_directory as boards
+from shardmesh.mesh.monitor.recording import job_directory as directory_module
 from shardmesh.mesh.monitor.recording.cleanup import is_over, sweep
 from shardmesh.mesh.monitor.recording.files import folder_prefix
-from shardmesh.mesh.monitor.recording.job_directory import Board, is_dead, is_stopped, open_page
+from shardmesh.mesh.monitor.recording.job_directory import JobDirectory, is_dead, is_stopped, open_buffer
 from shardmesh.mesh.monitor.recording.trace_buffer import (
+    BUFFER_BYTES,
     GROUPS,
     MAGIC,
-    PAGE_BYTES,
     RECORDS,
     STACK_BYTES,
     TEXT_BYTES,
-    H,
-    Page,
-    State,
+    Header,
+    RankState,
+    TraceBuffer,
     stable_hash,
 )
-from shardmesh.mesh.monitor.verdict import Seen, Verdict
+from shardmesh.mesh.monitor.verdict import Observation, Verdict
 
 
 @pytest.fixture
-def page() -> Page:
-    return Page.private(1, 4)
+def buffer() -> TraceBuffer:
+    return TraceBuffer.private(1, 4)
 
 
-def record(page: Page, number: int, group: int = 0, call: str = "barrier") -> None:
-    page.write_record(number, [group << 48 | number, page.text(call), page.text("a.py:1"), 10, 20, 30, 40, 50])
+def record(buffer: TraceBuffer, number: int, group: int = 0, call: str = "barrier") -> None:
+    buffer.write_record(number, [group << 48 | number, buffer.text(call), buffer.text("a.py:1"), 10, 20, 30, 40, 50])
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_comes_back(page: Page) -> None:
-    record(page, 0, group=3, call="all_reduce\tsum")
-    found = page.last
+def test_a_record_comes_back(buffer: TraceBuffer) -> None:
+    record(buffer, 0, group=3, call="all_reduce\tsum")
+    found = buffer.last
     assert found is not None
     assert found[:5] == (0, 3, 0, "all_reduce\tsum", "a.py:1")
     assert found[5:] == (10, 20, 30, 40, 50)
 
 
-def test_a_page_without_records(page: Page) -> None:
-    assert page.last is None
-    assert page.blocked is None
-    assert list(page.records()) == []
-    assert page.record(0) is None
-    assert page.record(-1) is None
+def test_a_page_without_records(buffer: TraceBuffer) -> None:
+    assert buffer.last is None
+    assert buffer.blocked is None
+    assert list(buffer.records()) == []
+    assert buffer.record(0) is None
+    assert buffer.record(-1) is None
 
 
-def test_the_newest_records_stay(page: Page) -> None:
+def test_the_newest_records_stay(buffer: TraceBuffer) -> None:
     for number in range(RECORDS + 3):
-        record(page, number)
-    assert page.record(2) is None
-    assert page.record(RECORDS + 3) is None
-    assert [found.number for found in page.records()] == list(range(3, RECORDS + 3))
-    assert [found.sequence for found in page.records()] == list(range(3, RECORDS + 3))
+        record(buffer, number)
+    assert buffer.record(2) is None
+    assert buffer.record(RECORDS + 3) is None
+    assert [found.number for found in buffer.records()] == list(range(3, RECORDS + 3))
+    assert [found.sequence for found in buffer.records()] == list(range(3, RECORDS + 3))
 
 
-def test_large_numbers(page: Page) -> None:
+def test_large_numbers(buffer: TraceBuffer) -> None:
     """Groups take 16 bits and sequences 48 of one word; numbers do not wrap."""
     number = (1 << 40) + 5
-    page.write_record(number, [0xFFFF << 48 | number, 0, 0, 1, 2, (1 << 64) - 1, 3, 4])
-    found = page.record(number)
+    buffer.write_record(number, [0xFFFF << 48 | number, 0, 0, 1, 2, (1 << 64) - 1, 3, 4])
+    found = buffer.record(number)
     assert found is not None
     assert (found.group, found.sequence, found.lineage) == (0xFFFF, number, (1 << 64) - 1)
 
 
-def test_the_collective_that_it_waits_in(page: Page) -> None:
-    record(page, 0, call="all_gather")
-    record(page, 1)
-    page.words[H.BLOCKED] = 1
-    assert page.blocked is not None
-    assert page.blocked.call == "all_gather"
+def test_the_collective_that_it_waits_in(buffer: TraceBuffer) -> None:
+    record(buffer, 0, call="all_gather")
+    record(buffer, 1)
+    buffer.words[Header.BLOCKED] = 1
+    assert buffer.blocked is not None
+    assert buffer.blocked.call == "all_gather"
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "x", "f32[8, 4] @ P('dp')", "größe", "\N{SNOWMAN}" * 9, "a\tb\nc"])
-def test_texts_come_back(page: Page, text: str) -> None:
-    assert page.read_text(page.text(text)) == text
+def test_texts_come_back(buffer: TraceBuffer, text: str) -> None:
+    assert buffer.read_text(buffer.text(text)) == text
 
 
-def test_a_text_is_written_once(page: Page) -> None:
-    first = page.text("somewhere/train.py:12")
-    end = page.words[H.TEXT_END]
-    assert page.text("somewhere/train.py:12") == first
-    assert page.words[H.TEXT_END] == end
+def test_a_text_is_written_once(buffer: TraceBuffer) -> None:
+    first = buffer.text("somewhere/train.py:12")
+    end = buffer.words[Header.TEXT_END]
+    assert buffer.text("somewhere/train.py:12") == first
+    assert buffer.words[Header.TEXT_END] == end
 
 
-def test_long_texts_are_cut(page: Page) -> None:
-    assert page.read_text(page.text("x" * 10_000)) == "x" * 4096
+def test_long_texts_are_cut(buffer: TraceBuffer) -> None:
+    assert buffer.read_text(buffer.text("x" * 10_000)) == "x" * 4096
 
 
-def test_a_lone_surrogate_does_no_harm(page: Page) -> None:
+def test_a_lone_surrogate_does_no_harm(buffer: TraceBuffer) -> None:
     """As in a file name that is no UTF-8."""
-    assert page.read_text(page.text("bad\udcff.py:3")) == "bad?.py:3"
+    assert buffer.read_text(buffer.text("bad\udcff.py:3")) == "bad?.py:3"
 
 
-def test_when_the_table_of_texts_is_full(page: Page) -> None:
+def test_when_the_table_of_texts_is_full(buffer: TraceBuffer) -> None:
     texts = [f"{n:04} " + "x" * 4000 for n in range(TEXT_BYTES // 4000 + 5)]
-    places = [page.text(text) for text in texts]
+    places = [buffer.text(text) for text in texts]
     lost = places[-1]
-    assert page.read_text(lost) == "?"
-    assert all(page.read_text(place) == text for place, text in zip(places, texts, strict=True) if place != lost)
-    assert page.words[H.TEXT_END] <= TEXT_BYTES
-    record(page, 0, call=texts[-1])
-    assert page.last is not None
-    assert page.last.call == "?"
-    assert page.read_text(page.text("short")) == "short"  # there is room for this one
-    assert texts[-1] not in page._texts  # of which there may be ever new ones
+    assert buffer.read_text(lost) == "?"
+    assert all(buffer.read_text(place) == text for place, text in zip(places, texts, strict=True) if place != lost)
+    assert buffer.words[Header.TEXT_END] <= TEXT_BYTES
+    record(buffer, 0, call=texts[-1])
+    assert buffer.last is not None
+    assert buffer.last.call == "?"
+    assert buffer.read_text(buffer.text("short")) == "short"  # there is room for this one
+    assert texts[-1] not in buffer._texts  # of which there may be ever new ones
 
 
 @pytest.mark.parametrize("place", [-1, 0, TEXT_BYTES - 4, TEXT_BYTES, 1 << 40])
-def test_what_is_no_place_of_a_text(page: Page, place: int) -> None:
-    assert page.read_text(place) == ""
+def test_what_is_no_place_of_a_text(buffer: TraceBuffer, place: int) -> None:
+    assert buffer.read_text(place) == ""
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_found_by_their_key(page: Page) -> None:
-    numbers = [page.add_group(stable_hash(f"group {n}"), f"axis{n}\t0,1") for n in range(3)]
+def test_groups_are_found_by_their_key(buffer: TraceBuffer) -> None:
+    numbers = [buffer.add_group(stable_hash(f"group {n}"), f"axis{n}\t0,1") for n in range(3)]
     assert numbers == [0, 1, 2]
-    assert page.find_group(stable_hash("group 1")) == 1
-    assert page.find_group(stable_hash("group 3")) is None
-    assert page.group_text(2) == "axis2\t0,1"
-    assert page.group_key(2) == stable_hash("group 2")
+    assert buffer.find_group(stable_hash("group 1")) == 1
+    assert buffer.find_group(stable_hash("group 3")) is None
+    assert buffer.group_text(2) == "axis2\t0,1"
+    assert buffer.group_key(2) == stable_hash("group 2")
 
 
-def test_a_full_table_of_groups(page: Page) -> None:
+def test_a_full_table_of_groups(buffer: TraceBuffer) -> None:
     for n in range(GROUPS):
-        assert page.add_group(n + 1, "x\t0,1") == n
-    assert page.add_group(GROUPS + 1, "x\t0,1") is None
-    assert page.find_group(GROUPS + 1) is None
-    assert page.words[H.GROUPS] == GROUPS
+        assert buffer.add_group(n + 1, "x\t0,1") == n
+    assert buffer.add_group(GROUPS + 1, "x\t0,1") is None
+    assert buffer.find_group(GROUPS + 1) is None
+    assert buffer.words[Header.GROUPS] == GROUPS
 
 
-def test_the_group_that_has_no_place_in_the_table_has_no_text(page: Page) -> None:
+def test_the_group_that_has_no_place_in_the_table_has_no_text(buffer: TraceBuffer) -> None:
     for n in range(300):
-        page.text(f"{n} " * 1000)  # so that something stands where its text would be
-    assert page.group_text(0xFFFF) == ""
+        buffer.text(f"{n} " * 1000)  # so that something stands where its text would be
+    assert buffer.group_text(0xFFFF) == ""
 
 
 def test_hashes_do_not_depend_on_the_process() -> None:
@@ -158,17 +158,17 @@ def test_hashes_do_not_depend_on_the_process() -> None:
 # -- stacks ------------------------------------------------------------------------------------------------------------
 
 
-def test_stacks_come_back_and_are_cut(page: Page) -> None:
-    page.words[H.STACK_WANTED] = 3
-    page.write_stack("File a.py, line 1")
-    assert page.read_stack() == "File a.py, line 1"
-    assert page.words[H.STACK_GIVEN] == 3
-    page.write_stack("x" * STACK_BYTES * 2)
-    assert set(page.read_stack()) == {"x"}
-    page.write_stack("short")
-    assert page.read_stack() == "short"
-    assert page.group_text(0) == ""  # what comes after the stack is untouched
-    assert page.words[H.GROUPS] == 0
+def test_stacks_come_back_and_are_cut(buffer: TraceBuffer) -> None:
+    buffer.words[Header.STACK_WANTED] = 3
+    buffer.write_stack("File a.py, line 1")
+    assert buffer.read_stack() == "File a.py, line 1"
+    assert buffer.words[Header.STACK_GIVEN] == 3
+    buffer.write_stack("x" * STACK_BYTES * 2)
+    assert set(buffer.read_stack()) == {"x"}
+    buffer.write_stack("short")
+    assert buffer.read_stack() == "short"
+    assert buffer.group_text(0) == ""  # what comes after the stack is untouched
+    assert buffer.words[Header.GROUPS] == 0
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -181,33 +181,33 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_others_see_what_a_rank_writes(parent: Path) -> None:
-    mine, other = Board("job", 0, 2), Board("job", 1, 2)
-    record(mine.page, 0, call="all_reduce")
-    seen = other.of(0)
+    mine, other = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
+    record(mine.buffer, 0, call="all_reduce")
+    seen = other.buffer_of(0)
     assert seen is not None
-    assert seen.words[H.RANK] == 0
-    assert seen.words[H.SIZE] == 2
-    assert seen.words[H.PID] == os.getpid()
-    assert seen.last == mine.page.last
-    assert sorted(path.name for path in mine.folder.iterdir()) == ["alarm", "rank0.page", "rank1.page"]
+    assert seen.words[Header.RANK] == 0
+    assert seen.words[Header.SIZE] == 2
+    assert seen.words[Header.PID] == os.getpid()
+    assert seen.last == mine.buffer.last
+    assert sorted(path.name for path in mine.folder.iterdir()) == ["alarm", "rank0.trace", "rank1.trace"]
     assert mine.folder == parent / f"{folder_prefix()}job"
     assert mine.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_page_that_is_not_there_or_none(parent: Path) -> None:
-    board = Board("job", 0, 2)
-    assert board.of(1) is None
-    board.path(1).write_bytes(b"")
-    assert open_page(board.path(1)) is None
-    board.path(1).write_bytes(bytes(PAGE_BYTES))
-    assert open_page(board.path(1)) is None  # without the magic word
-    board.path(1).write_bytes(MAGIC.to_bytes(8, "little"))
-    assert open_page(board.path(1)) is None  # too short
+    directory = JobDirectory("job", 0, 2)
+    assert directory.buffer_of(1) is None
+    directory.path(1).write_bytes(b"")
+    assert open_buffer(directory.path(1)) is None
+    directory.path(1).write_bytes(bytes(BUFFER_BYTES))
+    assert open_buffer(directory.path(1)) is None  # without the magic word
+    directory.path(1).write_bytes(MAGIC.to_bytes(8, "little"))
+    assert open_buffer(directory.path(1)) is None  # too short
 
 
 def test_the_first_verdict_stands(parent: Path) -> None:
-    one, two = Board("job", 0, 2), Board("job", 1, 2)
-    first = Verdict("mismatch", (1,), "shape", (Seen(1, "all_reduce", "a.py:1"),), "rank 1 differs")
+    one, two = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
+    first = Verdict("mismatch", (1,), "shape", (Observation(1, "all_reduce", "a.py:1"),), "rank 1 differs")
     assert one.alarm[0] == two.alarm[0] == 0
     assert one.post(first) == first
     assert two.alarm[0] == 1
@@ -217,51 +217,51 @@ def test_the_first_verdict_stands(parent: Path) -> None:
 
 
 def test_a_verdict_where_the_folder_has_gone(parent: Path) -> None:
-    board = Board("job", 0, 2)
-    for path in board.folder.iterdir():
+    directory = JobDirectory("job", 0, 2)
+    for path in directory.folder.iterdir():
         path.unlink()
-    board.folder.rmdir()
+    directory.folder.rmdir()
     verdict = Verdict("left", (), "", (), "gone")
-    assert board.post(verdict) == verdict
+    assert directory.post(verdict) == verdict
 
 
 def test_the_last_rank_takes_the_folder_away(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    one, two = Board("job", 0, 2), Board("job", 1, 2)
-    one.leave(State.ENDED)
+    one, two = JobDirectory("job", 0, 2), JobDirectory("job", 1, 2)
+    one.leave(RankState.ENDED)
     assert one.folder.exists()
-    two.leave(State.CLOSED)
+    two.leave(RankState.CLOSED)
     assert not one.folder.exists()
 
 
 def test_a_rank_that_ends_before_others_have_come_leaves_its_page(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They learn from it that nobody will come."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    one = Board("job", 0, 3)
-    one.leave(State.ENDED)
-    two = Board("job", 1, 3)
-    seen = two.of(0)
+    one = JobDirectory("job", 0, 3)
+    one.leave(RankState.ENDED)
+    two = JobDirectory("job", 1, 3)
+    seen = two.buffer_of(0)
     assert seen is not None
-    assert seen.words[H.STATE] == State.ENDED
-    two.leave(State.ENDED)
+    assert seen.words[Header.STATE] == RankState.ENDED
+    two.leave(RankState.ENDED)
     assert one.folder.exists()
-    Board("job", 2, 3).leave(State.ENDED)
+    JobDirectory("job", 2, 3).leave(RankState.ENDED)
     assert not one.folder.exists()
 
 
 def test_the_folder_stays_where_something_went_wrong(parent: Path) -> None:
-    board = Board("job", 0, 1)
-    board.post(Verdict("lost", (0,), "", (), "died"))
-    board.leave(State.ENDED)
-    assert board.verdict() is not None
+    directory = JobDirectory("job", 0, 1)
+    directory.post(Verdict("lost", (0,), "", (), "died"))
+    directory.leave(RankState.ENDED)
+    assert directory.verdict() is not None
 
 
 def folder_of(parent: Path, job: str, age_s: float, *, dead: bool = True) -> Path:
-    board = Board(job, 0, 2)
-    board.page.words[H.BORN] += dead
+    directory = JobDirectory(job, 0, 2)
+    directory.buffer.words[Header.BORN] += dead
     then = time.time() - age_s
-    os.utime(board.folder, (then, then))
-    return board.folder
+    os.utime(directory.folder, (then, then))
+    return directory.folder
 
 
 def test_what_dead_jobs_have_left_is_swept_but_for_the_newest(parent: Path) -> None:
@@ -284,41 +284,42 @@ def test_jobs_that_live_and_new_folders_are_left_alone(parent: Path) -> None:
 
 
 def test_jobs_of_another_container_are_left_alone(parent: Path) -> None:
-    board = Board("job", 0, 1)
-    board.page.words[H.PID_SPACE] += 1
-    board.page.words[H.BORN] += 1
-    assert not is_dead(board.page)  # nobody can tell
-    assert not is_over(board.folder)
+    directory = JobDirectory("job", 0, 1)
+    directory.buffer.words[Header.PID_SPACE] += 1
+    directory.buffer.words[Header.BORN] += 1
+    assert not is_dead(directory.buffer)  # nobody can tell
+    assert not is_over(directory.folder)
 
 
 def test_a_process_that_stopped_and_died(parent: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
-        page = Board("job", 0, 1).page
-        page.words[H.PID], page.words[H.BORN] = child.pid, boards.born(child.pid)
-        assert not is_dead(page)
-        assert not is_stopped(page)
+        buffer = JobDirectory("job", 0, 1).buffer
+        buffer.words[Header.PID], buffer.words[Header.BORN] = child.pid, directory_module.born(child.pid)
+        assert not is_dead(buffer)
+        assert not is_stopped(buffer)
         child.send_signal(19)  # SIGSTOP
         deadline = time.monotonic() + 60
-        while not is_stopped(page) and time.monotonic() < deadline:
+        while not is_stopped(buffer) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert is_stopped(page)
-        assert not is_dead(page)
+        assert is_stopped(buffer)
+        assert not is_dead(buffer)
     finally:
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_dead(page)  # a zombie
+    assert is_dead(buffer)  # a zombie
     child.wait(10)
-    assert is_dead(page)  # gone
+    assert is_dead(buffer)  # gone
 
 
 def test_another_process_with_the_same_number_is_not_the_rank(parent: Path) -> None:
-    page = Board("job", 0, 1).page
-    assert not is_dead(page)
-    page.words[H.BORN] -= 1
-    assert is_dead(page)
+    buffer = JobDirectory("job", 0, 1).buffer
+    assert not is_dead(buffer)
+    buffer.words[Header.BORN] -= 1
+    assert is_dead(buffer)
 
 
 def test_a_verdict_as_json() -> None:
-    verdict = Verdict("mismatch", (1, 3), "dtype", (Seen(1, "all_reduce(sum, f32)", "tränen.py:3"), Seen(0, "?", "")), "zwei\nZeilen")
+    seen = Observation(1, "all_reduce(sum, f32)", "tränen.py:3"), Observation(0, "?", "")
+    verdict = Verdict("mismatch", (1, 3), "dtype", seen, "zwei\nZeilen")
     assert Verdict.from_json(verdict.to_json()) == verdict

@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor.startup import job_store
-from shardmesh.mesh.monitor.startup.progress import Patience
-from shardmesh.mesh.monitor.startup.rank_info import Card, disagreement, file_store_fault, own_card, what_must_agree
+from shardmesh.mesh.monitor.startup.progress import Progress
+from shardmesh.mesh.monitor.startup.rank_info import (
+    RankInfo,
+    disagreement,
+    file_store_fault,
+    own_rank_info,
+    what_must_agree,
+)
 from tests.mesh.monitor.starter import Outcome, Rank, Starter, by_hand, free_port
 
 
@@ -185,18 +191,18 @@ def test_meshes_in_another_order(start: Starter) -> None:
 # ------------------------------------------------------------------------------------------------- in this process
 
 
-def card(rank: int, **alike: str) -> Card:
-    return own_card(rank, {"WORLD_SIZE": "4", **alike}, 0, {})
+def info(rank: int, **alike: str) -> RankInfo:
+    return own_rank_info(rank, {"WORLD_SIZE": "4", **alike}, 0, {})
 
 
 def test_the_most_common_value_is_right() -> None:
-    assert disagreement([card(rank, x="1") for rank in range(4)]) == ""
-    text = disagreement([card(0, x="1"), card(1, x="2"), card(2, x="1"), card(3, x="3")])
+    assert disagreement([info(rank, x="1") for rank in range(4)]) == ""
+    text = disagreement([info(0, x="1"), info(1, x="2"), info(2, x="1"), info(3, x="3")])
     assert "ranks 1, 3 do not fit the others:\n  x: rank 1 has 2, rank 3 has 3, ranks 0, 2 have 1\n" in text
 
 
 def test_ranks_that_have_no_vote_are_named() -> None:
-    assert "  ranks 2, 3 had not come yet\n" in disagreement([card(0, x="1"), card(1, x="2")], missing=[2, 3])
+    assert "  ranks 2, 3 had not come yet\n" in disagreement([info(0, x="1"), info(1, x="2")], missing=[2, 3])
 
 
 def test_what_must_agree_leaves_out_what_may_differ() -> None:
@@ -209,7 +215,7 @@ def test_a_file_store_that_a_killed_job_left(tmp_path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 2)
     assert file_store_fault(store, 0) == ""
     assert file_store_fault(store, 0) == ""  # this process, again
-    other = Card(1, "host", 2**22 + 5, card(0).machine, 1, 0, "", {})  # no process has that number
+    other = RankInfo(1, "host", 2**22 + 5, info(0).machine, 1, 0, "", {})  # no process has that number
     store.set("shardmesh/file/1", other.to_json())
     assert "process 4194309 on host host has ended, so the file was left by a job that was killed" in file_store_fault(store, 1)
 
@@ -218,11 +224,11 @@ def test_a_port_where_nothing_like_a_store_listens(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(job_store, "_ANSWER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = job_store.Address("127.0.0.1", server.getsockname()[1], False)
-        with pytest.raises(LaunchEnvironmentError, match=r"is no store of torch\.distributed: it is "):
-            job_store.opened(address, 1, 2, Patience(1, 5.0))
+        with pytest.raises(LaunchEnvironmentError, match=r"is not a torch\.distributed store: it is "):
+            job_store.opened(address, 1, 2, Progress(1, 5.0))
 
 
 def test_a_host_that_has_no_address() -> None:
     address = job_store.Address("no-such-host.invalid", free_port(), True)
     with pytest.raises(LaunchEnvironmentError, match=r"rank 1 cannot reach the launcher's store at MASTER_ADDR=no-such-host\.invalid"):
-        job_store.opened(address, 1, 2, Patience(1, 0.1))
+        job_store.opened(address, 1, 2, Progress(1, 0.1))

@@ -6,7 +6,7 @@ import pytest
 
 from shardmesh.mesh.errors import LaunchEnvironmentError
 from shardmesh.mesh.monitor.diagnosis.history import left_the_order
-from shardmesh.mesh.monitor.recording.trace_buffer import Page, stable_hash
+from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer, stable_hash
 from shardmesh.mesh.monitor.settings import from_environment
 from tests.mesh.monitor.forked import Ended, Forked
 from tests.mesh.monitor.torch_calls import torch_call_ranks as programs
@@ -64,23 +64,23 @@ def test_a_watch_that_gives_up(forked: Forked) -> None:
 # -- who left the order ------------------------------------------------------------------------------------------------
 
 
-def pages(*histories: str) -> dict[int, Page]:
+def buffers(*histories: str) -> dict[int, TraceBuffer]:
     """A page for each rank; a call is op:axes."""
     found = {}
     for rank, history in enumerate(histories):
-        page = found[rank] = Page.private(rank, len(histories))
+        buffer = found[rank] = TraceBuffer.private(rank, len(histories))
         groups: dict[str, tuple[int, int]] = {}
         for number, call in enumerate(history.split()):
             op, _, axes = call.partition(":")
             if axes not in groups:
                 ranks = "0,1" if axes.startswith("half") else ",".join(map(str, range(len(histories))))
                 label = f"torch's group {axes}" if axes.startswith("half") else axes
-                row = page.add_group(stable_hash(axes), f"{label}\t{ranks}")
+                row = buffer.add_group(stable_hash(axes), f"{label}\t{ranks}")
                 assert row is not None
                 groups[axes] = row, 0
             row, sequence = groups[axes]
             groups[axes] = row, sequence + 1
-            page.write_record(number, (row << 48 | sequence, page.text(op), 0, 1, 0, 0, 0, 0))
+            buffer.write_record(number, (row << 48 | sequence, buffer.text(op), 0, 1, 0, 0, 0, 0))
     return found
 
 
@@ -97,4 +97,4 @@ def pages(*histories: str) -> dict[int, Page]:
     ],
 )
 def test_who_left_the_order(histories: list[str], stuck: tuple[int, ...], odd: tuple[int, ...]) -> None:
-    assert left_the_order(pages(*histories), dict(enumerate(stuck))) == odd
+    assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == odd

@@ -68,8 +68,8 @@ def is_put_back(how: str) -> None:
     if how == "destroyed":
         group = weakref.ref(world())
         dist.destroy_process_group()
-        assert mesh.world.watch is not None
-        mesh.world.watch.close()
+        assert mesh.world.monitor is not None
+        mesh.world.monitor.close()
         assert group() is None, "the group lives on"
     else:
         dist.all_reduce(t)
@@ -101,8 +101,8 @@ def compiles() -> None:
 def goes_on_after_the_watch_has_given_up() -> None:
     mesh = make_mesh()
     dist.all_reduce(torch.ones(4))
-    assert mesh.world.watch is not None
-    mesh.world.watch.give_up("a test")
+    assert mesh.world.monitor is not None
+    mesh.world.monitor.give_up("a test")
     mesh.group("x").barrier()
     dist.all_reduce(torch.ones(4))
     print("went on")

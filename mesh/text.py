@@ -1,4 +1,4 @@
-"""Tables and lists of ranks as text of bounded length."""
+"""Format tables and lists of ranks as text of bounded length."""
 
 from __future__ import annotations
 
@@ -10,22 +10,34 @@ Item = TypeVar("Item")
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Rows as lines with columns below each other; the columns whose numbers are in `right` to the right."""
+    """Return the rows as lines with aligned columns.
+
+    Args:
+        right: indices of the columns that are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
     return ["  ".join(pad(c, w) for pad, c, w in zip(pads, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def ends(items: Sequence[Item], most: int) -> list[Item | None]:
-    """All items, or where there are more than `most` the first and the last ones around a None."""
+    """Return all items, or, if there are more than `most`, the first and the last ones around a None."""
     if len(items) <= most:
         return list(items)
     head = (most + 1) // 2
     return [*items[:head], None, *items[len(items) - most + head :]]
 
 
-def ranks_text(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks with runs of three or more shortened: `0-3,8,9`; of more than `most` runs the first ones, and how many there are."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks for a sentence: `rank 2`, or `ranks 0, 1, 3`; the middle of a long list is left out."""
+    names = [str(r) for r in ranks]
+    if len(names) > 16:
+        names = [*names[:8], "...", *names[-4:]]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}"
+
+
+def rank_runs(ranks: Sequence[int], most: int = 8) -> str:
+    """Return ranks with runs of three or more shortened: `0-3,8,9`; of more than `most` runs the first three, the last and the count."""
     runs: list[str] = []
     for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         found = [rank for _, rank in run]

@@ -1,0 +1,123 @@
+"""What each rank of a group shows of one collective: whether it has reached it, with which fingerprint, and what it is blocked on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..recording.job_directory import JobDirectory, is_dead
+from ..recording.recorder import SLOT_WORDS, SLOTS, Recorder, differ, row_of, unlike
+from ..recording.trace_buffer import Header, RankState, Record, TraceBuffer
+from ..settings import monotonic_ns
+from .votes import connected, is_divided, minority
+
+if TYPE_CHECKING:
+    from ..monitor import Monitor
+
+STABLE_NS = 500_000_000  # ranks that have waited on each other for so long are taken to wait for good
+
+
+class Member(NamedTuple):
+    """A rank of a group, as seen at one of the group's collectives.
+
+    Attributes:
+        rank: global rank.
+        buffer: its trace buffer; None when nothing is known of the rank.
+        came: whether it has called the collective; None when that is unknown, because it has called many more since.
+        word: its fingerprint, where it came; `lineage`, `number` (of the record) and `route` likewise.
+    """
+
+    rank: int
+    buffer: TraceBuffer | None
+    came: bool | None
+    word: int = 0
+    lineage: int = 0
+    number: int = -1
+    route: int = 0
+
+    @property
+    def record(self) -> Record | None:
+        return None if self.buffer is None or self.number < 0 else self.buffer.record(self.number)
+
+
+def member(directory: JobDirectory, group_key: int, rank: int, sequence: int) -> Member:
+    """Return what a rank shows of the collective `sequence` of a group."""
+    buffer = directory.buffer_of(rank)
+    group = None if buffer is None else buffer.find_group(group_key)
+    if buffer is None or group is None:
+        return Member(rank, buffer, False if buffer is None or not buffer.is_full else None)
+    at = row_of(group) + (sequence & (SLOTS - 1)) * SLOT_WORDS
+    word, lineage, number, route = buffer.words[at : at + SLOT_WORDS]
+    ahead = ((word >> 48) - sequence) & 0xFFFF
+    if word and ahead == 0:
+        return Member(rank, buffer, True, word, lineage, number, route)
+    return Member(rank, buffer, None if word and ahead < 0x8000 else False)
+
+
+def members(monitor: Monitor, recorder: Recorder, sequence: int) -> list[Member]:
+    """Return what each rank of the group shows of the collective `sequence`, in the group's order."""
+    return [member(monitor.directory, recorder.key, rank, sequence) for rank in recorder.group.ranks]
+
+
+def have_all_come(found: Iterable[Member]) -> bool:
+    return all(m.came is not False for m in found)
+
+
+def parties(found: Iterable[Member]) -> list[list[Member]]:
+    """Return the members that came, grouped by what they call."""
+    return connected([m for m in found if m.came], lambda one, other: one.word == other.word and not unlike(one.lineage, other.lineage))
+
+
+def agree(found: Iterable[Member]) -> bool:
+    """Return whether all members that came call the same."""
+    return not is_divided(parties(found), _differ)
+
+
+def _differ(one: Member, other: Member) -> bool:
+    return one.word != other.word or differ(one.lineage, one.buffer, other.lineage, other.buffer)
+
+
+def outliers(found: Iterable[Member]) -> tuple[int, ...]:
+    """Return the ranks that call something else than the majority; none where votes are equal."""
+    return minority([[m.rank for m in party] for party in parties(found)])
+
+
+def lost_ranks(directory: JobDirectory) -> list[Member]:
+    """Return the ranks of the job that died or cannot be reached."""
+    return [m for m in _everyone(directory) if is_lost(m)]
+
+
+def ended_ranks(directory: JobDirectory) -> list[Member]:
+    """Return the ranks of the job whose program has ended."""
+    return [m for m in _everyone(directory) if has_ended(m)]
+
+
+def _everyone(directory: JobDirectory) -> list[Member]:
+    return [Member(rank, directory.buffer_of(rank), False) for rank in range(directory.size)]
+
+
+def has_ended(m: Member) -> bool:
+    return m.buffer is not None and m.buffer.words[Header.STATE] in (RankState.ENDED, RankState.CLOSED)
+
+
+def is_lost(m: Member) -> bool:
+    if m.buffer is None:
+        return False
+    state = m.buffer.words[Header.STATE]
+    return state == RankState.LOST or (state in (RankState.RUNNING, RankState.RAISED) and is_dead(m.buffer))
+
+
+def awaited_ranks(directory: JobDirectory, rank: int) -> list[int]:
+    """Return the ranks that this one has been waiting for, for some time."""
+    buffer = directory.buffer_of(rank)
+    record = None if buffer is None else blocked_for_long(buffer)
+    if buffer is None or record is None:
+        return []
+    ranks = [int(r) for r in buffer.group_text(record.group).partition("\t")[2].split(",") if r.isdecimal()]
+    key = buffer.group_key(record.group)
+    return [r for r in ranks if r != rank and member(directory, key, r, record.sequence).came is False]
+
+
+def blocked_for_long(buffer: TraceBuffer) -> Record | None:
+    """Return the collective that a rank has been blocked in for some time, if any."""
+    return buffer.blocked if monotonic_ns() - buffer.words[Header.BLOCKED_SINCE] >= STABLE_NS // 2 else None
