@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from .comm.group import World, current_world
+from .comm.current_world import current_world
+from .comm.world import World
 from .errors import MeshError
 
 if TYPE_CHECKING:

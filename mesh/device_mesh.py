@@ -15,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from . import context, errors
 from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
-from .comm.group import Group, World, active_world, current_world
+from .comm.current_world import current_world
+from .comm.group import Group
 from .comm.process import ProcessGroup, ProcessWorld
+from .comm.world import World, active_world
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
@@ -243,7 +245,7 @@ class DeviceMesh(AbstractMesh):
         """
         world = _process_world("from_group")
         groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
-        adopted = [world.adopt(g) for g in groups]
+        adopted = [world.group_from(g) for g in groups]
         if mesh is None and len(groups) != 1:
             raise errors.MeshError(f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well.")
         made = DeviceMesh(
@@ -279,7 +281,7 @@ class DeviceMesh(AbstractMesh):
         if made is None:
             if mesh.get_coordinate() is not None:
                 for axis in range(mesh.ndim):
-                    world.adopt(mesh.get_group(axis))
+                    world.group_from(mesh.get_group(axis))
             made = world.from_torch[mesh] = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return made
 

@@ -11,8 +11,9 @@ import torch
 
 from . import errors
 from .abstract_mesh import checked_names, checked_shape
-from .comm.group import active_world, current_world
+from .comm.current_world import current_world
 from .comm.process import ProcessWorld
+from .comm.world import active_world
 from .device_mesh import DeviceMesh, init_device_mesh
 from .launch.process_groups import launch_environment, start_processes
 

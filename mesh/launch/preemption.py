@@ -31,8 +31,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, distributed_c10d
 
-from ..comm.group import World, current_world
+from ..comm.current_world import current_world
 from ..comm.process import ProcessWorld
+from ..comm.world import World
 from ..monitor.monitor import Watch, watch_of
 from ..monitor.verdict import ranks_text
 from ..simulated.simulate import SimulatedWorld

@@ -24,9 +24,11 @@ import torch.distributed as dist
 
 from .. import errors
 from ..comm.call_site import user_call, user_line
-from ..comm.group import CollectiveRecord, Group, World, current_world
+from ..comm.current_world import current_world
+from ..comm.group import CollectiveRecord, Group
 from ..comm.process import ProcessWorld
 from ..comm.report import axes_of
+from ..comm.world import World
 from ..monitor.monitor import watch_of
 from ..monitor.verdict import Seen, Verdict, ranks_text
 from ..simulated.simulate import SimulatedWorld

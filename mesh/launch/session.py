@@ -22,8 +22,10 @@ from torch.distributed import distributed_c10d
 
 from .. import errors
 from ..comm.call_site import user_line
-from ..comm.group import Group, World, current_world
+from ..comm.current_world import current_world
+from ..comm.group import Group
 from ..comm.process import ProcessGroup
+from ..comm.world import World
 from ..monitor.monitor import watch_of
 from ..monitor.settings import settings, watchdog
 from ..monitor.termination import keep_groups, torch_groups

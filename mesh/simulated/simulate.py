@@ -21,8 +21,10 @@ from torch import Tensor
 
 from .. import errors
 from ..comm.call_site import _INNER
-from ..comm.group import Group, Observer, World, activate, active_world, current_world
+from ..comm.current_world import current_world
+from ..comm.group import Group, Observer
 from ..comm.work import DONE, Work
+from ..comm.world import World, activate, active_world
 from ..monitor.settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
@@ -58,8 +60,8 @@ class SimulatedGroup(Group):
 
     def _meet(self, call: Call, move: Move) -> Any:
         if _settings.mode != "off":
-            note = self.world.carried.note
-            call = replace(call, note="" if note is None else note.text, lineage=self.world.carried.lineage, page=self.world.page)
+            note = self.world.comm_context.tag
+            call = replace(call, note="" if note is None else note.text, lineage=self.world.comm_context.lineage, page=self.world.page)
         return self._baton.meet(self.ranks, self.world.rank, call, move)
 
     def _move(self, call: Call, move: Move, async_op: bool) -> Work | None:

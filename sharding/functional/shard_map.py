@@ -31,7 +31,7 @@ from ...mesh.device_mesh import DeviceMesh, as_device_mesh
 from ..layout.bounded_cache import keep
 from ..layout.spec import P
 from ..ops import dispatch
-from ..ops.lineage import carrying, mixed, seed_of
+from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.autograd.engine_hooks import transforms_active
 from ..tensor.sharded_tensor import ShardedTensor
 from .captures import Captures, captured_in
@@ -171,7 +171,7 @@ class Mapped:
         if not sharded:
             return self._mapped(args, kwargs)
         lineage = mixed(self._seed, sharded)
-        with carrying(sharded[0].mesh.world, lineage):
+        with comm_context(sharded[0].mesh.world, lineage):
             return made_with(lineage, self._mapped(args, kwargs))
 
     def _mapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,7 +26,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.transforms import refuse_foreign
 from . import nonmember, plain_operands
 from .custom_function import take_over
-from .lineage import carrying, drawn, mixed, piece_of, seed_of, with_drawn
+from .lineage import comm_context, drawn, mixed, piece_of, seed_of, with_drawn
 from .rules.aten import public_call
 from .rules.number_arguments import has_tensor_as_number, with_numbers
 from .rules.registry import HANDLERS, LOOKS_AT_FLOATS, RULES
@@ -248,7 +248,7 @@ def _moved(
     pairs = zip(operands, decision.targets, strict=True)
     moved = []
     for x, target in pairs:
-        with carrying(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+        with comm_context(x._layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
             moved.append(redistribute_local(x._local, x._layout, target))
     if decision.detached_view:
         moved[0] = marked_as_copy(moved[0], operands[0]._local)
@@ -273,7 +273,7 @@ def _base(local: Tensor) -> Tensor:
 def _run_form(
     decision: Decision, args: Sequence[Any], kwargs: dict[str, Any], local_args: Any, local_kwargs: Any, operands: list[Any]
 ) -> Any:
-    with carrying(operands[0]._layout.mesh.world, mixed(decision.seed, operands)):
+    with comm_context(operands[0]._layout.mesh.world, mixed(decision.seed, operands)):
         return decision.form(*args, **kwargs)  # type: ignore[misc]
 
 

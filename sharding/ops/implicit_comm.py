@@ -20,8 +20,10 @@ from types import TracebackType
 from typing import Any
 
 from ...mesh.comm.call_site import DESCRIBERS, OperatorCall, user_call
-from ...mesh.comm.group import CollectiveRecord, Observer, World, current_world
-from ...mesh.comm.report import described
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import CollectiveRecord, Observer
+from ...mesh.comm.report import describe
+from ...mesh.comm.world import World
 from ...mesh.errors import ImplicitCommError
 from ..tensor import sharded_tensor
 from ..tensor.autograd import backward, leaf_grads
@@ -80,7 +82,7 @@ class _Watch:
         call = user_call()
         if call.operator is None:
             return
-        text = f"{described(call, record)}: implicit communication"
+        text = f"{describe(call, record)}: implicit communication"
         if self.mode == "forbid":
             raise ImplicitCommError(
                 f"{call.place}: {text}, which implicit('forbid') refuses. Nothing has moved. {call.operator.advice}, or allow it "

@@ -80,7 +80,7 @@ def root(layout: Layout) -> int:
         return 0
     line = " ".join(_lines())
     stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
-    roots = world.carried.roots
+    roots = world.comm_context.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     return _beside(*(zlib.crc32(repr(known).encode()) for known in (
         (line, stamp, by_line), (stamp, by_order), (stamp, collectives, _count_since(roots, ("since", stamp), collectives))
@@ -125,27 +125,27 @@ def unpacked(lineage: int) -> int:
     return _beside(lineage >> 42 << 11, (lineage >> 21 & 0x1F_FFFF) << 11, (lineage & 0x1F_FFFF) << 11)
 
 
-class carrying_on:
-    """with carrying_on(world, world.carried.lineage): what was carried before, as it stands beside collectives."""
+class _CommContextManager:
+    """Sets the lineage of the world's `comm_context`, as it is stored with collectives."""
 
-    __slots__ = ("_before", "_carried", "_lineage")
+    __slots__ = ("_before", "_comm_context", "_lineage")
 
     def __init__(self, world: Any, lineage: int) -> None:
-        self._carried, self._lineage = world.carried, lineage
+        self._comm_context, self._lineage = world.comm_context, lineage
 
     def __enter__(self) -> None:
-        self._before, self._carried.lineage = self._carried.lineage, self._lineage
+        self._before, self._comm_context.lineage = self._comm_context.lineage, self._lineage
 
     def __exit__(self, *_: object) -> None:
-        self._carried.lineage = self._before
+        self._comm_context.lineage = self._before
 
 
-def carrying_back(world: Any, lineage: int) -> carrying_on:
-    """with carrying_back(world, what was carried in forward): collectives inside move its gradient, of the loss that is carried now."""
-    loss = world.carried.lineage
-    return carrying_on(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
+def backward_comm_context(world: Any, lineage: int) -> _CommContextManager:
+    """with backward_comm_context(world, the lineage in forward): collectives inside move its gradient, of the loss in the present context."""
+    loss = world.comm_context.lineage
+    return _CommContextManager(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
 
 
-def carrying(world: Any, lineage: int) -> carrying_on:
-    """with carrying(x.mesh.world, x._lineage): collectives inside move a value of this lineage."""
-    return carrying_on(world, packed(lineage))
+def comm_context(world: Any, lineage: int) -> _CommContextManager:
+    """with comm_context(x.mesh.world, x._lineage): collectives inside move a value of this lineage."""
+    return _CommContextManager(world, packed(lineage))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.lineage import carrying, mixed, seed_of
+from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
 from .owners import owners_of, whole_units
@@ -130,7 +130,7 @@ def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any
     layouts = tuple(x._layout for x in matrices)
     units = whole_units([layout.shape for layout in layouts], _work)
     owners = owners_of(layouts, units, dtype)
-    with carrying(owners.group.world, mixed(_MUON, matrices)):
+    with comm_context(owners.group.world, mixed(_MUON, matrices)):
         wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be kept on the host
         for i in owners.mine:
             wholes[i] = _orthogonal(wholes[i], groups[units[i].tensor])

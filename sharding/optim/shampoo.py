@@ -12,7 +12,7 @@ from torch import Tensor
 from ...kernels.box import Box, box_shape, slices
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout
-from ..ops.lineage import carrying, mixed, seed_of
+from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.convert import distribute_tensor
 from ..tensor.sharded_tensor import ShardedTensor
 from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
@@ -138,7 +138,7 @@ class Shampoo(MatrixOptimizer):
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
         owners = owners_of(layouts, units, dtype)
         states = [self._owned_state(some[u.tensor], b, u, owners, i, dtype) for i, (u, b) in enumerate(zip(units, numbers, strict=True))]
-        with carrying(owners.group.world, mixed(_SHAMPOO, grads)):
+        with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
             wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be kept on the host
             for i in owners.mine:
                 p, group = some[units[i].tensor]

@@ -21,7 +21,7 @@ from ...mesh.comm.call_site import call_path
 from ..debug.replicas.gradients import USED_DIFFERENTLY, check_replicas_agree
 from ..layout.layout import Layout
 from ..layout.spec import Cut, P
-from ..ops.lineage import carrying_back
+from ..ops.lineage import backward_comm_context
 from ..tensor.autograd.engine_hooks import transforming, with_memory, with_tangents
 from ..tensor.autograd.grad_origin import Origin, note_origin, origin_of
 from ..tensor.transforms import batched_layout, under_transforms
@@ -235,7 +235,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.src_grad, ctx.dst_grad = src_grad, dst_grad
         ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
-        ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
+        ctx.lineage = src.mesh.world.comm_context.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
         return out.view_as(out) if out is local else out
 
@@ -247,7 +247,7 @@ class _Redistribute(torch.autograd.Function):
         src, dst = come[0], to[0]
         if ctx.path is not None and src.replicated_axes == ctx.dst.replicated_axes and not transforming():
             check_replicas_agree(grad, src, ctx.path, USED_DIFFERENTLY)
-        with carrying_back(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
+        with backward_comm_context(src.mesh.world, ctx.lineage):  # type: ignore[attr-defined]
             back = redistribute_grad(with_memory(grad), src, dst, come[1], to[1])
         return _cast(back, ctx.dtype), None, None, None, None, None, None
 

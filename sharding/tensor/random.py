@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...kernels import laws
 from ...kernels import random as philox
-from ...mesh.comm.group import World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
 from ...mesh.monitor.recording.trace_buffer import H
 from ..layout.layout import Layout
 from ..ops.lineage import drawn

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.comm.group import current_world
+from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import captures_here
 from ..layout.layout import Layout, told_apart
 from ..layout.spec import Sharding, SpecLike
 from ..ops import dispatch
-from ..ops.lineage import carrying, mixed
+from ..ops.lineage import comm_context, mixed
 from ..redistribute.autograd import redistribute_local, start_redistribute, start_redistribute_many
 from ..redistribute.cross_mesh import redistribute_across
 from . import from_dtensor
@@ -119,7 +119,7 @@ def redistribute(
         return Resharding(lambda: x) if async_op else x
     plain = not (async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None)
     if plain:  # the common way, and the shortest
-        with carrying(layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
+        with comm_context(layout.mesh.world, x._lineage):  # type: ignore[attr-defined]
             moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
         return _made(x, _unshared(moved, local), target)
     _check_writable(x, target, donate, out)
@@ -129,7 +129,7 @@ def redistribute(
     if donate:
         DonatedTensor.take(x)
     lineage = x._lineage
-    with carrying(layout.mesh.world, lineage):  # type: ignore[attr-defined]
+    with comm_context(layout.mesh.world, lineage):  # type: ignore[attr-defined]
         wait = start_redistribute(
             tensors, layout, target,
             backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
@@ -198,7 +198,7 @@ def redistribute_many(
     locals_, pairs = [local for local, _, _ in prepared], [(layout, target) for _, layout, target in prepared]
     del prepared
     lineages = [x._lineage for x in tensors]
-    with carrying(current_world(), mixed(0, tensors)):
+    with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
         wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)

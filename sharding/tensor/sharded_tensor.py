@@ -22,7 +22,7 @@ from ...mesh.device_mesh import DeviceMesh, unpickled_mesh
 from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, make_spec
-from ..ops.lineage import carrying, root
+from ..ops.lineage import comm_context, root
 from ..redistribute.autograd import redistribute_local
 from .autograd.engine_hooks import any_requires_grad
 
@@ -222,7 +222,7 @@ class ShardedTensor(Tensor):
         """The whole tensor, without gradient; what is pending is reduced first."""
         if self.mesh.coordinate is None:
             raise RuntimeError(f"rank {self.mesh.world.rank} is outside {self.mesh} and holds no part of this tensor")
-        with carrying(self.mesh.world, self._lineage):
+        with comm_context(self.mesh.world, self._lineage):
             return redistribute_local(self._local.detach(), self._layout, self._layout.replicated)
 
     def item(self) -> Any:

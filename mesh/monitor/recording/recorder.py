@@ -46,7 +46,7 @@ _LOW48 = (1 << 48) - 1
 _HASH = (1 << 21) - 1
 
 
-class Note:
+class CommTag:
     """What a collective belongs to, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
 
     __slots__ = ("text",)
@@ -55,7 +55,7 @@ class Note:
         self.text = text
 
     def __repr__(self) -> str:
-        return f"Note({self.text!r})"
+        return f"CommTag({self.text!r})"
 
 
 class _Call:
@@ -92,7 +92,7 @@ class Seat:
     """
 
     __slots__ = (
-        "_calls", "_carried", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
+        "_calls", "_comm_context", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
         "watch", "words", "world",
     )  # fmt: skip
     assembles, is_channel = True, False
@@ -100,7 +100,7 @@ class Seat:
     def __init__(self, group: Group, page: Page, watch: Watch | None) -> None:
         self.group, self.page, self.watch, self.world = group, page, watch, group.world
         self.words: Any = page.words
-        self._data, self._numbers, self._carried = page.data, page.numbers, group.world.carried
+        self._data, self._numbers, self._comm_context = page.data, page.numbers, group.world.comm_context
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
         self._calls: dict[Any, _Call] = {}
         self.number = self._tag = 0
@@ -118,10 +118,10 @@ class Seat:
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        watch, carried, words = self.watch, self._carried, self.words
+        watch, context, words = self.watch, self._comm_context, self.words
         if watch is not None and watch.alarm[0]:
             watch = watch.checked()
-        note = carried.note
+        note = context.tag
         call = self._calls.get((op, how, dtype, size, note))
         if call is None:
             call = self._new_call(op, how, dtype, size, note)
@@ -138,7 +138,7 @@ class Seat:
             except (ValueError, AttributeError):  # this one comes from less deep
                 pass
         number = next(self._numbers)
-        lineage = carried.lineage
+        lineage = context.lineage
         _pack_record(
             self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
             self._tag | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
@@ -170,7 +170,7 @@ class Seat:
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """Of an all_to_all that no layouts describe, compares how much goes where. Raises: WatchError where ranks differ."""
-        if self.watch is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
+        if self.watch is None or self.row is None or self._comm_context.tag is not None or len(sent) > MOST_SPLITS:
             return
         self.page.write_splits(number, sent, expected)
         self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on others may look at them
@@ -198,7 +198,7 @@ class Seat:
         found = [(page, page.find_group(self.key)) for step in near if (page := board.of(self.group.ranks[(me + step) % size])) is not None]
         self.others = [(page.words, row_of(number)) for page, number in found if number is not None]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _Call:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _Call:
         if self.row is None and not self._calls:
             self._sit_down()
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]

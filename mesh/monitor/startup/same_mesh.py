@@ -27,7 +27,7 @@ from ..verdict import Seen, Verdict, composed, ranks_text
 from .rank_info import file_store_fault
 
 if TYPE_CHECKING:
-    from ...comm.group import World
+    from ...comm.world import World
     from ...device_mesh import DeviceMesh
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before those that differ are told apart by votes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..diagnosis import diagnose, verdict_text
 from ..recording.job_directory import is_near
-from ..recording.recorder import Note, Seat, _Call
+from ..recording.recorder import CommTag, Seat, _Call
 from ..recording.trace_buffer import H, stable_hash
 from .recorder import _SOON, TorchSeat
 
@@ -84,7 +84,7 @@ class MessageSeat(TorchSeat):
         if sent is not None and expected is not None and sent.sent > expected.received:
             raise watch.failed(verdict_text.too_large(self, sequence, found))
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _Call:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _Call:
         call = super()._new_call(op, how, dtype, size, note)
         call.fingerprint = _ALIKE
         return call

@@ -145,7 +145,7 @@ def out_of_time(watch: Watch, error: BaseException | None) -> Verdict | None:
 
 def _stand_in(ranks: Sequence[int], watch: Watch) -> Any:
     """What a seat wants to know of a group and its world."""
-    world = SimpleNamespace(rank=watch.board.rank, epoch=0, carried=SimpleNamespace(note=None, lineage=0))
+    world = SimpleNamespace(rank=watch.board.rank, epoch=0, comm_context=SimpleNamespace(tag=None, lineage=0))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 
 

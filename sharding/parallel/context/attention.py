@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mesh.comm.group import World, current_world
+from ....mesh.comm.current_world import current_world
+from ....mesh.comm.world import World
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep
@@ -28,7 +29,7 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops.dispatch import known_local
 from ...ops.implicit_comm import implicit
-from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.convert import from_local, to_local
@@ -125,7 +126,7 @@ def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTen
     query, key, value = _autocast(query, key, value)
     way = _way(query._layout, key._layout, value._layout, options)
     mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
-    with carrying(mesh.world, lineage):
+    with comm_context(mesh.world, lineage):
         given = bring([query, key, value], way.targets)
         for x in given:
             known_local(x)

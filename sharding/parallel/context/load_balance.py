@@ -19,7 +19,7 @@ from torch import Tensor
 from ...layout.layout import Layout
 from ...layout.spec import Cut
 from ...ops.dispatch import known_local
-from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import from_parts, with_dim
 from ...redistribute.interval_exchange import Fetch, Interval
 from ...tensor.sharded_tensor import ShardedTensor
@@ -178,7 +178,7 @@ def _fetched(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[
         out = fetch(local)
         return out.view_as(out) if out is local else out
 
-    with carrying(x.mesh.world, lineage):
+    with comm_context(x.mesh.world, lineage):
         out = from_parts(target, moved, x)
     out._lineage = lineage
     return out

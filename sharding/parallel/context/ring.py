@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ops.lineage import carrying_back
+from ...ops.lineage import backward_comm_context
 from ...tensor.autograd.engine_hooks import with_memory
 from .blockwise import Grads, Seen, attend, attend_grads
 from .load_balance import Block
@@ -120,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
         for here, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
             attend(seen, q, *here, blocks, ring.scale)
         out = seen.mix.to(q.dtype)
-        ctx.ring, ctx.lineage = ring, ring.world.carried.lineage
+        ctx.ring, ctx.lineage = ring, ring.world.comm_context.lineage
         ctx.save_for_backward(q, k, v, out, seen.lse)
         return out
 
@@ -128,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        with carrying_back(ctx.ring.world, ctx.lineage):
+        with backward_comm_context(ctx.ring.world, ctx.lineage):
             found = _ring_grads(ctx.ring, with_memory(grads[0]), *saved)
         return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
 

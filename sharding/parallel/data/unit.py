@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import Layout
-from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.torch_compile import refuse_jit_trace
 from ...tensor.autograd import engine_hooks, leaf_grads
 from ...tensor.sharded_tensor import ShardedTensor
@@ -219,7 +219,7 @@ class Unit:
         if not self._rest:
             check_parameters(self.slots, [bucket.numbers for bucket in self._buckets], self._said_name)
         parameters = self._parameters()
-        with torch.no_grad(), carrying(self.options.mesh.world, mixed(_GATHERING, parameters)):
+        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_GATHERING, parameters)):
             for bucket in self._buckets:
                 bucket.levels.start([parameters[i] for i in bucket.numbers])
 
@@ -345,7 +345,7 @@ class Unit:
         self.let_go()
         if self._gradients_wait():
             return self._hold(grads, scale)
-        with carrying(self.options.mesh.world, mixed(_SUMMING, self._parameters())):
+        with comm_context(self.options.mesh.world, mixed(_SUMMING, self._parameters())):
             waits = [(bucket, self._start(bucket, grads, scale, placing.buffers.pop(bucket, None))) for bucket in self._buckets]
         uncut = self._uncut(grads, scale, placing)  # now: what waits would hold on to all gradients
         if not waits:
@@ -400,7 +400,7 @@ class Unit:
             return [None if i in mine else part for i, part in enumerate(parts)]
         note = summing(self._said_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the axes of data parallelism has a loss of its own.
-        with carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
+        with comm_context(self.options.mesh.world, mixed(_SUMMING, parameters)):
             leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], note, own=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
@@ -430,7 +430,7 @@ class Unit:
     def _sum_kept(self, scale: float) -> None:
         """Sum what was kept and add it to `.grad`. Communication: one reduce_scatter per dtype."""
         parameters = self._parameters()
-        with torch.no_grad(), carrying(self.options.mesh.world, mixed(_SUMMING, parameters)):
+        with torch.no_grad(), comm_context(self.options.mesh.world, mixed(_SUMMING, parameters)):
             for bucket in self._buckets:
                 kept: Grads = [None] * len(self.slots)
                 waiting = bucket.waiting

@@ -15,7 +15,7 @@ from ...layout.layout import Layout, told_apart
 from ...layout.spec import Cut, P
 from ...ops import nonmember
 from ...ops.dispatch import known_local, wrap
-from ...ops.lineage import carrying, mixed, seed_of
+from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import part_sizes
 from ...tensor.convert import from_local
 from ...tensor.sharded_tensor import ShardedTensor
@@ -84,7 +84,7 @@ def _of_sharded(
     given: Any = [tokens, *routing, *leaves.values()]
     limit = None if capacity is None else math.ceil(capacity * routing.experts.numel() / given[3].shape[0])
     lineage = mixed(_SEED, given)
-    with carrying(tokens.mesh.world, lineage):
+    with comm_context(tokens.mesh.world, lineage):
         cuts = [[*lead, ()]] * 3 + [[[stacked]]] * len(leaves)
         placed = bring(given, [x._layout.replace(P.of_cuts(cut, {})) for x, cut in zip(given, cuts, strict=True)])
         mixture = _Mixture(expert, structure, _peers(placed[3]._layout, axes), placed[1]._layout, limit)

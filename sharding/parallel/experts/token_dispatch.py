@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...layout.layout import Layout
-from ...ops.lineage import carrying_back
+from ...ops.lineage import backward_comm_context
 from ...ops.rules.decomposition_utils import splitting_axes
 from ...tensor.autograd.engine_hooks import with_memory
 
@@ -243,7 +243,7 @@ def exchange(rows: Tensor, peers: Peers, arriving: Sequence[int], leaving: Seque
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, peers: Peers, arriving: Sequence[int], leaving: Sequence[int]) -> Tensor:
-        ctx.way, ctx.lineage = (peers, leaving, arriving), peers.mesh.world.carried.lineage
+        ctx.way, ctx.lineage = (peers, leaving, arriving), peers.mesh.world.comm_context.lineage
         out = rows.new_empty(sum(arriving), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
         peers.group.all_to_all(out, rows.contiguous(), [n * width for n in arriving], [n * width for n in leaving])
@@ -251,5 +251,5 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with carrying_back(ctx.way[0].mesh.world, ctx.lineage):
+        with backward_comm_context(ctx.way[0].mesh.world, ctx.lineage):
             return exchange(with_memory(grads[0]), *ctx.way), None, None, None

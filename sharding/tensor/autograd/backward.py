@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops import dispatch
-from ...ops.lineage import carrying, mixed
+from ...ops.lineage import comm_context, mixed
 from ...redistribute.autograd import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
@@ -41,7 +41,7 @@ def backward(
 def _of_the_loss(tensors: Sequence[Any]) -> AbstractContextManager[None]:
     """Inside, collectives move what is made of these."""
     sharded = [y for y in tensors if isinstance(y, ShardedTensor)]
-    return carrying(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
+    return comm_context(sharded[0].mesh.world, mixed(GRADIENT, sharded)) if sharded else nullcontext()
 
 
 def summable(y: Any) -> Any:
