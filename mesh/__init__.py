@@ -1,4 +1,4 @@
-"""Who talks to whom: meshes of ranks, and groups of ranks that run collectives in one of three worlds."""
+"""Device meshes, and the collectives among their ranks: in processes, in simulated ranks, or in a null world that only counts."""
 
 from .abstract_mesh import AbstractMesh
 from .calibrate import calibrate

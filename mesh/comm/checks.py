@@ -31,7 +31,7 @@ def check_contiguous(op: str, x: Tensor) -> None:
     """Raise CollectiveError unless x is contiguous and outside of torch.func transforms."""
     if is_transformed(x):
         raise errors.CollectiveError(
-            f"{op} of a tensor inside a transform (sm.vmap, sm.jvp, sm.grad, torch.func): the code that calls it has no rule for transforms. "
+            f"{op} of a tensor inside a transform (sm.vmap, sm.jvp, sm.grad, torch.func): the code that calls it has no rule for that. "
             "Move the call out of the transform, or use the collectives of shard_map (psum, all_gather, ...), which have such rules."
         )
     if not x.is_contiguous():

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .. import errors
 from ..monitor.recording.buffer_check import Guarded
-from ..monitor.recording.recorder import CommTag, Seat, route_of
+from ..monitor.recording.recorder import Seat, route_of
 from ..monitor.recording.thread_check import check_left
-from ..monitor.recording.trace_buffer import Page
 from ..monitor.settings import settings
 from . import dtype_encoding
 from .checks import (

@@ -247,7 +247,7 @@ class ProcessGroup(Group):
         return work if async_op or work is None else work.wait()
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
-        """Run one collective of all ranks before the first message: NCCL connects a whole group if all ranks take part in its first call."""
+        """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
         if not self._connected and x.device.type != "cpu":
             self._as_ours(dist.all_reduce)(x.new_zeros(1, dtype=torch.int32), group=handle)
         self._connected = True
@@ -263,7 +263,7 @@ class ProcessGroup(Group):
         return _TorchWork(works, (out, x)) if seat is None or watch is None else _WatchedMessages(works, (out, x), seat, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls this one of torch without the monitor taking it for a call of the program (who may use the group too)."""
+        """Return a function that calls this one of torch, marked as shardmesh's own if the program made the process group."""
         return call if self._given is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Watch | None:

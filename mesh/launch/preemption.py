@@ -209,7 +209,7 @@ _agreements: weakref.WeakKeyDictionary[Any, _Here | _Across] = weakref.WeakKeyDi
 
 def _key(world: World) -> Any:
     """What the ranks of a world in one process share."""
-    return world.baton if isinstance(world, SimulatedWorld) else world
+    return world.scheduler if isinstance(world, SimulatedWorld) else world
 
 
 def _agreement(world: World) -> _Here | _Across:

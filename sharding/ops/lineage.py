@@ -141,7 +141,7 @@ class _CommContextManager:
 
 
 def backward_comm_context(world: Any, lineage: int) -> _CommContextManager:
-    """with backward_comm_context(world, the lineage in forward): collectives inside move its gradient, of the loss in the present context."""
+    """with backward_comm_context(world, the lineage in forward): collectives inside move its gradient, of the context's loss."""
     loss = world.comm_context.lineage
     return _CommContextManager(world, packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage)
 

@@ -107,7 +107,8 @@ def _world_of(plans: Sequence[Plan]) -> Any:
 def _note(plans: Sequence[Plan]) -> CommTag:
     """The first few, and a number that depends on all."""
     moves = [f"{p.src} -> {p.dst.spec}" for p in plans]
-    return CommTag(f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {stable_hash(str(moves)):x})")
+    digest = stable_hash(str(moves))
+    return CommTag(f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {digest:x})")
 
 
 def _finish(under_way: Sequence[tuple[list[int], Pending]], tensors: list[Tensor], fresh: list[bool]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...mesh.device_mesh import DeviceMesh, unpickled_mesh
+from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
 from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, make_spec
@@ -488,7 +488,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 
 
 # What a file of tensors refers to, so that `torch.load` reads it without weights_only=False.
-torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
+torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
 def _called_by(func: Any) -> bool:
     """Whether the caller of this function's caller is `func`, or a comprehension in it."""

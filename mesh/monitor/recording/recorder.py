@@ -92,8 +92,8 @@ class Seat:
     """
 
     __slots__ = (
-        "_calls", "_comm_context", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row", "settled",
-        "watch", "words", "world",
+        "_calls", "_comm_context", "_data", "_numbers", "_tag", "called", "caller", "group", "key", "number", "others", "page", "row",
+        "settled", "watch", "words", "world",
     )  # fmt: skip
     assembles, is_channel = True, False
 

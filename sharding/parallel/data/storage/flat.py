@@ -63,7 +63,7 @@ class FlatBucket:
     @cached_property
     def _part(self) -> int:
         """The number of this rank's piece."""
-        return self.mesh.place_along(self.axes)
+        return self.mesh.index_along(self.axes)
 
     def shards_in(self, shard: Tensor) -> list[Tensor]:
         """This rank's part of each parameter, as views of its piece."""
