@@ -128,7 +128,7 @@ def test_ranks_outside_a_mesh() -> None:
         (lambda: init_device_mesh("cpu", (2, 3), axis_names=("a", "a")), "used twice"),
         (lambda: init_device_mesh("cpu", (6,), axis_names=("a",), mesh_dim_names=("b",)), "differ, but both name the axes"),
         (lambda: init_device_mesh("cpu", (-6,)), "positive integers"),
-        (lambda: init_device_mesh("gpu", (6,)), "device type 'gpu': write one that torch knows"),
+        (lambda: init_device_mesh("gpu", (6,)), "device type 'gpu': must be one that torch knows"),
         (lambda: init_device_mesh("cuda:0", (6,)), "without an index"),
         (lambda: DeviceMesh("cpu", [0, 9]), r"ranks \[9\] do not exist: the world has 6"),
         (lambda: DeviceMesh("cpu", [0, 1, 0]), r"ranks \[0\] appear more than once"),
