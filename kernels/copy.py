@@ -21,130 +21,18 @@ goes to two peers:
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from .backend import wants_kernels
-from .box import Box, box_origin, box_shape, box_size, check_boxes, row_major_strides
+from .box import Box, row_major_strides
+from .box_runs import BoxRange, box_ranges, check_disjoint, fold, has_gaps, view_of
 from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
 
-Delta = tuple[int, ...]
 _SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # a kernel is given its factor as a float32
-_Placed = tuple[int, int, Box]  # where in the flat buffer it starts and stops, the box
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i * step0 + j * step1 ...
-
-    Attributes:
-        first: the first box.
-        start: where it begins in the flat buffer.
-        levels: (how many, step per dim, step in the flat buffer), outermost first; none for a lone box.
-    """
-
-    first: Box
-    start: int
-    levels: tuple[tuple[int, Delta, int], ...] = ()
-
-    @property
-    def size(self) -> int:
-        return math.prod(count for count, _, _ in self.levels) * box_size(self.first)
-
-    def __repr__(self) -> str:
-        counts = "".join(f"{count} x " for count, _, _ in self.levels)
-        return f"{counts}{list(box_shape(self.first))} at {list(box_origin(self.first))}"
-
-
-def _joined(a: Box, b: Box) -> Box | None:
-    """The box that is a's elements followed by b's, both row-major; None where there is no such box."""
-    for dim, ((a_start, a_stop), (b_start, b_stop)) in enumerate(zip(a, b, strict=True)):
-        if (a_start, a_stop) != (b_start, b_stop):
-            fits = a_stop == b_start and a[dim + 1 :] == b[dim + 1 :]
-            return (*a[:dim], (a_start, b_stop), *a[dim + 1 :]) if fits else None
-        if a_stop - a_start != 1:
-            return None
-    return None
-
-
-def _join_neighbours(boxes: Iterable[_Placed]) -> list[Run]:
-    """The same elements in the same places of the buffer, in fewer boxes."""
-    done: list[_Placed] = []
-    for start, stop, box in boxes:
-        while done and done[-1][1] == start and (joined := _joined(done[-1][2], box)) is not None:
-            start, box = done.pop()[0], joined
-        done.append((start, stop, box))
-    return [Run(box, start) for start, _, box in done]
-
-
-def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
-    """How far b lies from a, where they differ by nothing else and torch can express it (no negative stride)."""
-    if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
-        return None
-    step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])
-    return (step, b.start - a.start) if min(step, default=0) >= 0 else None
-
-
-def _fold_once(runs: Sequence[Run]) -> list[Run]:
-    """Neighbours at a constant step become one run with one more level."""
-    folded, i = [], 0
-    while i < len(runs):
-        count, step = 1, None
-        while i + count < len(runs):
-            next_step = _step(runs[i + count - 1], runs[i + count])
-            if next_step is None or (step is not None and next_step != step):
-                break
-            step, count = next_step, count + 1
-        first = runs[i]
-        folded.append(first if step is None else replace(first, levels=((count, *step), *first.levels)))
-        i += count
-    return folded
-
-
-def _fold(boxes: Iterable[_Placed]) -> tuple[Run, ...]:
-    """The boxes, ascending in the buffer, as few runs."""
-    runs = _join_neighbours(boxes)
-    while len(folded := _fold_once(runs)) < len(runs):
-        runs = folded
-    return tuple(runs)
-
-
-def _placed(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None) -> list[_Placed]:
-    """The boxes that are not empty, ascending in the buffer."""
-    check_boxes(shape, boxes)
-    sizes = [box_size(box) for box in boxes]
-    if offsets is None:
-        offsets = list(accumulate(sizes, initial=0))
-    elif len(offsets) != len(boxes) or min(offsets, default=0) < 0:
-        raise ValueError(
-            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one for each box, 0 or more, in elements of the "
-            "flat buffer"
-        )
-    placed = [(start, start + size, box) for start, size, box in zip(offsets, sizes, boxes, strict=False) if size]
-    return sorted(placed, key=itemgetter(0))
-
-
-def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(i * s for i, s in zip(index, strides, strict=True))
-
-
-def _view(run: Run, strides: Sequence[int]) -> View:
-    """The run's elements in a tensor of these strides, and in the flat buffer."""
-    shape = box_shape(run.first)
-    sizes, steps, flat_steps = merge_views(
-        (*(count for count, _, _ in run.levels), *shape),
-        (*(_dot(step, strides) for _, step, _ in run.levels), *strides),
-        (*(step for _, _, step in run.levels), *row_major_strides(shape)),
-    )
-    return View(sizes, steps, _dot(box_origin(run.first), strides), flat_steps, run.start)
-
-
 class _BoxCopy:
     """What `Pack` and `Unpack` share: the runs of the boxes, and their views in a tensor of given strides.
 
@@ -157,20 +45,20 @@ class _BoxCopy:
 
     __slots__ = ("_anywhere", "_has_gaps", "_is_whole", "_views", "copies", "runs", "shape", "size", "zero_copy")
 
-    def __init__(self, shape: Sequence[int], placed: Sequence[_Placed], anywhere: bool):
+    def __init__(self, shape: Sequence[int], placed: Sequence[BoxRange], anywhere: bool):
         self.shape = tuple(shape)
-        self.runs = _fold(placed)
+        self.runs = fold(placed)
         self.size = max([stop for _, stop, _ in placed], default=0)
         self.copies = len(self.runs)
         self._anywhere = anywhere
-        self._has_gaps = anywhere and _has_gaps(placed)
+        self._has_gaps = anywhere and has_gaps(placed)
         self._is_whole = sum([stop - start for start, stop, _ in placed]) == math.prod(self.shape)
         self._views: dict[tuple[int, ...], tuple[View, ...]] = {}
         views = self._views_for(row_major_strides(self.shape))
         self.zero_copy = not views or (len(views) == 1 and views[0].strides == views[0].flat_strides == (1,))
 
     def _views_for(self, strides: tuple[int, ...]) -> tuple[View, ...]:
-        return self._views.setdefault(strides, tuple([_view(run, strides) for run in self.runs]))
+        return self._views.setdefault(strides, tuple([view_of(run, strides) for run in self.runs]))
 
     def views(self, x: Tensor) -> tuple[View, ...]:
         """The views for a tensor of x's strides (made once for each)."""
@@ -194,21 +82,15 @@ class _BoxCopy:
         return f"{type(self).__name__}({list(self.shape)} <-> [{self.size}]: {how})"
 
 
-def _has_gaps(placed: Sequence[_Placed]) -> bool:
-    """Whether boxes (ascending) are not exactly one after the other from 0 on."""
-    stops = [0, *(stop for _, stop, _ in placed)]
-    return any(start != stop for (start, _, _), stop in zip(placed, stops, strict=False))
-
-
 class Pack(_BoxCopy):
     """Boxes of a tensor written to their places in a flat buffer: what `compile_pack` returns."""
 
     __slots__ = ()
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
-        placed = _placed(shape, boxes, offsets)
+        placed = box_ranges(shape, boxes, offsets)
         if offsets is not None:
-            _check_apart(placed)
+            check_disjoint(placed)
         super().__init__(shape, placed, offsets is not None)
         self.zero_copy = self.zero_copy and not self._has_gaps
 
@@ -243,7 +125,7 @@ class Unpack(_BoxCopy):
     __slots__ = ()
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
-        super().__init__(shape, _placed(shape, boxes, offsets), offsets is not None)
+        super().__init__(shape, box_ranges(shape, boxes, offsets), offsets is not None)
 
     def __call__(self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
         """`unpack(flat, out=None, scale=None) -> x`: in `out` (any strides, cast to its dtype) where given.
@@ -403,15 +285,6 @@ def _halves(view: View) -> View:
     double = [tuple([2 * s for s in strides]) for strides in (view.strides, view.flat_strides)]
     sizes, strides, flat_strides = merge_views((*view.sizes, 2), (*double[0], 1), (*double[1], 1))
     return View(sizes, strides, 2 * view.offset, flat_strides, 2 * view.flat_offset)
-
-
-def _check_apart(placed: Sequence[_Placed]) -> None:
-    for (start, stop, box), (next_start, _, next_box) in pairwise(placed):
-        if stop > next_start:
-            raise ValueError(
-                f"box {box} takes {start}:{stop} of the flat buffer, and box {next_box} starts at {next_start}: "
-                "give offsets that keep them apart"
-            )
 
 
 def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Pack:

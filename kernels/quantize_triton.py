@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -36,10 +36,13 @@ from torch import Tensor
 
 from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
-from .quantize import LARGEST, RECORD_ALIGNMENT, Dequantize, Quantize
+from .quantize_format import LARGEST, RECORD_ALIGNMENT
 from .strided import MAX_ROWS, NEVER, alignment, divisor
 from .strided_triton import NO_FUSION, addresses, base, quotient
 from .strided_views import next_power_of_two
+
+if TYPE_CHECKING:
+    from .quantize import Dequantize, Quantize
 
 HEAD = tl.constexpr(5)
 """Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in it, 3 how long the box is

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import laws
 from ...kernels import random as philox
+from ...kernels.random import distributions
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ...mesh.monitor.recording.trace_buffer import H
@@ -207,8 +207,8 @@ def _permutation(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtyp
     return keys.argsort(stable=True)[start:stop].to(dtype)
 
 
-def draw(law: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
-    """This rank's part of the next random tensor; `law` is one of `kernels.random` or `kernels.laws`.
+def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
+    """This rank's part of the next random tensor; `distribution` is one of `kernels.random` or `kernels.random.distributions`.
 
     Ranks outside the mesh draw as well, an empty part, so that all stay in step.
     """
@@ -216,14 +216,14 @@ def draw(law: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
-    return law(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
+    return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
 
 
-def units(layout: Layout) -> laws.Units:
+def units(layout: Layout) -> distributions.Units:
     """The next random tensor as numbers in (0, 1) without end: those of this rank's part, as often as they are asked for."""
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
-    return lambda part: laws.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
+    return lambda part: distributions.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: E
 
 def use_programs(count: int) -> None:
     """A grid of at most so many programs, for the rest of the process: for several rounds without much work."""
-    from shardmesh.kernels import symmetric_triton
+    from shardmesh.kernels.symmetric import symmetric_triton
 
     symmetric_triton.MAX_PROGRAMS = count
 
@@ -358,7 +358,7 @@ def start_at(peers: Peers, epoch: int) -> None:
 
 
 def test_epochs_may_run_over():
-    from shardmesh.kernels.symmetric_triton import EPOCHS
+    from shardmesh.kernels.symmetric.symmetric_triton import EPOCHS
 
     with Ranks(2) as ranks:
         ranks(start_at, EPOCHS.value - 4)
@@ -427,7 +427,7 @@ def test_a_late_rank_gets_the_right_result_and_then_an_error():
 
 def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float], list[int], bool]:
     """As an accelerator runs what was launched before the host knew."""
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce, launch_meeting
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_meeting
 
     with pytest.raises(SymmetricMemoryError):
         small_sum(peers, two_shot)
@@ -529,7 +529,7 @@ def test_simulated_ranks_keep_all_of_their_memory():
 
 def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20) -> list[Peers]:
     """Ranks whose programs, one for each multiprocessor at most, are on the device together."""
-    from shardmesh.kernels import symmetric_triton
+    from shardmesh.kernels.symmetric import symmetric_triton
 
     most = torch.cuda.get_device_properties(0).multi_processor_count // size
     monkeypatch.setattr(symmetric_triton, "MAX_PROGRAMS", min(most, symmetric.MAX_PROGRAMS))
@@ -540,7 +540,7 @@ def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20)
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_one_launch_for_all_ranks(size, two_shot, monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(size, monkeypatch)
     for call, length in enumerate([1, 1000, 1 << 16, (1 << 20) + 3, 64] * 10):
@@ -557,7 +557,7 @@ def test_one_launch_for_all_ranks(size, two_shot, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["int8", "fp8"])
 def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(4, monkeypatch)
     for length in (1, 4097, 1 << 18):
@@ -574,7 +574,7 @@ def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
 
 @pytest.mark.gpu
 def test_norms_of_all_ranks_in_one_launch(monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(4, monkeypatch)
     x, residual = torch.randn(2, 4, 100, 4096, device="cuda", dtype=torch.bfloat16)

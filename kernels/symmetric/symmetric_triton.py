@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .number_triton import cast, widened
-from .quantize import LARGEST
-from .quantize_triton import encoded, units_of
-from .strided_triton import AT_ONCE, NO_FUSION
-from .strided_views import next_power_of_two
-from .symmetric import MAX_PROGRAMS, MAX_RANKS, UNIT, AddNorm, Epilogue, Peers, record_of
+from ..number_triton import cast, widened
+from ..quantize_format import LARGEST
+from ..quantize_triton import encoded, units_of
+from ..strided_triton import AT_ONCE, NO_FUSION
+from ..strided_views import UNIT, next_power_of_two
+from .epilogue import AddNorm, Epilogue, record_of
+from .peers import MAX_PROGRAMS, MAX_RANKS, Peers
 
 THREADS = 512
 # What the compiler takes by itself may be 64 registers, and then not all fit.
