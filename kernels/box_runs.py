@@ -22,7 +22,7 @@ class Run:
     Attributes:
         first: the first box.
         start: where it begins in the flat buffer.
-        levels: (how many, step per dim, step in the flat buffer), outermost first; none for a lone box.
+        levels: (count, step per dim, step in the flat buffer), outermost first; () for a single box.
     """
 
     first: Box
@@ -39,7 +39,7 @@ class Run:
 
 
 def _joined(a: Box, b: Box) -> Box | None:
-    """The box that is a's elements followed by b's, both row-major; None where there is no such box."""
+    """Return the box with a's elements followed by b's, both row-major; None if there is none."""
     for dim, ((a_start, a_stop), (b_start, b_stop)) in enumerate(zip(a, b, strict=True)):
         if (a_start, a_stop) != (b_start, b_stop):
             fits = a_stop == b_start and a[dim + 1 :] == b[dim + 1 :]
@@ -50,7 +50,7 @@ def _joined(a: Box, b: Box) -> Box | None:
 
 
 def _join_neighbours(boxes: Iterable[BoxRange]) -> list[Run]:
-    """The same elements in the same places of the buffer, in fewer boxes."""
+    """Return the same elements at the same places of the buffer, in fewer boxes."""
     done: list[BoxRange] = []
     for start, stop, box in boxes:
         while done and done[-1][1] == start and (joined := _joined(done[-1][2], box)) is not None:
@@ -60,7 +60,7 @@ def _join_neighbours(boxes: Iterable[BoxRange]) -> list[Run]:
 
 
 def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
-    """How far b lies from a, where they differ by nothing else and torch can express it (no negative stride)."""
+    """Return the distance from a to b if they are otherwise equal and torch can express it (no negative stride), else None."""
     if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
         return None
     step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])
@@ -68,7 +68,7 @@ def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
 
 
 def _fold_once(runs: Sequence[Run]) -> list[Run]:
-    """Neighbours at a constant step become one run with one more level."""
+    """Merge neighbours at a constant step into one run with one more level."""
     folded, i = [], 0
     while i < len(runs):
         count, step = 1, None
@@ -84,7 +84,7 @@ def _fold_once(runs: Sequence[Run]) -> list[Run]:
 
 
 def fold(boxes: Iterable[BoxRange]) -> tuple[Run, ...]:
-    """The boxes, ascending in the buffer, as few runs."""
+    """Return the boxes, ascending in the buffer, as few runs."""
     runs = _join_neighbours(boxes)
     while len(folded := _fold_once(runs)) < len(runs):
         runs = folded
@@ -92,15 +92,15 @@ def fold(boxes: Iterable[BoxRange]) -> tuple[Run, ...]:
 
 
 def box_ranges(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None) -> list[BoxRange]:
-    """The boxes that are not empty, ascending in the buffer."""
+    """Return the boxes that are not empty, ascending in the buffer."""
     check_boxes(shape, boxes)
     sizes = [box_size(box) for box in boxes]
     if offsets is None:
         offsets = list(accumulate(sizes, initial=0))
     elif len(offsets) != len(boxes) or min(offsets, default=0) < 0:
         raise ValueError(
-            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one for each box, 0 or more, in elements of the "
-            "flat buffer"
+            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, each >= 0, in elements of the flat "
+            "buffer"
         )
     placed = [(start, start + size, box) for start, size, box in zip(offsets, sizes, boxes, strict=False) if size]
     return sorted(placed, key=itemgetter(0))
@@ -111,7 +111,7 @@ def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def view_of(run: Run, strides: Sequence[int]) -> View:
-    """The run's elements in a tensor of these strides, and in the flat buffer."""
+    """Return the run's elements as a view of a tensor of these strides, and of the flat buffer."""
     shape = box_shape(run.first)
     sizes, steps, flat_steps = merge_views(
         (*(count for count, _, _ in run.levels), *shape),
@@ -122,7 +122,7 @@ def view_of(run: Run, strides: Sequence[int]) -> View:
 
 
 def has_gaps(placed: Sequence[BoxRange]) -> bool:
-    """Whether boxes (ascending) are not exactly one after the other from 0 on."""
+    """Return whether boxes (ascending) do not fill the buffer from 0 on without gaps."""
     stops = [0, *(stop for _, stop, _ in placed)]
     return any(start != stop for (start, _, _), stop in zip(placed, stops, strict=False))
 

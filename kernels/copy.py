@@ -3,18 +3,18 @@
     pack:    x ---> [ box 0, row-major | box 1, row-major | ... ]
     unpack:  x <--- [ box 0, row-major | box 1, row-major | ... ]
 
-The boxes are decided once (`compile_pack`, `compile_unpack`) and the result is called many times. Compiling writes the
-boxes as the fewest strided views of the tensor that it finds, each of which is one `copy_`:
+`compile_pack` and `compile_unpack` take the boxes once, and their results are called many times. They describe the
+boxes by as few strided views of the tensor as they find (`box_runs.py`), each of which is one `copy_`:
 
-1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim with nothing outside);
+1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim whose outer dims have size 1);
 2. equal boxes at a constant step become one view with an extra leading dim, and equal runs of those likewise, so
    W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
 
-A pack that is one view which happens to be contiguous is returned as that view: nothing is copied or launched. On a GPU
-everything else is one launch for all tensors of a bucket (`strided_triton.py`), which casts and scales on the way.
+A pack that is one contiguous view is returned as that view, without a copy. On a GPU everything else is one launch for all
+tensors of a bucket (`strided_triton.py`), which also casts and scales.
 
-With `offsets` the boxes lie anywhere in the flat buffer, so that several tensors can share one (a bucket), here one that
-goes to two peers:
+With `offsets` the boxes can be anywhere in the flat buffer, so that several tensors can share one (a bucket), here one for
+two peers:
 
     a ---> [ a's box 0 |         | a's box 1 |         ]     pack_a = compile_pack(a.shape, boxes, offsets=[0, 6])
     b ---> [           | b's 0   |           | b's 1   ]     pack_b = compile_pack(b.shape, boxes, offsets=[4, 10])
@@ -30,17 +30,17 @@ from torch import Tensor
 from .backend import wants_kernels
 from .box import Box, row_major_strides
 from .box_runs import BoxRange, box_ranges, check_disjoint, fold, has_gaps, view_of
-from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
+from .strided import COMPUTED, PlacedView, Table, View, alignment, make_tables, merge_views, remembered
 
-_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # a kernel is given its factor as a float32
+_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # kernels take the factor as float32
 class _BoxCopy:
-    """What `Pack` and `Unpack` share: the runs of the boxes, and their views in a tensor of given strides.
+    """The runs of the boxes of a `Pack` or `Unpack`, and their views in a tensor of given strides.
 
     Attributes:
         shape: of the tensor that holds the boxes.
         size: elements in the flat buffer, up to the end of the last box.
-        copies: how many `copy_` calls it takes when nothing can be had as a view.
-        zero_copy: the boxes in the flat buffer are a range of a contiguous tensor of `shape`.
+        copies: number of `copy_` calls if no view can be returned.
+        zero_copy: whether the flat buffer is a range of a contiguous tensor of `shape`.
     """
 
     __slots__ = ("_anywhere", "_has_gaps", "_is_whole", "_views", "copies", "runs", "shape", "size", "zero_copy")
@@ -61,7 +61,7 @@ class _BoxCopy:
         return self._views.setdefault(strides, tuple([view_of(run, strides) for run in self.runs]))
 
     def views(self, x: Tensor) -> tuple[View, ...]:
-        """The views for a tensor of x's strides (made once for each)."""
+        """Return the views for a tensor of x's strides, cached by strides."""
         if x.shape != self.shape:
             raise ValueError(f"{self!r} was given a tensor of shape {tuple(x.shape)}, not {self.shape}")
         strides = x.stride()
@@ -83,7 +83,7 @@ class _BoxCopy:
 
 
 class Pack(_BoxCopy):
-    """Boxes of a tensor written to their places in a flat buffer: what `compile_pack` returns."""
+    """Writes boxes of a tensor to their places in a flat buffer; made by `compile_pack`."""
 
     __slots__ = ()
 
@@ -95,16 +95,16 @@ class Pack(_BoxCopy):
         self.zero_copy = self.zero_copy and not self._has_gaps
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-        """`pack(x, out=None, scale=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x.
+        """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new tensor or a view of x.
 
-        What lies in `out` between and behind the boxes stays as it is. `scale` multiplies, in float32 for 16-bit floats.
+        Elements of `out` between and after the boxes are not written. `scale` is a factor, in float32 for 16-bit floats.
         """
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         views = self.views(x)
         if out is None:
             if self._has_gaps:
-                raise ValueError(f"{self!r} leaves gaps in its buffer: give it the buffer to write to, as out=")
+                raise ValueError(f"{self!r} leaves gaps in its buffer: pass the buffer to write to as out=")
             if len(views) == 1 and scale is None and (views[0].strides == (1,) or not wants_kernels(x.device)):
                 sizes, strides, offset, _, _ = views[0]
                 part = x.as_strided(sizes, strides, x.storage_offset() + offset).contiguous()
@@ -120,7 +120,7 @@ class Pack(_BoxCopy):
 
 
 class Unpack(_BoxCopy):
-    """The boxes in a flat buffer put in their places in a tensor: what `compile_unpack` returns."""
+    """Writes the boxes in a flat buffer to their places in a tensor; made by `compile_unpack`."""
 
     __slots__ = ()
 
@@ -128,10 +128,10 @@ class Unpack(_BoxCopy):
         super().__init__(shape, box_ranges(shape, boxes, offsets), offsets is not None)
 
     def __call__(self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-        """`unpack(flat, out=None, scale=None) -> x`: in `out` (any strides, cast to its dtype) where given.
+        """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if given.
 
-        Else in a new tensor with zeros where no box lies, or a view of `flat` where that is the whole tensor in order.
-        `scale` multiplies, in float32 for 16-bit floats.
+        Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole tensor in order.
+        `scale` is a factor, in float32 for 16-bit floats.
         """
         self.check_flat(flat)
         if out is None:
@@ -146,15 +146,15 @@ class Unpack(_BoxCopy):
 
     @property
     def gives_view(self) -> bool:
-        """Whether the tensor can be had as a part of the flat buffer."""
+        """Whether the result can be a view of the flat buffer."""
         return self.zero_copy and self._is_whole
 
     def new(self, flat: Tensor) -> Tensor:
-        """A tensor to unpack to: with zeros where no box lies."""
+        """Return a tensor to unpack to, zero outside of the boxes."""
         return flat.new_empty(self.shape) if self._is_whole else flat.new_zeros(self.shape)
 
     def _part_of(self, flat: Tensor) -> Tensor:
-        """The range of `flat` that is the whole tensor."""
+        """Return the range of `flat` that is the whole tensor, as a view."""
         if flat.numel() != self.size or self._has_gaps:
             start = self.runs[0].start if self.runs else 0
             flat = flat[start : start + math.prod(self.shape)]
@@ -162,7 +162,7 @@ class Unpack(_BoxCopy):
 
 
 def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None) -> Tensor:
-    """`pack_many(packs, tensors, out) -> out`: every tensor's boxes in their places, cast to out's dtype; one launch on a GPU."""
+    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to out's dtype; one launch on a GPU."""
     tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
     for pack_one in packs:
         pack_one.check_flat(out)
@@ -173,9 +173,9 @@ def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, sca
 def unpack_many(
     unpacks: Sequence[Unpack], flat: Tensor, outs: Sequence[Tensor] | None = None, scale: float | None = None
 ) -> list[Tensor]:
-    """`unpack_many(unpacks, flat, outs=None) -> tensors`: all of them read from one buffer; one launch on a GPU.
+    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one launch on a GPU.
 
-    Without `outs` new ones, or views of `flat` where a tensor lies in it in order.
+    Without `outs` the results are new tensors, or views of `flat` for tensors that it has in order.
     """
     if len(unpacks) == 1:
         return [unpacks[0](flat, None if outs is None else outs[0], scale=scale)]
@@ -194,7 +194,7 @@ def unpack_many(
 def _copy(
     tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, *, to_flat: bool, scale: float | None
 ) -> None:
-    """Between the views of tensors and those of a flat buffer, one way or the other."""
+    """Copy between views of tensors and views of a flat buffer, in either direction."""
     if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors, flat, scale):
         for same in _of_one_dtype(tensors):
             _launch([tensors[i] for i in same], [views[i] for i in same], flat, to_flat, scale)
@@ -232,7 +232,7 @@ def _copy_scaled(x: Tensor, views: Sequence[View], flat: Tensor, to_flat: bool, 
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The tensors' numbers, those of a dtype together: a launch has one."""
+    """Return the tensors' indices grouped by dtype: a launch has one."""
     found: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         found.setdefault(x.dtype, []).append(i)
@@ -240,18 +240,18 @@ def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
-    """x * scale, of 16-bit floats in float32, not rounded."""
+    """Return x * scale; for 16-bit floats in float32, not rounded."""
     return widened(x) * scale
 
 
 def widened(x: Tensor) -> Tensor:
-    """16-bit floats as float32, the rest as it is."""
+    """Return 16-bit floats as float32, other tensors unchanged."""
     return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
-    """Kernels copy every dtype; they cast, scale and add up those of which GPU and torch have the same idea."""
-    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # their memory holds other numbers
+    """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only those in which they equal torch."""
+    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # lazy: their memory holds other numbers
         return False
     dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:
@@ -272,7 +272,7 @@ def _launch(
     aligned = alignment((*tensors, flat))
 
     def make() -> list[Table]:
-        placed = [Placed(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
+        placed = [PlacedView(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
         return make_tables(placed, to_flat, itemsizes, aligned, raw)
 
     ours = tensors[0] if len(tensors) == 1 else list(tensors)
@@ -281,23 +281,23 @@ def _launch(
 
 
 def _halves(view: View) -> View:
-    """The view of a complex128 tensor as one of float64 with a dim of 2 more."""
+    """Return the view of a complex128 tensor as one of float64, with one more dim of size 2."""
     double = [tuple([2 * s for s in strides]) for strides in (view.strides, view.flat_strides)]
     sizes, strides, flat_strides = merge_views((*view.sizes, 2), (*double[0], 1), (*double[1], 1))
     return View(sizes, strides, 2 * view.offset, flat_strides, 2 * view.flat_offset)
 
 
 def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Pack:
-    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: how to pack, decided once.
+    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how to pack.
 
-    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it is a view of the input where that lies
-    in one piece, so do not write to it.
+    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the input, so do not
+    write to it.
 
     Args:
         shape: of the tensors that will be packed.
         boxes: what to pack.
-        offsets: where each box starts in the flat buffer, in elements; by default one after the other. With offsets,
-            `out` may be longer than needed, and must be given where the boxes do not fill a buffer exactly.
+        offsets: where each box starts in the flat buffer, in elements; consecutive by default. With offsets
+            `out` may be longer than needed, and must be given if the boxes leave gaps.
 
     >>> columns = compile_pack((2, 4), [((0, 2), (0, 2)), ((0, 2), (2, 4))])
     >>> columns
@@ -306,20 +306,20 @@ def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[i
     [0, 1, 4, 5, 2, 3, 6, 7]
 
     Raises:
-        ValueError: a box does not lie inside `shape`, offsets are negative, not one for each box, or make boxes overlap
+        ValueError: a box is not inside `shape`, offsets are negative, not one for each box, or make boxes overlap
             in the flat buffer.
     """
     return Pack(shape, boxes, offsets)
 
 
 def compile_unpack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Unpack:
-    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: reverses `compile_pack`.
+    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile the inverse of a pack.
 
     Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read more than once). With
     offsets, `flat` may be longer than needed.
 
     Raises:
-        ValueError: a box does not lie inside `shape`, offsets are negative or not one for each box.
+        ValueError: a box is not inside `shape`, offsets are negative or not one for each box.
     """
     return Unpack(shape, boxes, offsets)
 
@@ -329,7 +329,7 @@ _cached_unpack: Callable[..., Unpack] = lru_cache(maxsize=1024)(compile_unpack)
 
 
 def pack(x: Tensor, boxes: Sequence[Box], out: Tensor | None = None) -> Tensor:
-    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, one after the other. See `compile_pack`."""
+    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, consecutive. See `compile_pack`."""
     return _cached_pack(tuple(x.shape), tuple(boxes))(x, out)
 
 

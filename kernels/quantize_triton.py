@@ -183,7 +183,7 @@ NARROW = 1 << 30  # elements of a box, or between its ends, from which on offset
 Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
 
-class Row(NamedTuple):
+class BoxRow(NamedTuple):
     """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit` elements at a time."""
 
     tensor: int
@@ -202,7 +202,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Table:
+class BoxTable:
     """One launch.
 
     Attributes:
@@ -223,24 +223,24 @@ class Table:
         return self._moved[device]
 
 
-def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> Row:
+def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
     """A box of the tensor of this number; lanes move up to `most` elements, a power of two, at a time."""
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
     (run, step), *others = dims
     unit = math.gcd(most, run, offset, *(stride for _, stride in others)) if step == 1 else 1
-    return Row(tensor, offset, dims, tuple(starts), unit if unit >= MIN_VECTOR else 1)
+    return BoxRow(tensor, offset, dims, tuple(starts), unit if unit >= MIN_VECTOR else 1)
 
 
-def make_tables(rows: Iterable[Row], block: int) -> list[Table]:
+def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
     """`make_tables(rows, block) -> one table for each launch`: those alike in unit and records share one."""
-    alike: dict[tuple[int, int], list[Row]] = {}
+    alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
     return [_table(found[i : i + MAX_ROWS], block) for found in alike.values() for i in range(0, len(found), MAX_ROWS)]
 
 
-def _table(rows: Sequence[Row], block: int) -> Table:
+def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     counts = [-(-row.elements // block) for row in rows]
     parts, unit = len(rows[0].starts), rows[0].unit
     blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
@@ -253,7 +253,7 @@ def _table(rows: Sequence[Row], block: int) -> Table:
         "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
         "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),
     }  # fmt: skip
-    return Table(flat, firsts[-1], constants)
+    return BoxTable(flat, firsts[-1], constants)
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
@@ -261,7 +261,7 @@ def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
     return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
-def _columns(row: Row, blocks: int, dims: int) -> list[int]:
+def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
     (run, step), *others = row.dims
     unit = row.unit
     scaled = [(run // unit, step), *((size, stride // unit) for size, stride in others)]
@@ -291,7 +291,7 @@ def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seq
 @lru_cache(maxsize=4096)
 def _quantize_tables(
     quantizes: tuple[Quantize, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, aligned: int
-) -> list[Table]:
+) -> list[BoxTable]:
     """Made once: to look at hundreds of boxes would take longer than a launch."""
     rows = [
         make_row(i, ours, box, (start,), max(1, aligned // itemsize))
@@ -302,7 +302,7 @@ def _quantize_tables(
 
 
 @lru_cache(maxsize=4096)
-def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[Table]:
+def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[BoxTable]:
     rows = [
         make_row(i, row_major_strides(dequantize.shape), box, starts, max(1, aligned // itemsize))
         for i, dequantize in enumerate(dequantizes)
@@ -316,7 +316,7 @@ def _codes(flat: Tensor) -> Any:
 
 
 def _launch(
-    kernel: Any, table: Table, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
+    kernel: Any, table: BoxTable, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
 ) -> None:
     rows, many = table.on(tensors[0].device), len(tensors) > 1
     pointers = addresses(tuple([x.data_ptr() for x in tensors]), rows.device) if many else rows

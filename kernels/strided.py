@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .strided_views import BATCH, UNIT, Kind, Placed, Row, next_power_of_two, rows_of
+from .strided_views import BATCH, UNIT, KernelKind, PlacedView, Row, next_power_of_two, rows_of
 from .strided_views import View as View
 from .strided_views import merge_views as merge_views
 
@@ -57,7 +57,7 @@ class Table:
         aligned: the power of two that divides every address.
     """
 
-    kind: Kind
+    kind: KernelKind
     lanes: tuple[int, ...]
     programs: int
     rows: Tensor
@@ -75,7 +75,7 @@ class Table:
 
 
 def make_tables(
-    placed: Iterable[Placed], to_flat: bool, itemsizes: tuple[int, int], aligned: int = UNIT, raw: bool = True
+    placed: Iterable[PlacedView], to_flat: bool, itemsizes: tuple[int, int], aligned: int = UNIT, raw: bool = True
 ) -> list[Table]:
     """`make_tables(placed, to_flat, itemsizes) -> one table for each launch`.
 
@@ -86,7 +86,7 @@ def make_tables(
         aligned: the largest power of two, up to 16, that divides every address.
         raw: whether nothing is computed, so that several elements may be moved as one.
     """
-    rows: dict[Kind, list[Row]] = {}
+    rows: dict[KernelKind, list[Row]] = {}
     for p in placed:
         if math.prod(p.view.sizes):
             for row in rows_of(p, to_flat, itemsizes, aligned, raw):
@@ -117,7 +117,7 @@ def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Tab
 # -- many --------------------------------------------------------------------------------------------------------------
 
 
-def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
+def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
     lanes = _tile_lanes(rows, kind, itemsize) if kind.tiled else _row_lanes(rows, kind, itemsize)
     made, parts, program = [], [], 0
     for row in rows:
@@ -134,7 +134,7 @@ def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Tabl
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 
-def _row_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int]:
+def _row_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int]:
     """Lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
     planes = sorted(_lanes_of_plane(row) for row in rows)
     accesses = MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2  # without groups each needs an address
@@ -156,7 +156,7 @@ def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list
     return -(-plane // lanes[0]), own, [size_b, *divisor(size_b), *(s // unit for s in b), run // unit]
 
 
-def _tile_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int, int]:
+def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int, int]:
     """Runs along I and J: about as many bytes along both, more along one where the other is short."""
     words = min(kind.unit, kind.dst_unit) // kind.word * MAX_ACCESSES
     most = min(words, MAX_TILE, PROGRAM_BYTES // (kind.word * itemsize)) // kind.padded

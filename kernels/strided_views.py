@@ -39,7 +39,7 @@ class View(NamedTuple):
     flat_offset: int
 
 
-class Placed(NamedTuple):
+class PlacedView(NamedTuple):
     """A view of one of several tensors.
 
     Attributes:
@@ -68,7 +68,7 @@ def merge_views(
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class KernelKind:
     """What a kernel is compiled for; rows of one kind share a launch.
 
     Attributes:
@@ -106,7 +106,7 @@ class Row:
         batch: the other dims, the fastest first.
     """
 
-    kind: Kind
+    kind: KernelKind
     tensor: int
     src: int
     dst: int
@@ -119,7 +119,7 @@ class Row:
         return self.kind.word * self.kind.run * math.prod(size for size, _, _ in (*self.inner, *self.batch))
 
 
-def rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> Iterable[Row]:
+def rows_of(p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> Iterable[Row]:
     """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> Rows`: see `strided.make_tables`."""
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
@@ -136,7 +136,7 @@ def rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, 
         inner = (*_row_dims(others, run * min(itemsizes)), (run, 1, 1))
         parts = max(1, len(p.parts))
         group = _group(run // unit) if unit * min(itemsizes) < UNIT and parts == 1 else 1
-        kind = Kind(False, unit, unit, group, parts=parts)
+        kind = KernelKind(False, unit, unit, group, parts=parts)
     batch = sorted([d for d in others if d not in inner], key=itemgetter(1))
     return _split(Row(kind, p.tensor, src, dst, inner, tuple(batch), p.parts))
 
@@ -162,14 +162,14 @@ def _is_word(run: int, others: Sequence[Dim], offsets: Sequence[int], itemsize: 
 
 def _tile_kind(
     run: int, word: int, turned: tuple[Dim, Dim], others: Sequence[Dim], offsets: tuple[int, int], most: Sequence[int]
-) -> Kind:
+) -> KernelKind:
     words = run // word
     if words != next_power_of_two(words):  # padded in the kernel, so that nothing but a word is sure to lie together
-        return Kind(True, word, word, 1, word, words)
+        return KernelKind(True, word, word, 1, word, words)
     (i, j), (src, dst) = turned, offsets
     unit = _common(most[0], src, i[0] * run, *(d[1] for d in others if d is not i))
     dst_unit = _common(most[1], dst, j[0] * run, *(d[2] for d in others if d is not j))
-    return Kind(True, max(word, unit), max(word, dst_unit), 1, word, words)
+    return KernelKind(True, max(word, unit), max(word, dst_unit), 1, word, words)
 
 
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:

@@ -327,8 +327,8 @@ def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distri
     dims = _table(rows, blocks, out.device) if rows.sizes else out  # any tensor: it is not read
     draw[(programs,)](
         out, dims, *halves(seed), *halves(stream), *parameters, rows.origin, rows.count, rows.length, skipped, out.numel(),
-        DISTRIBUTION=_DISTRIBUTIONS[distribution.name], PER_BLOCK=distribution.per_block, DIMS=len(rows.sizes), FLAT=flat, WIDE=wide, LANES=LANES,
-        num_warps=4, **NO_FUSION,
+        DISTRIBUTION=_DISTRIBUTIONS[distribution.name], PER_BLOCK=distribution.per_block, DIMS=len(rows.sizes),
+        FLAT=flat, WIDE=wide, LANES=LANES, num_warps=4, **NO_FUSION,
     )  # fmt: skip
 
 

@@ -13,25 +13,25 @@ from .peers import Peers, check, check_if_done
 
 
 def one_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
-    """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x, in one launch and one meeting.
+    """`one_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the sum of all ranks' x, in one launch with one barrier.
 
     Args:
         x: contiguous, of the same shape and dtype on every rank.
         out: contiguous, of x's shape; the sum is rounded to x's dtype and cast to out's. May be x. For a record uint8
             [record_bytes(x.numel(), block)], at a multiple of 16 bytes.
-        epilogue: what to do with the sum; out is then its result.
+        epilogue: computed from the sum; out is then its result.
 
     Raises:
         SymmetricMemoryError: a rank is missing.
-        ValueError: tensors that do not fit together, or rows for which the shared memory is too small.
+        ValueError: shapes or dtypes that do not fit, or rows for which the shared memory is too small.
     """
     return _all_reduce(peers, x, out, epilogue, two_shot=False)
 
 
 def two_shot_all_reduce(peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None = None) -> Tensor:
-    """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the same bits as `one_shot_all_reduce`, with two meetings.
+    """`two_shot_all_reduce(peers, x, out, epilogue=None) -> out`: the same bits as `one_shot_all_reduce`, with two barriers.
 
-    Every rank adds up a share of the pieces (of the rows, for an epilogue) and all read the results.
+    Every rank sums a share of the pieces (of the rows, with an epilogue), then all read the results.
     """
     return _all_reduce(peers, x, out, epilogue, two_shot=True)
 
@@ -77,4 +77,4 @@ def _check_record(x: Tensor, out: Tensor, record: AsRecord, columns: int) -> Non
             f"contiguous, uint8 of shape ({size},), and at a multiple of {UNIT} bytes"
         )
     if columns % record.block:
-        raise ValueError(f"rows of {columns} in {record}: a block would lie in two rows; choose a block that divides them")
+        raise ValueError(f"rows of {columns} in {record}: a block would span two rows; choose a block that divides the row length")

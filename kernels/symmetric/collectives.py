@@ -15,12 +15,12 @@ from .pull import Pull, exchange
 
 
 def all_gather(peers: Peers, x: Tensor, out: Tensor, dim: int) -> Tensor:
-    """`all_gather(peers, x, out, dim) -> out`: rank r's x is chunk r of out, which is cut along `dim` as `torch.chunk` does."""
+    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x, chunks of out as `torch.chunk` cuts it."""
     return _exchanged(peers, _gather(tuple(out.shape), dim, peers.rank, peers.size), x, out)
 
 
 def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tensor:
-    """`all_to_all(peers, x, out, src, dst) -> out`: of a tensor cut along `src`, x is a chunk; of the same cut along `dst`, out."""
+    """`all_to_all(peers, x, out, src, dst) -> out`: x is a chunk along `src` of a tensor, out becomes this rank's chunk along `dst` of it."""
     whole = [*x.shape]
     whole[src] = out.shape[src]
     return _exchanged(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)
@@ -64,7 +64,7 @@ def _scatter(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pa
 
 
 def _chunks(shape: Sequence[int], dim: int, parts: int) -> list[Box]:
-    """The boxes of `torch.chunk`, with empty ones at the end."""
+    """Return the boxes of `torch.chunk`, with empty ones at the end."""
     if not -len(shape) <= dim < len(shape):
         raise IndexError(f"dim {dim} of a tensor of shape {tuple(shape)}: it has {len(shape)} dims")
     dim %= len(shape)
@@ -75,10 +75,10 @@ def _chunks(shape: Sequence[int], dim: int, parts: int) -> list[Box]:
 
 
 def _packed(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
-    """One after the other, at the start of a buffer that may be longer."""
+    """Return a pack of consecutive boxes, at the start of a buffer that may be longer."""
     return compile_pack(shape, boxes, list(accumulate(map(box_size, boxes[:-1]), initial=0)))
 
 
 def _start(shape: Sequence[int], dim: int, number: int, parts: int) -> int:
-    """Where chunk `number` of the tensor begins as `_packed` lays chunks out."""
+    """Return the start of chunk `number` in the layout of `_packed`."""
     return sum(map(box_size, _chunks(shape, dim, parts)[:number]))

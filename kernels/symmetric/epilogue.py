@@ -14,33 +14,33 @@ LONGEST_ROW = 1 << 14  # elements, for a norm: 32 for each of 512 threads
 
 @dataclass(frozen=True)
 class AsRecord:
-    """The result, in x's dtype, leaves as codes and scales: the record of the whole tensor, as `quantize.py` has it.
+    """Write the result, in x's dtype, as codes and scales: one record of the whole tensor, in the format of `quantize.py`.
 
     Attributes:
         transport: "int8" or "fp8".
-        block: elements that share a scale, a power of two from 16 to 1024; of rows that are normed, each has whole blocks.
+        block: elements that share a scale, a power of two from 16 to 1024; with AddNorm it divides the row length.
     """
 
     transport: str
     block: int = BLOCK
 
     def __post_init__(self) -> None:
-        compile_quantize((), [], self.transport, block=self.block)  # which knows what there is
+        compile_quantize((), [], self.transport, block=self.block)  # checks the format
 
 
 @dataclass(frozen=True)
 class AddNorm:
-    """What follows a sum in a transformer: `added = x + residual; out = added / rms(added) * weight`, for each row.
+    """Residual sum and RMSNorm after a sum: `added = x + residual; out = added / rms(added) * weight`, for each row.
 
-    Computed in float32 from x and `added` as they are rounded to their dtypes, so it differs from the separate operations
-    by no more than the order in which a row's squares are added.
+    Computed in float32 from x and `added` rounded to their dtypes, so it differs from the separate operations
+    only in the order in which a row's squares are added.
 
     Attributes:
         residual: of x's shape.
-        weight: one factor for each column; at most `LONGEST_ROW`.
+        weight: one factor per column; at most `LONGEST_ROW`.
         eps: added to the mean of squares.
-        added: where the new residual is written; may be `residual`.
-        record: how `out` leaves, where not as numbers.
+        added: receives the new residual; may be `residual`.
+        record: the format of `out`; None for numbers.
     """
 
     residual: Tensor
@@ -54,5 +54,5 @@ Epilogue = AddNorm | AsRecord
 
 
 def record_of(epilogue: Epilogue | None) -> AsRecord | None:
-    """The format in which the result leaves; None for numbers."""
+    """Return the format of the result; None for numbers."""
     return epilogue.record if isinstance(epilogue, AddNorm) else epilogue

@@ -14,7 +14,7 @@ from .pull import Pull
 
 
 def reference_sum(xs: Sequence[Tensor]) -> Tensor:
-    """`reference_sum(xs) -> sum`: in the order given, not rounded: float32 for 16-bit floats."""
+    """`reference_sum(xs) -> sum`: in the order given, not rounded; float32 for 16-bit floats."""
     total = widened(xs[0])
     for x in xs[1:]:
         total = total + widened(x)
@@ -22,12 +22,12 @@ def reference_sum(xs: Sequence[Tensor]) -> Tensor:
 
 
 def reference_all_reduce(xs: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`reference_all_reduce(xs, dtype) -> out`: what both all-reduces write on every rank, in out's dtype."""
+    """`reference_all_reduce(xs, dtype) -> out`: the result of both all-reduces on every rank, in out's dtype."""
     return reference_sum(xs).to(xs[0].dtype).to(dtype)
 
 
 def reference_add_norm(x: Tensor, epilogue: AddNorm, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`reference_add_norm(x, epilogue, dtype) -> (added, out)`: what the epilogue makes of a sum."""
+    """`reference_add_norm(x, epilogue, dtype) -> (added, out)`: the epilogue of a sum."""
     added = (widened(x) + widened(epilogue.residual)).to(epilogue.added.dtype)
     wide = widened(added)
     root = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epilogue.eps)
@@ -35,7 +35,7 @@ def reference_add_norm(x: Tensor, epilogue: AddNorm, dtype: torch.dtype) -> tupl
 
 
 def reference_pull(staged: Sequence[Tensor], pull: Pull, out: Tensor, scale: float | None = None) -> Tensor:
-    """`reference_pull(staged, pull, out) -> out`: from the staging areas of all ranks; sums, as they are used here."""
+    """`reference_pull(staged, pull, out) -> out`: from the staging areas of all ranks; only sums are supported."""
     for box, places in pull.sources.items():
         parts = [staged[rank][offset:][: box_size(box)].view(box_shape(box)) for rank, offset in places]
         combined = reference_sum(parts) if len(parts) > 1 else parts[0]

@@ -390,7 +390,7 @@ def test_a_missing_rank_is_named_on_all_others(call, args):
             replies = ranks(call, *args, without=[2])
             for rank in (0, 1, 3):
                 assert isinstance(replies[rank], SymmetricMemoryError)
-                assert f"rank 2 of the group of 4 did not arrive: rank {rank} looked" in str(replies[rank])
+                assert f"rank 2 of the group of 4 did not arrive: rank {rank} polled" in str(replies[rank])
 
 
 def test_several_missing_ranks_are_named():
@@ -427,14 +427,14 @@ def test_a_late_rank_gets_the_right_result_and_then_an_error():
 
 def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float], list[int], bool]:
     """As an accelerator runs what was launched before the host knew."""
-    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_meeting
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_barrier
 
     with pytest.raises(SymmetricMemoryError):
         small_sum(peers, two_shot)
     peers.error.zero_()
     before, out = peers.buffer.clone(), torch.full((4,), 7.0)
     launch_all_reduce(peers, torch.ones(4), out, None, two_shot)
-    launch_meeting(peers)
+    launch_barrier(peers)
     return out.tolist(), peers.error.tolist(), torch.equal(peers.buffer, before)
 
 
@@ -476,7 +476,7 @@ def test_records_that_cannot_be(alone):
             symmetric.one_shot_all_reduce(alone, x, given, AsRecord("int8"))
     with pytest.raises(ValueError, match=r"AsRecord.* of torch.int32: float16"):
         symmetric.two_shot_all_reduce(alone, x.int(), out, AsRecord("int8"))
-    with pytest.raises(ValueError, match=r"rows of 24 in AsRecord.*: a block would lie in two rows"):
+    with pytest.raises(ValueError, match=r"rows of 24 in AsRecord.*: a block would span two rows"):
         symmetric.two_shot_all_reduce(alone, x, out, AddNorm(x, x[0], 1e-5, x, AsRecord("int8")))
 
 
@@ -495,7 +495,7 @@ def test_pulls_that_cannot_be(alone):
         symmetric.all_gather(alone, torch.ones(2, dtype=torch.int8), torch.ones(2), 0)
     with pytest.raises(ValueError, match="float64 cannot be scaled"):
         symmetric.reduce_scatter(alone, *[torch.ones(2, dtype=torch.float64)] * 2, 0, 0.3)
-    with pytest.raises(ValueError, match="complex128 is not read from peers"):
+    with pytest.raises(ValueError, match="complex128 cannot be pulled from peers"):
         symmetric.all_gather(alone, *[torch.ones(2, dtype=torch.complex128)] * 2, 0)
     with pytest.raises(ValueError, match="the dims must differ"):
         symmetric.all_to_all(alone, torch.ones(2, 2), torch.ones(2, 2), 1, -1)
