@@ -1,4 +1,4 @@
-"""Records of many boxes written or read in one launch: the kernels behind `quantize.py`.
+"""Triton kernels that write or read the records of many boxes in one launch, for `quantize.py`.
 
     quantize_boxes      flat[record of box] = codes and scales of x[box]           3 + 4/128 bytes an element of 16 bits
     dequantize_boxes    out[box] = cast(sum over records of codes * scales)        2 + (1 + 4/128) * records bytes
@@ -6,7 +6,7 @@
 Every element is read once and every code written once; a scale is 4 bytes for each block. Where runs, strides and offsets are
 multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes and writes 8 (4) bytes of codes, else one element at a
 time, but codes as before; likewise the other way. All records of a box are under way before the first is added up (of up
-to 8). Blocks are looked through in registers, by lanes of one warp. Against torch, whose definition passes over memory a
+to 8). A block's maximum is found in registers, by lanes of one warp. Against torch, whose definition passes over memory a
 dozen times, and against quantising what was packed before, which reads and writes the tensor once more.
 
 A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is takes one multiplication
@@ -55,7 +55,7 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def find_row(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The row that this program works on, and its number among that row's programs."""
+    """Return the row that this program works on, and its index among that row's programs."""
     program = tl.program_id(0).to(tl.int64)
     if ROWS == 1:
         return table + 1, program
@@ -75,7 +75,7 @@ def units_of(BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr):
 def places(
     row, block, BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, DIMS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """[blocks, lanes, VECTOR]: how far the elements of these blocks lie from the box's first, and whether there are any."""
+    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and whether they exist."""
     if WIDE:
         n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)
         offset = n * 0
@@ -96,7 +96,7 @@ def places(
 @triton.jit
 def encoded(x, LARGEST: tl.constexpr):
     """float32 [blocks, lanes, VECTOR] -> codes: int8, scales: [blocks]."""
-    finite = tl.fma(x, 0.0, x)  # NaN of infinities; the largest is that of the numbers
+    finite = tl.fma(x, 0.0, x)  # infinities become NaN, which the maximum ignores
     amax = tl.max(tl.max(tl.abs(finite), 2), 1)
     scale = tl.maximum(amax * (1.0 / LARGEST), SMALLEST_SCALE)
     x = x * tl.div_rn(1.0, scale)[:, None, None]
@@ -110,7 +110,7 @@ def encoded(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def decoded(code, LARGEST: tl.constexpr):
-    """int8 -> float32: what codes stand for, as multiples of their scales."""
+    """int8 -> float32: the values of codes, as multiples of their scales."""
     if LARGEST == 126:
         x = (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
         special = (x + 128) * x * float("inf")  # +-inf of +-127, NaN of -128
@@ -141,7 +141,7 @@ def quantize_boxes(
 
 @triton.jit
 def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 [blocks, lanes, VECTOR]: of these blocks of a record."""
+    """float32 [blocks, lanes, VECTOR]: the values of these blocks of a record."""
     there = block < blocks
     codes = record + (block[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
     code = tl.load(codes, mask=there[:, None, None], other=0)
@@ -167,7 +167,7 @@ def dequantize_boxes(
             total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
     out = base(out, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
     result = total.to(out.dtype.element_ty) if converts_natively() else cast(total, out.dtype.element_ty)
-    # single elements are written in the order in which they lie, which is not that of the lanes that made them
+    # single elements are written in memory order, which differs from the order of lanes
     at, inside = places(row, block, BLOCK, UNIT, UNIT, DIMS, WIDE)
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
 
@@ -175,10 +175,10 @@ def dequantize_boxes(
 # -- what a launch works on --------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 for each of 128 threads; half where it adds up many
-MIN_VECTOR = 4  # elements that lie together, from which on a lane moves them at a time; else one by one, VECTOR in all
+PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 per thread of 128; half if it sums many records
+MIN_VECTOR = 4  # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
 VECTOR = 8
-NARROW = 1 << 30  # elements of a box, or between its ends, from which on offsets in it have 64 bits
+NARROW = 1 << 30  # with more elements in a box, or between its ends, offsets have 64 bits
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
@@ -206,8 +206,8 @@ class BoxTable:
     """One launch.
 
     Attributes:
-        rows: as `HEAD` says, and before them their first programs; padded to a power of two.
-        grid: how many programs.
+        rows: as `HEAD` describes, after their first programs; padded to a power of two.
+        grid: number of programs.
         constants: what the kernel is compiled for.
     """
 
@@ -217,14 +217,14 @@ class BoxTable:
     _moved: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The rows on a device (copied there once)."""
+        """Return the rows on a device (copied there once)."""
         if device not in self._moved:
             self._moved[device] = self.rows.to(device)
         return self._moved[device]
 
 
 def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
-    """A box of the tensor of this number; lanes move up to `most` elements, a power of two, at a time."""
+    """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a power of two, at a time."""
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
     (run, step), *others = dims
@@ -233,7 +233,7 @@ def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int
 
 
 def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
-    """`make_tables(rows, block) -> one table for each launch`: those alike in unit and records share one."""
+    """`make_tables(rows, block) -> one table per launch`; rows with equal unit and number of records share one."""
     alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
@@ -257,7 +257,7 @@ def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
-    """Enough to keep the memory busy, not many more than a typical box has."""
+    """Return the blocks per program: enough to keep the memory busy, not many more than a typical box has."""
     return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
@@ -275,14 +275,14 @@ def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
 
 
 def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """`launch_quantize(quantizes, tensors, flat)`: of tensors of one dtype, in one format."""
+    """`launch_quantize(quantizes, tensors, flat)`: quantise tensors of one dtype, in one format."""
     strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
     for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
         _launch(quantize_boxes, table, (tensors[0], _codes(flat)), tensors, quantizes[0].transport, aligned)
 
 
 def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
-    """`launch_dequantize(dequantizes, flat, outs)`: to contiguous tensors of one dtype, in one format."""
+    """`launch_dequantize(dequantizes, flat, outs)`: dequantise to contiguous tensors of one dtype, from one format."""
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
         _launch(dequantize_boxes, table, (_codes(flat), outs[0]), outs, dequantizes[0].transport, aligned)
@@ -292,7 +292,7 @@ def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seq
 def _quantize_tables(
     quantizes: tuple[Quantize, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, aligned: int
 ) -> list[BoxTable]:
-    """Made once: to look at hundreds of boxes would take longer than a launch."""
+    """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a launch."""
     rows = [
         make_row(i, ours, box, (start,), max(1, aligned // itemsize))
         for i, (quantize, ours) in enumerate(zip(quantizes, strides, strict=True))

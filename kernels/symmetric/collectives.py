@@ -20,7 +20,7 @@ def all_gather(peers: Peers, x: Tensor, out: Tensor, dim: int) -> Tensor:
 
 
 def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tensor:
-    """`all_to_all(peers, x, out, src, dst) -> out`: x is a chunk along `src` of a tensor, out becomes this rank's chunk along `dst` of it."""
+    """`all_to_all(peers, x, out, src, dst) -> out`: from a chunk of a tensor along `src` to its chunk along `dst`."""
     whole = [*x.shape]
     whole[src] = out.shape[src]
     return _exchanged(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)

@@ -50,7 +50,8 @@ def test_before_the_processes_have_met_the_launcher_tells_the_rank(monkeypatch: 
     set_hosts(monkeypatch, rank, str(rank % 2))
     assert greet("ann") == ("ann" if rank == 0 else None)
     assert (on_each_host() is None) == (rank % 2 == 1)
-    with pytest.raises(LaunchEnvironmentError, match="before the default process group of the 4 processes is started"), main_process_first():
+    text = "before the default process group of the 4 processes is started"
+    with pytest.raises(LaunchEnvironmentError, match=text), main_process_first():
         pytest.fail("the block must not run")
 
 
