@@ -8,14 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmesh.kernels import random
 from shardmesh.kernels.box import full_box, slices
 from shardmesh.kernels.random import (
     bernoulli_mask,
     box_index,
     distributions,
+    draw,
     integers,
     normal,
+    philox,
     philox4x32,
     philox_uint32,
     uniform,
@@ -171,7 +172,7 @@ def test_tiles_do_not_show(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
     at_once = EVERY[name](shape, box)
     for blocks in (1, 6, 16, 50):
-        monkeypatch.setattr(random, "BLOCKS_AT_ONCE_CPU", blocks)
+        monkeypatch.setattr(draw, "BLOCKS_AT_ONCE_CPU", blocks)
         assert torch.equal(EVERY[name](shape, box), at_once)
 
 
@@ -179,7 +180,7 @@ def test_tiles_do_not_show(name, monkeypatch):
 def test_numpy_and_torch_agree(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
     by_numpy = EVERY[name](shape, box)
-    monkeypatch.setattr(random, "BLOCKS_IN_NUMPY", -1)
+    monkeypatch.setattr(philox, "BLOCKS_IN_NUMPY", -1)
     assert torch.equal(EVERY[name](shape, box), by_numpy)
 
 
@@ -245,7 +246,7 @@ def test_the_definition_of_normal(dtype, bits):
 def test_the_rarest_words_give_finite_normals(dtype, bits, monkeypatch):
     for word, radius in ((0, math.sqrt(2 * bits * math.log(2))), (ONES, 0)):
         words = torch.full((1, 1, 4), word)
-        monkeypatch.setattr(random, "philox_blocks", lambda seed, stream, block, words=words: words)
+        monkeypatch.setattr(draw, "philox_blocks", lambda seed, stream, block, words=words: words)
         assert normal((1,), ((0, 1),), 0, 0, dtype, "cpu").item() == pytest.approx(radius, rel=1e-6)
 
 
@@ -272,7 +273,7 @@ def test_the_definition_of_the_other_distributions():
 
 def test_extreme_words_give_finite_numbers(monkeypatch):
     for word in (0, ONES):
-        monkeypatch.setattr(random, "philox_blocks", lambda seed, stream, block, word=word: torch.full((1, 1, 4), word))
+        monkeypatch.setattr(draw, "philox_blocks", lambda seed, stream, block, word=word: torch.full((1, 1, 4), word))
         box = ((0, 1),)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
             assert 0 < distributions.exponential((1,), box, 0, 0, dtype, "cpu", 1.0).item() < 40
