@@ -1,13 +1,13 @@
-"""AdamW as a pure function over trees of tensors: it steps plain tensors and sharded ones, and knows nothing of the mesh.
+"""AdamW as a pure function over trees of tensors, plain or sharded; it has no code for the mesh.
 
-    w1 P("dp", "tp")      what travels in a step of training                            what travels in `update`: nothing
+    w1 P("dp", "tp")      communication in a training step                               communication in `update`: none
     +----+----+
     | r0 | r1 |   w1  ->  all_gather over dp to compute with, P(None, "tp")             r0:  its part of w1, g, m, v
     +----+----+   dw1 ->  reduce_scatter over dp, backward, to P("dp", "tp")            r1:  its part of w1, g, m, v
     | r2 | r3 |           all_reduce over tp of what `x @ w1 ... @ w2` leaves pending   ...
     +----+----+
 
-A gradient lies as its parameter, and so do both moments: a rank has the moments of its part alone, and works on these.
+Gradients and both moments have the layout of their parameter, so each rank stores and updates the moments of its part only.
 
     python examples/adamw.py                         4 ranks simulated in this process
     python examples/adamw.py --launch 4              4 local processes

@@ -1,4 +1,4 @@
-r"""Data-parallel training: every rank has its part of the batch and all of the parameters.
+r"""Data-parallel training: every rank has a part of the batch and all parameters.
 
     batch P("dp")                parameters P()
     rank 0   [rows  0..15]       [w1 b1 w2 b2]   gradient of its rows --\
@@ -6,8 +6,8 @@ r"""Data-parallel training: every rank has its part of the batch and all of the 
     rank 2   [rows 32..47]       [w1 b1 w2 b2]   gradient of its rows ---/  for all of them
     rank 3   [rows 48..63]       [w1 b1 w2 b2]   gradient of its rows --/
 
-The loss is a `pmean`, so it is the same on every rank; that makes the gradient of a parameter, of which every rank has a copy, the
-sum of what the ranks found. `value_and_grad` returns it summed. After the same update on every rank the copies are still equal.
+The loss is a `pmean`, the same on every rank, so the gradient of a replicated parameter is the sum of the ranks' gradients.
+`value_and_grad` returns that sum. After the same update on every rank the copies are still equal.
 
     python examples/data_parallel.py                         4 ranks simulated in this process
     python examples/data_parallel.py --launch 4              4 local processes

@@ -1,18 +1,18 @@
-r"""A convolution over an image that is split along its height: each rank needs a few rows of its neighbours, its halo.
+r"""A convolution over an image that is split along its height: each rank needs a few rows of its neighbours, the halo.
 
     image P(None, None, "sp"): [b c h/4 w] on each rank                with a kernel of 3 rows the halo is 1 row
 
-             0 0 0 0 0 0      nobody sends to the first rank: zeros, which is what padding is
+             0 0 0 0 0 0      the first rank receives zeros, which serve as padding
     rank 0   . . . . . .
              . . . . . .  --\  its last row goes down
     rank 1   . . . . . .  --/  its first row goes up
              . . . . . .
              ...
     rank 3   . . . . . .
-             0 0 0 0 0 0      and nobody sends to the last one from below
+             0 0 0 0 0 0      and so does the last one from below
 
 Two `ppermute`s fetch the halo, whatever the size of the image. Backward is the same the other way: the gradient of a row that was
-lent to a neighbour comes back, and is added. Heights need not be multiples of the ranks, only every part as high as the halo.
+sent to a neighbour is sent back and added. Heights need not be multiples of the ranks, but every part must be as high as the halo.
 
     python examples/halo_conv.py                         4 ranks simulated in this process
     python examples/halo_conv.py --launch 4              4 local processes

@@ -1,4 +1,4 @@
-"""A model written for one process, as Hugging Face's are, spread by a plan of paths: not a line of it knows of a mesh.
+"""Parallelise a model written for one process, such as Hugging Face's, by a plan of module paths, without changing its code.
 
     {"*.q_proj": colwise(), "*.o_proj": rowwise(), ...}     tensor parallelism: which module's weights are split over tp, and how
     fully_shard(model, mesh, units=DecoderLayer)            over fsdp at rest, gathered layer by layer

@@ -1,4 +1,4 @@
-"""LoRA: the weights of a model stay as they are, small matrices beside them are trained; all of it split over the ranks at rest.
+"""LoRA: freeze the weights of a model and train small matrices next to them; all are sharded over the ranks between uses.
 
     y = x W' + x A' B'        W frozen, gathered for use; A, B trained: only their gradients are summed, only they have optimizer state
 

@@ -9,12 +9,12 @@ r"""A transformer block whose heads and MLP are divided over "tp", and whose bat
                                                                        psum --> + x        second half
       the other rank: other columns, other rows ----------------------/
 
-What comes first is split by columns, what comes second by the matching rows, so that nothing has to move between them: each rank ends
-with a share of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` at the end of each half adds the shares, and its backward is
-one more. "dp" needs no line in the block. At the end of backward the gradient of what several ranks have a copy of is summed over them.
+The first matrix is split by columns, the second by the matching rows, so no communication is needed between them: each rank ends
+with one term of a sum (Shoeybi et al. 2019, "Megatron-LM"). One `psum` at the end of each half adds the terms, and its backward is
+one more. "dp" needs no code in the block: at the end of backward gradients of replicated parameters are summed over the ranks.
 
 Tensor names end in one letter per dim: b batch, s position, d width of the residual stream, h head, e width of a head, f width of
-the MLP, c what is made of a position (query, key, value).
+the MLP, c the concatenated query, key and value of a position.
 
     python examples/megatron_block.py                         4 ranks simulated in this process
     python examples/megatron_block.py --launch 4              4 local processes

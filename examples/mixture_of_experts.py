@@ -1,4 +1,4 @@
-"""A mixture of experts with the experts spread over the ranks: tokens travel to the experts that they choose, and back.
+"""A mixture of experts with the experts split over the ranks: send tokens to the experts that they choose, and the results back.
 
     tokens P("ep"), experts P("ep"), router P()       here each token chooses one expert; two experts live on each rank
 
@@ -7,10 +7,10 @@
     rank 1   tokens   e f g       sorted by expert  [ e |  f  | g |   ]     arrived  [g | c]        for experts 2 and 3
              choose   0 1 2
 
-    and what experts made of them goes back the same way:     rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
+    and the experts' results go back the same way:     rank 0  [b a d c]  ->  a b c d      rank 1  [e f g]
 
-Ranks tell each other how many rows go where; then `ragged_all_to_all` moves exactly these rows. So no token is dropped and nothing
-is padded, whatever the router decides. The way back is the way there with the counts transposed; backward runs both in reverse.
+Ranks exchange how many rows go to each rank; then `ragged_all_to_all` moves exactly these rows. So no token is dropped and nothing
+is padded, whatever the router chooses. The way back uses the transposed counts; backward runs both in reverse.
 
     python examples/mixture_of_experts.py                         4 ranks simulated in this process
     python examples/mixture_of_experts.py --launch 4              4 local processes

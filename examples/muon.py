@@ -1,4 +1,4 @@
-"""Muon with owners: each matrix is orthogonalised once, by one rank, and all travel there and back in two collectives.
+"""Muon with owners: each matrix is orthogonalised once, by one rank; two collectives move all matrices there and back.
 
     momentum, rows split            by owner                         orthogonalised, rows split
     rank 0   [A0] [B0] [C0]         rank 0   [A]                     rank 0   [A0] [B0] [C0]
@@ -6,8 +6,8 @@
     rank 2   [A2] [B2] [C2]         rank 2         [C]               rank 2   [A2] [B2] [C2]
                      one all_to_all                  one all_to_all
 
-To be owned is a layout like any other: rows in parts of lengths (0, rows, 0), written P("fsdp", sizes={"fsdp": (0, rows, 0)}). So
-`redistribute_many` knows both ways, whatever the shapes. Owners are chosen so that all have about equally much to multiply.
+Ownership is an ordinary layout: rows in parts of lengths (0, rows, 0), written P("fsdp", sizes={"fsdp": (0, rows, 0)}). So
+`redistribute_many` does both moves, for any shapes. Owners are chosen to balance the cost of the multiplications.
 
 Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", https://kellerjordan.github.io/posts/muon
 

@@ -3,12 +3,12 @@
     stages over "pp"; time goes right; a number is the microbatch that a stage works on
 
     stage 0    0  1  2  3  4  5  .  .  .         each tick: work, then hand the result to the next stage (`ppermute`);
-    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage works on something that nobody uses;
+    stage 1    .  0  1  2  3  4  5  .  .         in ticks marked "." a stage computes an unused result;
     stage 2    .  .  0  1  2  3  4  5  .         m microbatches through n stages take m + n - 1 ticks, of which each
     stage 3    .  .  .  0  1  2  3  4  5         stage wastes n - 1
 
-The schedule is GPipe's (Huang et al. 2018): a loop in one mapped function. Nobody writes a backward schedule: the gradient of a
-`ppermute` is the `ppermute` the other way, so backward runs the same picture from right to left.
+The schedule is GPipe's (Huang et al. 2018): a loop in one mapped function. There is no backward schedule to write: the gradient of a
+`ppermute` is the reverse `ppermute`, so backward runs the same picture from right to left.
 
     python examples/pipeline.py                         4 ranks simulated in this process
     python examples/pipeline.py --launch 4              4 local processes

@@ -1,4 +1,4 @@
-"""Ring attention: the sequence is split over the ranks, and keys and values travel round them, a block at a time.
+"""Ring attention: the sequence is split over the ranks, and blocks of keys and values are passed around a ring of ranks.
 
     q, k, v: P(None, None, "sp") of [b h s e]
 
@@ -9,9 +9,9 @@
     rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
 
 Each block is absorbed into a running softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; around a
-ring: Liu, Zaharia and Abbeel 2023). While a rank works on one block the next is on its way: `sm.start` sends, `wait` receives.
-Scores are never kept; for gradients, autograd keeps the keys and values that came by. With a causal mask a rank also works on blocks
-that are hidden from it: about half of the work, which an order of positions that gives each rank early and late ones would save.
+ring: Liu, Zaharia and Abbeel 2023). While a rank works on one block, the next is being sent: `sm.start` sends, `wait` receives.
+Scores are never stored; for gradients, autograd saves the keys and values received. With a causal mask a rank also works on fully
+masked blocks, about half of the work; assigning each rank early and late positions (load balancing) would avoid that.
 
     python examples/ring_attention.py                         4 ranks simulated in this process
     python examples/ring_attention.py --launch 4              4 local processes

@@ -1,7 +1,7 @@
-"""Which form of a kernel runs: Triton's on an accelerator, torch operations everywhere else.
+"""Choose between Triton kernels, on accelerators, and torch operations, everywhere else.
 
-Every kernel of this folder exists twice: `name.py` has it in torch operations, which is its definition, and beside it
-`name_triton.py` for accelerators. Nothing imports Triton before the first tensor that wants it.
+Every kernel of this folder exists twice: `name.py` defines it in torch operations, and `name_triton.py` next to it
+has it for accelerators. Triton is imported when the first tensor needs it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 _WITH_KERNELS = frozenset({"cuda"})  # ROCm's devices are "cuda" to torch, too
 
 
-class _Chosen(threading.local):
-    """What `using_kernels` says in this thread; None outside of it."""
+class _Override(threading.local):
+    """The argument of the innermost `using_kernels` in this thread; None outside."""
 
     use: bool | None = None
 
 
-_chosen = _Chosen()
+_override = _Override()
 
 
 def wants_kernels(device: torch.device) -> bool:
-    """`wants_kernels(device) -> bool`: whether what lies on this device is for Triton."""
-    use = _chosen.use
+    """`wants_kernels(device) -> bool`: whether tensors of this device use Triton kernels."""
+    use = _override.use
     return _by_default(device) if use is None else use
 
 
@@ -39,17 +39,17 @@ def _by_default(device: torch.device) -> bool:
 
 @contextmanager
 def using_kernels(use: bool = True) -> Iterator[None]:
-    """Inside the block kernels run for tensors of every device, or for none; in this thread.
+    """Use kernels for tensors of every device, or of none, inside the block and in this thread.
 
-    For tests and measurements: on a CPU this takes Triton's interpreter (TRITON_INTERPRET=1 in the environment), thousands
-    of times slower than torch.
+    For tests and measurements: on a CPU this needs Triton's interpreter (TRITON_INTERPRET=1 in the environment), which is
+    thousands of times slower than torch.
     """
-    before = _chosen.use
-    _chosen.use = use
+    before = _override.use
+    _override.use = use
     try:
         yield
     finally:
-        _chosen.use = before
+        _override.use = before
 
 
 @cache
@@ -58,8 +58,8 @@ def _has_triton() -> bool:
         import triton  # noqa: F401
     except ImportError:
         warnings.warn(
-            "triton is not installed, so boxes are packed, reduced and quantised by torch operations, which pass over memory "
-            "more often; pip install triton",
+            "triton is not installed, so boxes are packed, reduced and quantised by torch operations, which read and write "
+            "memory more often; pip install triton",
             stacklevel=2,
         )
         return False

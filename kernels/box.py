@@ -12,7 +12,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def box_shape(box: Box) -> tuple[int, ...]:
-    """`box_shape(box) -> shape`: how long the box is in each dim."""
+    """`box_shape(box) -> shape`: the size of the box in each dim."""
     return tuple([stop - start for start, stop in box])
 
 
@@ -22,14 +22,14 @@ def box_origin(box: Box) -> tuple[int, ...]:
 
 
 def box_size(box: Box) -> int:
-    """`box_size(box) -> int`: how many elements the box holds (1 for the 0-d box)."""
+    """`box_size(box) -> int`: the number of elements in the box (1 for the 0-d box)."""
     return math.prod([stop - start for start, stop in box])
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """`intersect(a, b) -> Box | None`: the elements in both boxes, None where there are none.
+    """`intersect(a, b) -> Box | None`: the elements in both boxes, None if there are none.
 
-    The 0-d box meets itself in the 0-d box.
+    The intersection of 0-d boxes is the 0-d box.
     """
     common = []
     for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
@@ -42,13 +42,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def overlap(a: Box, b: Box) -> int:
-    """`overlap(a, b) -> int`: how many elements are in both boxes."""
+    """`overlap(a, b) -> int`: the number of elements in both boxes."""
     common = intersect(a, b)
     return 0 if common is None else box_size(common)
 
 
 def shift(box: Box, origin: Sequence[int]) -> Box:
-    """`shift(box, origin) -> Box`: the box as seen by a tensor whose first element lies at `origin`.
+    """`shift(box, origin) -> Box`: the box in the coordinates of a tensor whose first element is at `origin`.
 
     A rank that holds global rows 4:8 keeps global rows 5:7 at local rows 1:3:
 
@@ -59,9 +59,9 @@ def shift(box: Box, origin: Sequence[int]) -> Box:
 
 
 def slices(box: Box, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-    """`slices(box, origin=None) -> index`: so that `x[slices(box)]` is the box of x.
+    """`slices(box, origin=None) -> index`: the index with which `x[slices(box)]` is the box of x.
 
-    With `origin`, x is a part whose first element lies there (see `shift`).
+    With `origin`, x is a part whose first element is there (see `shift`).
     """
     if origin is not None:
         box = shift(box, origin)
@@ -82,7 +82,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def merge_dims(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements, order kept, in the fewest dims (but one).
+    """`merge_dims(sizes, strides) -> (sizes, strides)`: the same elements in the same order, in the fewest dims (at least one).
 
     >>> merge_dims((2, 1, 3, 4), (24, 24, 4, 1))
     ((2, 12), (24, 1))
@@ -99,14 +99,14 @@ def merge_dims(sizes: Sequence[int], strides: Sequence[int]) -> tuple[tuple[int,
 
 
 def check_boxes(shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """`check_boxes(shape, boxes)`: every box lies inside a tensor of `shape`.
+    """`check_boxes(shape, boxes)`: raise unless every box is inside a tensor of `shape`.
 
     Raises:
-        ValueError: a box has another number of dims than `shape`, is inside out or reaches beyond it.
+        ValueError: a box has another number of dims than `shape`, a stop before its start, or exceeds `shape`.
     """
     for number, box in enumerate(boxes):
         if len(box) != len(shape):
-            raise ValueError(f"box {number} {box} has {len(box)} dims, not {len(shape)} as the tensor's {tuple(shape)}")
+            raise ValueError(f"box {number} {box} has {len(box)} dims, but the tensor's shape {tuple(shape)} has {len(shape)}")
         for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
             if not 0 <= start <= stop <= size:
                 raise ValueError(

@@ -3,177 +3,65 @@
     pack:    x ---> [ box 0, row-major | box 1, row-major | ... ]
     unpack:  x <--- [ box 0, row-major | box 1, row-major | ... ]
 
-The boxes are decided once (`compile_pack`, `compile_unpack`) and the result is called many times. Compiling writes the
-boxes as the fewest strided views of the tensor that it finds, each of which is one `copy_`:
+`compile_pack` and `compile_unpack` take the boxes once, and their results are called many times. They describe the
+boxes by as few strided views of the tensor as they find (`box_runs.py`), each of which is one `copy_`:
 
-1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim with nothing outside);
+1. neighbours whose concatenation is itself a box become that box (chunks of dim 0, or of a dim whose outer dims have size 1);
 2. equal boxes at a constant step become one view with an extra leading dim, and equal runs of those likewise, so
    W equal boxes along a dim are `(A, W, run) -> (W, A, run)`: one copy, not W.
 
-A pack that is one view which happens to be contiguous is returned as that view: nothing is copied or launched. On a GPU
-everything else is one launch for all tensors of a bucket (`strided_triton.py`), which casts and scales on the way.
+A pack that is one contiguous view is returned as that view, without a copy. On a GPU everything else is one launch for all
+tensors of a bucket (`strided_triton.py`), which also casts and scales.
 
-With `offsets` the boxes lie anywhere in the flat buffer, so that several tensors can share one (a bucket), here one that
-goes to two peers:
+With `offsets` the boxes can be anywhere in the flat buffer, so that several tensors can share one (a bucket), here one for
+two peers:
 
     a ---> [ a's box 0 |         | a's box 1 |         ]     pack_a = compile_pack(a.shape, boxes, offsets=[0, 6])
     b ---> [           | b's 0   |           | b's 1   ]     pack_b = compile_pack(b.shape, boxes, offsets=[4, 10])
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from .backend import wants_kernels
-from .box import Box, box_origin, box_shape, box_size, check_boxes, row_major_strides
-from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
+from .box import Box, row_major_strides
+from .box_runs import BoxRange, box_ranges, check_disjoint, fold, has_gaps, view_of
+from .strided import COMPUTED, PlacedView, Table, View, alignment, make_tables, merge_views, remembered
 
-Delta = tuple[int, ...]
-_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # a kernel is given its factor as a float32
-_Placed = tuple[int, int, Box]  # where in the flat buffer it starts and stops, the box
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Equal boxes at constant steps: the box at digits (i, j, ...) is the first one moved by i * step0 + j * step1 ...
-
-    Attributes:
-        first: the first box.
-        start: where it begins in the flat buffer.
-        levels: (how many, step per dim, step in the flat buffer), outermost first; none for a lone box.
-    """
-
-    first: Box
-    start: int
-    levels: tuple[tuple[int, Delta, int], ...] = ()
-
-    @property
-    def size(self) -> int:
-        return math.prod(count for count, _, _ in self.levels) * box_size(self.first)
-
-    def __repr__(self) -> str:
-        counts = "".join(f"{count} x " for count, _, _ in self.levels)
-        return f"{counts}{list(box_shape(self.first))} at {list(box_origin(self.first))}"
-
-
-def _joined(a: Box, b: Box) -> Box | None:
-    """The box that is a's elements followed by b's, both row-major; None where there is no such box."""
-    for dim, ((a_start, a_stop), (b_start, b_stop)) in enumerate(zip(a, b, strict=True)):
-        if (a_start, a_stop) != (b_start, b_stop):
-            fits = a_stop == b_start and a[dim + 1 :] == b[dim + 1 :]
-            return (*a[:dim], (a_start, b_stop), *a[dim + 1 :]) if fits else None
-        if a_stop - a_start != 1:
-            return None
-    return None
-
-
-def _join_neighbours(boxes: Iterable[_Placed]) -> list[Run]:
-    """The same elements in the same places of the buffer, in fewer boxes."""
-    done: list[_Placed] = []
-    for start, stop, box in boxes:
-        while done and done[-1][1] == start and (joined := _joined(done[-1][2], box)) is not None:
-            start, box = done.pop()[0], joined
-        done.append((start, stop, box))
-    return [Run(box, start) for start, _, box in done]
-
-
-def _step(a: Run, b: Run) -> tuple[Delta, int] | None:
-    """How far b lies from a, where they differ by nothing else and torch can express it (no negative stride)."""
-    if a.levels != b.levels or box_shape(a.first) != box_shape(b.first):
-        return None
-    step = tuple([y - x for x, y in zip(box_origin(a.first), box_origin(b.first), strict=True)])
-    return (step, b.start - a.start) if min(step, default=0) >= 0 else None
-
-
-def _fold_once(runs: Sequence[Run]) -> list[Run]:
-    """Neighbours at a constant step become one run with one more level."""
-    folded, i = [], 0
-    while i < len(runs):
-        count, step = 1, None
-        while i + count < len(runs):
-            next_step = _step(runs[i + count - 1], runs[i + count])
-            if next_step is None or (step is not None and next_step != step):
-                break
-            step, count = next_step, count + 1
-        first = runs[i]
-        folded.append(first if step is None else replace(first, levels=((count, *step), *first.levels)))
-        i += count
-    return folded
-
-
-def _fold(boxes: Iterable[_Placed]) -> tuple[Run, ...]:
-    """The boxes, ascending in the buffer, as few runs."""
-    runs = _join_neighbours(boxes)
-    while len(folded := _fold_once(runs)) < len(runs):
-        runs = folded
-    return tuple(runs)
-
-
-def _placed(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None) -> list[_Placed]:
-    """The boxes that are not empty, ascending in the buffer."""
-    check_boxes(shape, boxes)
-    sizes = [box_size(box) for box in boxes]
-    if offsets is None:
-        offsets = list(accumulate(sizes, initial=0))
-    elif len(offsets) != len(boxes) or min(offsets, default=0) < 0:
-        raise ValueError(
-            f"{len(boxes)} boxes with the offsets {list(offsets)}: give one for each box, 0 or more, in elements of the "
-            "flat buffer"
-        )
-    placed = [(start, start + size, box) for start, size, box in zip(offsets, sizes, boxes, strict=False) if size]
-    return sorted(placed, key=itemgetter(0))
-
-
-def _dot(index: Sequence[int], strides: Sequence[int]) -> int:
-    return sum(i * s for i, s in zip(index, strides, strict=True))
-
-
-def _view(run: Run, strides: Sequence[int]) -> View:
-    """The run's elements in a tensor of these strides, and in the flat buffer."""
-    shape = box_shape(run.first)
-    sizes, steps, flat_steps = merge_views(
-        (*(count for count, _, _ in run.levels), *shape),
-        (*(_dot(step, strides) for _, step, _ in run.levels), *strides),
-        (*(step for _, _, step in run.levels), *row_major_strides(shape)),
-    )
-    return View(sizes, steps, _dot(box_origin(run.first), strides), flat_steps, run.start)
-
-
+_SCALED = frozenset({torch.float16, torch.bfloat16, torch.float32})  # kernels take the factor as float32
 class _BoxCopy:
-    """What `Pack` and `Unpack` share: the runs of the boxes, and their views in a tensor of given strides.
+    """The runs of the boxes of a `Pack` or `Unpack`, and their views in a tensor of given strides.
 
     Attributes:
         shape: of the tensor that holds the boxes.
         size: elements in the flat buffer, up to the end of the last box.
-        copies: how many `copy_` calls it takes when nothing can be had as a view.
-        zero_copy: the boxes in the flat buffer are a range of a contiguous tensor of `shape`.
+        copies: number of `copy_` calls if no view can be returned.
+        zero_copy: whether the flat buffer is a range of a contiguous tensor of `shape`.
     """
 
     __slots__ = ("_anywhere", "_has_gaps", "_is_whole", "_views", "copies", "runs", "shape", "size", "zero_copy")
 
-    def __init__(self, shape: Sequence[int], placed: Sequence[_Placed], anywhere: bool):
+    def __init__(self, shape: Sequence[int], placed: Sequence[BoxRange], anywhere: bool):
         self.shape = tuple(shape)
-        self.runs = _fold(placed)
+        self.runs = fold(placed)
         self.size = max([stop for _, stop, _ in placed], default=0)
         self.copies = len(self.runs)
         self._anywhere = anywhere
-        self._has_gaps = anywhere and _has_gaps(placed)
+        self._has_gaps = anywhere and has_gaps(placed)
         self._is_whole = sum([stop - start for start, stop, _ in placed]) == math.prod(self.shape)
         self._views: dict[tuple[int, ...], tuple[View, ...]] = {}
         views = self._views_for(row_major_strides(self.shape))
         self.zero_copy = not views or (len(views) == 1 and views[0].strides == views[0].flat_strides == (1,))
 
     def _views_for(self, strides: tuple[int, ...]) -> tuple[View, ...]:
-        return self._views.setdefault(strides, tuple([_view(run, strides) for run in self.runs]))
+        return self._views.setdefault(strides, tuple([view_of(run, strides) for run in self.runs]))
 
     def views(self, x: Tensor) -> tuple[View, ...]:
-        """The views for a tensor of x's strides (made once for each)."""
+        """Return the views for a tensor of x's strides, cached by strides."""
         if x.shape != self.shape:
             raise ValueError(f"{self!r} was given a tensor of shape {tuple(x.shape)}, not {self.shape}")
         strides = x.stride()
@@ -194,35 +82,29 @@ class _BoxCopy:
         return f"{type(self).__name__}({list(self.shape)} <-> [{self.size}]: {how})"
 
 
-def _has_gaps(placed: Sequence[_Placed]) -> bool:
-    """Whether boxes (ascending) are not exactly one after the other from 0 on."""
-    stops = [0, *(stop for _, stop, _ in placed)]
-    return any(start != stop for (start, _, _), stop in zip(placed, stops, strict=False))
-
-
 class Pack(_BoxCopy):
-    """Boxes of a tensor written to their places in a flat buffer: what `compile_pack` returns."""
+    """Writes boxes of a tensor to their places in a flat buffer; made by `compile_pack`."""
 
     __slots__ = ()
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
-        placed = _placed(shape, boxes, offsets)
+        placed = box_ranges(shape, boxes, offsets)
         if offsets is not None:
-            _check_apart(placed)
+            check_disjoint(placed)
         super().__init__(shape, placed, offsets is not None)
         self.zero_copy = self.zero_copy and not self._has_gaps
 
     def __call__(self, x: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-        """`pack(x, out=None, scale=None) -> flat`: in `out` (cast to its dtype) where given, else new or a view of x.
+        """`pack(x, out=None, scale=None) -> flat`: `out` (cast to its dtype) if given, else a new tensor or a view of x.
 
-        What lies in `out` between and behind the boxes stays as it is. `scale` multiplies, in float32 for 16-bit floats.
+        Elements of `out` between and after the boxes are not written. `scale` is a factor, in float32 for 16-bit floats.
         """
         if x.is_conj() or x.is_neg():
             x = x.resolve_conj().resolve_neg()
         views = self.views(x)
         if out is None:
             if self._has_gaps:
-                raise ValueError(f"{self!r} leaves gaps in its buffer: give it the buffer to write to, as out=")
+                raise ValueError(f"{self!r} leaves gaps in its buffer: pass the buffer to write to as out=")
             if len(views) == 1 and scale is None and (views[0].strides == (1,) or not wants_kernels(x.device)):
                 sizes, strides, offset, _, _ = views[0]
                 part = x.as_strided(sizes, strides, x.storage_offset() + offset).contiguous()
@@ -238,18 +120,18 @@ class Pack(_BoxCopy):
 
 
 class Unpack(_BoxCopy):
-    """The boxes in a flat buffer put in their places in a tensor: what `compile_unpack` returns."""
+    """Writes the boxes in a flat buffer to their places in a tensor; made by `compile_unpack`."""
 
     __slots__ = ()
 
     def __init__(self, shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None):
-        super().__init__(shape, _placed(shape, boxes, offsets), offsets is not None)
+        super().__init__(shape, box_ranges(shape, boxes, offsets), offsets is not None)
 
     def __call__(self, flat: Tensor, out: Tensor | None = None, *, scale: float | None = None) -> Tensor:
-        """`unpack(flat, out=None, scale=None) -> x`: in `out` (any strides, cast to its dtype) where given.
+        """`unpack(flat, out=None, scale=None) -> x`: `out` (any strides, cast to its dtype) if given.
 
-        Else in a new tensor with zeros where no box lies, or a view of `flat` where that is the whole tensor in order.
-        `scale` multiplies, in float32 for 16-bit floats.
+        Else a new tensor, zero outside of the boxes, or a view of `flat` if that has the whole tensor in order.
+        `scale` is a factor, in float32 for 16-bit floats.
         """
         self.check_flat(flat)
         if out is None:
@@ -264,15 +146,15 @@ class Unpack(_BoxCopy):
 
     @property
     def gives_view(self) -> bool:
-        """Whether the tensor can be had as a part of the flat buffer."""
+        """Whether the result can be a view of the flat buffer."""
         return self.zero_copy and self._is_whole
 
     def new(self, flat: Tensor) -> Tensor:
-        """A tensor to unpack to: with zeros where no box lies."""
+        """Return a tensor to unpack to, zero outside of the boxes."""
         return flat.new_empty(self.shape) if self._is_whole else flat.new_zeros(self.shape)
 
     def _part_of(self, flat: Tensor) -> Tensor:
-        """The range of `flat` that is the whole tensor."""
+        """Return the range of `flat` that is the whole tensor, as a view."""
         if flat.numel() != self.size or self._has_gaps:
             start = self.runs[0].start if self.runs else 0
             flat = flat[start : start + math.prod(self.shape)]
@@ -280,7 +162,7 @@ class Unpack(_BoxCopy):
 
 
 def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, scale: float | None = None) -> Tensor:
-    """`pack_many(packs, tensors, out) -> out`: every tensor's boxes in their places, cast to out's dtype; one launch on a GPU."""
+    """`pack_many(packs, tensors, out) -> out`: write every tensor's boxes to their places, cast to out's dtype; one launch on a GPU."""
     tensors = [x.resolve_conj().resolve_neg() if x.is_conj() or x.is_neg() else x for x in tensors]
     for pack_one in packs:
         pack_one.check_flat(out)
@@ -291,9 +173,9 @@ def pack_many(packs: Sequence[Pack], tensors: Sequence[Tensor], out: Tensor, sca
 def unpack_many(
     unpacks: Sequence[Unpack], flat: Tensor, outs: Sequence[Tensor] | None = None, scale: float | None = None
 ) -> list[Tensor]:
-    """`unpack_many(unpacks, flat, outs=None) -> tensors`: all of them read from one buffer; one launch on a GPU.
+    """`unpack_many(unpacks, flat, outs=None) -> tensors`: read all of them from one buffer; one launch on a GPU.
 
-    Without `outs` new ones, or views of `flat` where a tensor lies in it in order.
+    Without `outs` the results are new tensors, or views of `flat` for tensors that it has in order.
     """
     if len(unpacks) == 1:
         return [unpacks[0](flat, None if outs is None else outs[0], scale=scale)]
@@ -312,7 +194,7 @@ def unpack_many(
 def _copy(
     tensors: Sequence[Tensor], views: Sequence[Sequence[View]], flat: Tensor, *, to_flat: bool, scale: float | None
 ) -> None:
-    """Between the views of tensors and those of a flat buffer, one way or the other."""
+    """Copy between views of tensors and views of a flat buffer, in either direction."""
     if tensors and wants_kernels(flat.device) and _is_for_kernels(tensors, flat, scale):
         for same in _of_one_dtype(tensors):
             _launch([tensors[i] for i in same], [views[i] for i in same], flat, to_flat, scale)
@@ -350,7 +232,7 @@ def _copy_scaled(x: Tensor, views: Sequence[View], flat: Tensor, to_flat: bool, 
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The tensors' numbers, those of a dtype together: a launch has one."""
+    """Return the tensors' indices grouped by dtype: a launch has one."""
     found: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(tensors):
         found.setdefault(x.dtype, []).append(i)
@@ -358,18 +240,18 @@ def _of_one_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
-    """x * scale, of 16-bit floats in float32, not rounded."""
+    """Return x * scale; for 16-bit floats in float32, not rounded."""
     return widened(x) * scale
 
 
 def widened(x: Tensor) -> Tensor:
-    """16-bit floats as float32, the rest as it is."""
+    """Return 16-bit floats as float32, other tensors unchanged."""
     return x.float() if x.is_floating_point() and x.itemsize < 4 else x
 
 
 def _is_for_kernels(tensors: Sequence[Tensor], flat: Tensor, scale: float | None) -> bool:
-    """Kernels copy every dtype; they cast, scale and add up those of which GPU and torch have the same idea."""
-    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # their memory holds other numbers
+    """Return whether kernels support this copy: they copy every dtype, but cast, scale and sum only those in which they equal torch."""
+    if any(x.is_conj() or x.is_neg() for x in (*tensors, flat)):  # lazy: their memory holds other numbers
         return False
     dtypes = {flat.dtype, *(x.dtype for x in tensors)}
     if scale is None:
@@ -390,7 +272,7 @@ def _launch(
     aligned = alignment((*tensors, flat))
 
     def make() -> list[Table]:
-        placed = [Placed(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
+        placed = [PlacedView(i, _halves(view) if halved else view) for i, parts in enumerate(views) for view in parts]
         return make_tables(placed, to_flat, itemsizes, aligned, raw)
 
     ours = tensors[0] if len(tensors) == 1 else list(tensors)
@@ -399,32 +281,23 @@ def _launch(
 
 
 def _halves(view: View) -> View:
-    """The view of a complex128 tensor as one of float64 with a dim of 2 more."""
+    """Return the view of a complex128 tensor as one of float64, with one more dim of size 2."""
     double = [tuple([2 * s for s in strides]) for strides in (view.strides, view.flat_strides)]
     sizes, strides, flat_strides = merge_views((*view.sizes, 2), (*double[0], 1), (*double[1], 1))
     return View(sizes, strides, 2 * view.offset, flat_strides, 2 * view.flat_offset)
 
 
-def _check_apart(placed: Sequence[_Placed]) -> None:
-    for (start, stop, box), (next_start, _, next_box) in pairwise(placed):
-        if stop > next_start:
-            raise ValueError(
-                f"box {box} takes {start}:{stop} of the flat buffer, and box {next_box} starts at {next_start}: "
-                "give offsets that keep them apart"
-            )
-
-
 def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Pack:
-    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: how to pack, decided once.
+    """`compile_pack(shape, boxes, offsets=None) -> Callable[[Tensor, out=None], flat]`: compile how to pack.
 
-    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it is a view of the input where that lies
-    in one piece, so do not write to it.
+    Boxes may be empty, overlap or repeat. The result is contiguous and 1-D; it may be a view of the input, so do not
+    write to it.
 
     Args:
         shape: of the tensors that will be packed.
         boxes: what to pack.
-        offsets: where each box starts in the flat buffer, in elements; by default one after the other. With offsets,
-            `out` may be longer than needed, and must be given where the boxes do not fill a buffer exactly.
+        offsets: where each box starts in the flat buffer, in elements; consecutive by default. With offsets
+            `out` may be longer than needed, and must be given if the boxes leave gaps.
 
     >>> columns = compile_pack((2, 4), [((0, 2), (0, 2)), ((0, 2), (2, 4))])
     >>> columns
@@ -433,20 +306,20 @@ def compile_pack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[i
     [0, 1, 4, 5, 2, 3, 6, 7]
 
     Raises:
-        ValueError: a box does not lie inside `shape`, offsets are negative, not one for each box, or make boxes overlap
+        ValueError: a box is not inside `shape`, offsets are negative, not one for each box, or make boxes overlap
             in the flat buffer.
     """
     return Pack(shape, boxes, offsets)
 
 
 def compile_unpack(shape: Sequence[int], boxes: Sequence[Box], offsets: Sequence[int] | None = None) -> Unpack:
-    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: reverses `compile_pack`.
+    """`compile_unpack(shape, boxes, offsets=None) -> Callable[[flat, out=None], Tensor]`: compile the inverse of a pack.
 
     Boxes may be empty but not overlap (in the flat buffer they may: then some elements are read more than once). With
     offsets, `flat` may be longer than needed.
 
     Raises:
-        ValueError: a box does not lie inside `shape`, offsets are negative or not one for each box.
+        ValueError: a box is not inside `shape`, offsets are negative or not one for each box.
     """
     return Unpack(shape, boxes, offsets)
 
@@ -456,7 +329,7 @@ _cached_unpack: Callable[..., Unpack] = lru_cache(maxsize=1024)(compile_unpack)
 
 
 def pack(x: Tensor, boxes: Sequence[Box], out: Tensor | None = None) -> Tensor:
-    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, one after the other. See `compile_pack`."""
+    """`pack(x, boxes, out=None) -> flat`: the boxes of x, each row-major, consecutive. See `compile_pack`."""
     return _cached_pack(tuple(x.shape), tuple(boxes))(x, out)
 
 

@@ -1,6 +1,6 @@
-"""Conversions between number formats, for use inside kernels.
+"""Convert between number formats inside kernels.
 
-In integer arithmetic, so that the interpreter, which gets bfloat16 wrong, and every GPU give the same bits.
+Conversions use integer arithmetic, so that the interpreter (which rounds bfloat16 wrongly) and every GPU give the same bits.
 """
 
 # The language of kernels is not quite Python:
@@ -29,7 +29,7 @@ def from_bfloat16(x):
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """As torch's `.to(dtype)`: what goes to 16 bits goes through float32, and so does what comes from bfloat16."""
+    """Cast as torch's `.to(dtype)`: casts to 16 bits, and from bfloat16, go through float32."""
     if x.dtype == dtype:
         return x
     elif x.dtype == tl.bfloat16:
@@ -46,7 +46,7 @@ def cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def widened(x):
-    """16-bit floats as float32, the rest as it is."""
+    """Return 16-bit floats as float32, others unchanged."""
     if x.dtype == tl.bfloat16:
         return from_bfloat16(x)
     elif x.dtype == tl.float16:
@@ -57,14 +57,14 @@ def widened(x):
 
 @triton.constexpr_function
 def converts_natively():
-    """Whether the GPU converts float32 to and from bfloat16 and float8_e4m3fn by itself, to the nearest, ties to even: Nvidia's
-    do from compute capability 8.9 on. (These instructions keep nothing of a NaN but that it is one.)"""
+    """Return whether the GPU has instructions that convert float32 to and from bfloat16 and float8_e4m3fn, to the nearest, ties
+    to even: Nvidia's do from compute capability 8.9 on. (They do not preserve the payload of a NaN.)"""
     return not knobs.runtime.interpret and cuda_capability_geq(8, 9)
 
 
 @triton.jit
 def to_e4m3(x):
-    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for all that is larger, 0x7f for NaN."""
+    """float32 -> the codes of float8_e4m3fn, as int8: to the nearest, ties to even; 448 for larger values, 0x7f for NaN."""
     if converts_natively():
         return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
     else:
@@ -85,5 +85,5 @@ def from_e4m3(code):
     else:
         code = code.to(tl.int32)
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, what the exponents' biases differ by
+        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, the difference of the exponents' biases
         return tl.where((code & 0x7F) == 0x7F, float("nan"), value)

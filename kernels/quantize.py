@@ -1,4 +1,4 @@
-"""Boxes of a tensor <-> records of one-byte codes, about half the bytes of 16-bit floats on the wire.
+"""Quantise boxes of a tensor to records of one-byte codes, about half the bytes of 16-bit floats, and back.
 
     quantize:    x ---> [ record of box 0 | record of box 1 | ... ]        a quarter to a half of x's bytes
     dequantize:  x <--- the sum, in float32, of the records of each box, in order
@@ -7,8 +7,8 @@ A record is a box's elements, row-major, in blocks of `block`:
 
     [ codes of block 0 | codes of block 1 | ... | float32 scale of block 0 | of block 1 | ... | up to a multiple of 16 bytes ]
 
-The last block is filled up with zeros, and so is the rest of the last 16 bytes. With amax the largest finite |element| of a
-block, in float32 with every operation rounded as IEEE says:
+The last block is padded with zeros, and so are the last 16 bytes. With amax the largest finite |element| of a
+block, in float32 with IEEE rounding of every operation:
 
     scale = max(amax * (1 / largest), 2**-126)        code = nearest(element * (1 / scale)), ties to even        value = code * scale
 
@@ -18,12 +18,12 @@ block, in float32 with every operation rounded as IEEE says:
 | fp8 | float8_e4m3fn up to 416 | 416 | +-448 | NaN | max(|element| / 16, scale / 1024): 3 bits of mantissa, spacing 2**-9 below 2**-6 |
 
 and amax * 2**-22 more for the rounding of scale, reciprocal and products, and the rounding of the result to its dtype
-(`error_bound` has all of it). Zero stays zero, infinities stay what they are and NaN is NaN, and nothing finite becomes
-infinite: what is largest comes back as it was but for its last bits, even next to float32's largest number, where no product
-overflows. The floor of the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantised
-to the dtype that they were quantised from get the same codes again, but for subnormal 16-bit values in fp8.
+(`error_bound` adds up all of it). Zero, infinities and NaN are preserved, and no finite value becomes infinite: the largest
+element keeps its value but for its last bits, even next to float32's largest number, as no product overflows. The lower bound of
+the scale, float32's smallest normal number, keeps its reciprocal finite. Values that were dequantised to the dtype that they were
+quantised from get the same codes again, except subnormal 16-bit values in fp8.
 
-In torch this takes a dozen passes over memory, on a GPU one for all boxes of all tensors (`quantize_triton.py`).
+torch operations take a dozen passes over memory; on a GPU one launch handles all boxes of all tensors (`quantize_triton.py`).
 """
 
 from __future__ import annotations
@@ -37,33 +37,16 @@ from torch import Tensor
 
 from .backend import wants_kernels
 from .box import Box, box_size, check_boxes, slices
+from .quantize_format import BLOCK, DTYPES, FORMATS, LARGEST, RECORD_ALIGNMENT, SMALLEST_SCALE, record_bytes
 from .reduce import Stacks
-
-FORMATS = ("int8", "fp8")
-BLOCK = 128
-RECORD_ALIGNMENT = 16  # bytes
-LARGEST = {"int8": 126.0, "fp8": 416.0}  # of the codes that stand for finite numbers
-SMALLEST_SCALE = 2.0**-126
-
-DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
-
-
-def record_bytes(elements: int, block: int = BLOCK) -> int:
-    """`record_bytes(elements, block) -> int`: bytes of the record of a box with so many elements.
-
-    >>> record_bytes(128), record_bytes(129), record_bytes(0)
-    (144, 272, 0)
-    """
-    blocks = -(-elements // block)
-    return -(-blocks * (block + 4) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 class Quantize:
-    """`quantize(x, out=None) -> flat`: what `compile_quantize` returns.
+    """`quantize(x, out=None) -> flat`: made by `compile_quantize`.
 
     Attributes:
         shape: of the tensor.
-        records: the boxes that are not empty, and where in the buffer their records begin, in bytes.
+        records: the boxes that are not empty, and the starts of their records in the buffer, in bytes.
         size: bytes of the buffer, up to the end of the last record.
         transport: the format of the codes.
         block: elements that share a scale.
@@ -76,9 +59,9 @@ class Quantize:
         self.size = max([start + record_bytes(box_size(box), block) for box, start in records], default=0)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`quantize(x, out=None) -> flat: uint8 [size]`: in `out` where given, which may be longer.
+        """`quantize(x, out=None) -> flat: uint8 [size]`: in `out` if given, which may be longer.
 
-        What lies in `out` between and behind the records stays as it is.
+        Bytes of `out` between and after the records are not written.
         """
         return quantize_many([self], [x], x.new_empty(self.size, dtype=torch.uint8) if out is None else out)
 
@@ -97,11 +80,11 @@ class Quantize:
 
 
 class Dequantize:
-    """`dequantize(flat, out) -> out`: what `compile_dequantize` returns.
+    """`dequantize(flat, out) -> out`: made by `compile_dequantize`.
 
     Attributes:
         shape: of the tensor.
-        stacks: box -> where in the buffer the records that make it up begin, in bytes.
+        stacks: box -> the starts in the buffer of the records that it is the sum of, in bytes.
         size: bytes that the buffer must have.
         transport: the format of the codes.
         block: elements that share a scale.
@@ -116,7 +99,7 @@ class Dequantize:
         self.size = max(ends, default=0)
 
     def __call__(self, flat: Tensor, out: Tensor) -> Tensor:
-        """`dequantize(flat: uint8, out) -> out`: the boxes of `out`, which is contiguous; the rest stays as it is."""
+        """`dequantize(flat: uint8, out) -> out`: the boxes of `out`, which is contiguous; other elements are not written."""
         return dequantize_many([self], flat, [out])[0]
 
     def in_torch(self, flat: Tensor, out: Tensor) -> None:
@@ -129,7 +112,7 @@ class Dequantize:
             target.copy_(total.view(target.shape))
 
     def _decoded(self, flat: Tensor, box: Box, start: int) -> Tensor:
-        """The values of one record."""
+        """Return the values of one record."""
         size = box_size(box)
         blocks = -(-size // self.block)
         codes, rest = flat[start:].split([blocks * self.block, flat.numel() - start - blocks * self.block])
@@ -145,14 +128,14 @@ class Dequantize:
 def compile_quantize(
     shape: Sequence[int], boxes: Sequence[Box], transport: str, offsets: Sequence[int] | None = None, block: int = BLOCK
 ) -> Quantize:
-    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: how to quantise, decided once.
+    """`compile_quantize(shape, boxes, transport) -> Callable[[Tensor, out=None], flat]`: compile how to quantise.
 
     Args:
         shape: of the tensors: float16, bfloat16 or float32, with any strides.
         boxes: what to quantise; they may be empty, overlap or repeat.
         transport: "int8" or "fp8".
-        offsets: where each box's record starts in the flat buffer: in bytes, multiples of 16; by default one after the
-            other.
+        offsets: where each box's record starts in the flat buffer: in bytes, multiples of 16; consecutive by
+            default.
         block: elements that share a scale, a power of two from 16 to 1024.
 
     >>> quantize = compile_quantize((4,), [((0, 4),)], "int8", block=16)
@@ -161,8 +144,8 @@ def compile_quantize(
     ([0, 1, -126, 127], 1.0)
 
     Raises:
-        ValueError: a box does not lie inside `shape`, another transport or block, or offsets that are negative, no
-            multiples of 16, not one for each box, or make records overlap.
+        ValueError: a box is not inside `shape`, an unknown transport or block, or offsets that are negative, not
+            multiples of 16, not one per box, or make records overlap.
     """
     check_boxes(shape, boxes)
     _check_format(transport, block)
@@ -170,7 +153,7 @@ def compile_quantize(
     if offsets is None:
         offsets = list(accumulate(sizes, initial=0))[:-1]
     elif len(offsets) != len(boxes):
-        raise ValueError(f"{len(boxes)} boxes with the offsets {list(offsets)}: give one for each box, in bytes")
+        raise ValueError(f"{len(boxes)} boxes with the offsets {list(offsets)}: give one per box, in bytes")
     _check_starts(offsets)
     _check_apart(sorted([(start, start + size) for start, size in zip(offsets, sizes, strict=True) if size]))
     records = [(box, start) for box, start, size in zip(boxes, offsets, sizes, strict=True) if size]
@@ -180,33 +163,33 @@ def compile_quantize(
 def compile_dequantize(
     shape: Sequence[int], stacks: Stacks, transport: str, kind: str = "sum", block: int = BLOCK
 ) -> Dequantize:
-    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: how to dequantise, decided once.
+    """`compile_dequantize(shape, {box: starts}, transport) -> Callable[[flat, out], out]`: compile how to dequantise.
 
     Args:
         shape: of the results: float16, bfloat16 or float32, contiguous.
-        stacks: for each box of the result, where in the flat buffer the records begin whose sum it is: in bytes,
-            multiples of 16. The sum is taken in float32, in this order, and rounded once.
+        stacks: for each box of the result, the starts in the flat buffer of the records that it is the sum of: in bytes,
+            multiples of 16. The sum is computed in float32, in this order, and rounded once.
         transport: "int8" or "fp8".
-        kind: "sum"; where every box has one record, any.
+        kind: "sum"; any kind if every box has one record.
         block: elements that share a scale, as they were quantised.
 
     Raises:
-        ValueError: a box does not lie inside `shape` or has no record, another transport, block or kind, or starts that
-            are negative or no multiples of 16.
+        ValueError: a box is not inside `shape` or has no record, an unknown transport, block or kind, or starts that
+            are negative or not multiples of 16.
     """
     check_boxes(shape, list(stacks))
     _check_format(transport, block)
     if kind != "sum" and any(len(starts) > 1 for starts in stacks.values()):
-        raise ValueError(f"quantised records are added up, not combined by {kind!r}: send the values as they are")
+        raise ValueError(f"quantised records can only be summed, not combined by {kind!r}: send the values without quantising")
     for box, starts in stacks.items():
         if not starts:
-            raise ValueError(f"box {box} has no record to come from: leave it out, it is left as it is then")
+            raise ValueError(f"box {box} has no record: omit it, then its elements are not written")
         _check_starts(starts)
     return Dequantize(shape, stacks, transport, block)
 
 
 def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out: Tensor) -> Tensor:
-    """`quantize_many(quantizes, tensors, out: uint8) -> out`: every tensor's records in their places; one launch on a GPU.
+    """`quantize_many(quantizes, tensors, out: uint8) -> out`: write every tensor's records to their places; one launch on a GPU.
 
     Raises:
         TypeError: a tensor that is not float16, bfloat16 or float32.
@@ -228,7 +211,7 @@ def quantize_many(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], out:
 
 
 def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> list[Tensor]:
-    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: all of them from one buffer; one launch on a GPU.
+    """`dequantize_many(dequantizes, flat: uint8, outs) -> outs`: read all of them from one buffer; one launch on a GPU.
 
     Raises:
         TypeError: a result that is not float16, bfloat16 or float32.
@@ -252,7 +235,7 @@ def dequantize_many(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seque
 
 
 def _alike(compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The numbers of those that can share a launch: of one dtype and format, and not without boxes."""
+    """Return the indices of those that can share a launch, of one dtype and format; those without boxes are omitted."""
     found: dict[object, list[int]] = {}
     for i, (one, x) in enumerate(zip(compiled, tensors, strict=True)):
         if one.size:
@@ -261,13 +244,13 @@ def _alike(compiled: Sequence[Quantize] | Sequence[Dequantize], tensors: Sequenc
 
 
 def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tensor:
-    """`error_bound(amax, x, transport) -> Tensor`: float64, how far a quantised and dequantised element may be from x at most.
+    """`error_bound(amax, x, transport) -> Tensor`: float64, the largest distance of a quantised and dequantised element from x.
 
-    Of a sum of n records the bounds of the elements add up, and n - 1 roundings to float32 come on top.
+    For a sum of n records the bounds of the elements add up, plus n - 1 roundings to float32.
 
     Args:
         x_block_amax: the largest finite |element| of the block that an element is in, of a shape that broadcasts with x.
-        x: the elements; those that are not finite have no bound (they stay what they are).
+        x: the elements; those that are not finite have no bound (they are preserved).
         transport: "int8" or "fp8".
     """
     amax, size, dtype = torch.as_tensor(x_block_amax, device=x.device).double(), x.double().abs(), torch.finfo(x.dtype)
@@ -283,7 +266,7 @@ def error_bound(x_block_amax: float | Tensor, x: Tensor, transport: str) -> Tens
 
 
 def _blocks(part: Tensor, block: int) -> Tensor:
-    """`[...] -> float32 [n, block]`, row-major, filled up with zeros."""
+    """`[...] -> float32 [n, block]`, row-major, padded with zeros."""
     blocks = -(-part.numel() // block)
     flat = torch.empty(blocks * block, dtype=torch.float32, device=part.device)
     flat[: part.numel()].view(part.shape).copy_(part)
@@ -303,7 +286,7 @@ def _encoded(blocks: Tensor, transport: str) -> tuple[Tensor, Tensor]:
 
 @cache
 def _values(transport: str, device: torch.device) -> Tensor:
-    """What each of the 256 codes stands for, as a multiple of the scale."""
+    """Return the value of each of the 256 codes, as a multiple of the scale."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.int8 if transport == "int8" else torch.float8_e4m3fn).float()
     if transport == "int8":
@@ -317,7 +300,7 @@ def _values(transport: str, device: torch.device) -> Tensor:
 
 def _check_format(transport: str, block: int) -> None:
     if transport not in FORMATS:
-        raise ValueError(f"there is no transport {transport!r}: choose one of {', '.join(map(repr, FORMATS))}")
+        raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(map(repr, FORMATS))}")
     if block not in (16, 32, 64, 128, 256, 512, 1024):
         raise ValueError(f"blocks of {block} elements: choose a power of two from 16 to 1024")
 
@@ -325,7 +308,7 @@ def _check_format(transport: str, block: int) -> None:
 def _check_starts(starts: Sequence[int]) -> None:
     for start in starts:
         if start < 0 or start % RECORD_ALIGNMENT:
-            raise ValueError(f"a record cannot begin at byte {start}: give multiples of {RECORD_ALIGNMENT}, 0 or more")
+            raise ValueError(f"a record cannot start at byte {start}: starts must be multiples of {RECORD_ALIGNMENT}, >= 0")
 
 
 def _check_apart(ranges: Sequence[tuple[int, int]]) -> None:
@@ -333,7 +316,7 @@ def _check_apart(ranges: Sequence[tuple[int, int]]) -> None:
         if stop > next_start:
             raise ValueError(
                 f"one record takes the bytes {start}:{stop}, and another starts at {next_start}: give offsets that keep "
-                "them apart (record_bytes(elements) is what each takes)"
+                "them apart (each takes record_bytes(elements))"
             )
 
 
@@ -341,7 +324,7 @@ def _check_tensor(compiled: Quantize | Dequantize, x: Tensor) -> None:
     if x.shape != compiled.shape:
         raise ValueError(f"{compiled!r} was given a tensor of shape {tuple(x.shape)}, not {compiled.shape}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor as it is")
+        raise TypeError(f"{compiled!r} takes float16, bfloat16 or float32, not {x.dtype}: send such a tensor without quantising")
 
 
 def _check_flat(compiled: Quantize | Dequantize, flat: Tensor) -> None:

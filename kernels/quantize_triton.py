@@ -1,4 +1,4 @@
-"""Records of many boxes written or read in one launch: the kernels behind `quantize.py`.
+"""Triton kernels that write or read the records of many boxes in one launch, for `quantize.py`.
 
     quantize_boxes      flat[record of box] = codes and scales of x[box]           3 + 4/128 bytes an element of 16 bits
     dequantize_boxes    out[box] = cast(sum over records of codes * scales)        2 + (1 + 4/128) * records bytes
@@ -6,7 +6,7 @@
 Every element is read once and every code written once; a scale is 4 bytes for each block. Where runs, strides and offsets are
 multiples of 8 elements of 16 bits (4 of 32), a lane reads 16 bytes and writes 8 (4) bytes of codes, else one element at a
 time, but codes as before; likewise the other way. All records of a box are under way before the first is added up (of up
-to 8). Blocks are looked through in registers, by lanes of one warp. Against torch, whose definition passes over memory a
+to 8). A block's maximum is found in registers, by lanes of one warp. Against torch, whose definition passes over memory a
 dozen times, and against quantising what was packed before, which reads and writes the tensor once more.
 
 A program works on consecutive blocks of one box. Which element of the tensor a unit of a block is takes one multiplication
@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -36,10 +36,13 @@ from torch import Tensor
 
 from .box import Box, box_origin, box_shape, merge_dims, row_major_strides
 from .number_triton import cast, converts_natively, from_e4m3, to_e4m3, widened
-from .quantize import LARGEST, RECORD_ALIGNMENT, Dequantize, Quantize
+from .quantize_format import LARGEST, RECORD_ALIGNMENT
 from .strided import MAX_ROWS, NEVER, alignment, divisor
 from .strided_triton import NO_FUSION, addresses, base, quotient
 from .strided_views import next_power_of_two
+
+if TYPE_CHECKING:
+    from .quantize import Dequantize, Quantize
 
 HEAD = tl.constexpr(5)
 """Columns of a row of a table before its dims: 0 first program, 1 tensor, 2 where the box begins in it, 3 how long the box is
@@ -52,7 +55,7 @@ SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
 @triton.jit
 def find_row(table, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The row that this program works on, and its number among that row's programs."""
+    """Return the row that this program works on, and its index among that row's programs."""
     program = tl.program_id(0).to(tl.int64)
     if ROWS == 1:
         return table + 1, program
@@ -72,7 +75,7 @@ def units_of(BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr):
 def places(
     row, block, BLOCK: tl.constexpr, UNIT: tl.constexpr, VECTOR: tl.constexpr, DIMS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """[blocks, lanes, VECTOR]: how far the elements of these blocks lie from the box's first, and whether there are any."""
+    """[blocks, lanes, VECTOR]: the distance of these blocks' elements from the box's first, and whether they exist."""
     if WIDE:
         n = block[:, None, None] * (BLOCK // UNIT) + units_of(BLOCK, UNIT, VECTOR)
         offset = n * 0
@@ -93,7 +96,7 @@ def places(
 @triton.jit
 def encoded(x, LARGEST: tl.constexpr):
     """float32 [blocks, lanes, VECTOR] -> codes: int8, scales: [blocks]."""
-    finite = tl.fma(x, 0.0, x)  # NaN of infinities; the largest is that of the numbers
+    finite = tl.fma(x, 0.0, x)  # infinities become NaN, which the maximum ignores
     amax = tl.max(tl.max(tl.abs(finite), 2), 1)
     scale = tl.maximum(amax * (1.0 / LARGEST), SMALLEST_SCALE)
     x = x * tl.div_rn(1.0, scale)[:, None, None]
@@ -107,7 +110,7 @@ def encoded(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def decoded(code, LARGEST: tl.constexpr):
-    """int8 -> float32: what codes stand for, as multiples of their scales."""
+    """int8 -> float32: the values of codes, as multiples of their scales."""
     if LARGEST == 126:
         x = (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
         special = (x + 128) * x * float("inf")  # +-inf of +-127, NaN of -128
@@ -138,7 +141,7 @@ def quantize_boxes(
 
 @triton.jit
 def values(record, block, blocks, BLOCK: tl.constexpr, VECTOR: tl.constexpr, LARGEST: tl.constexpr):
-    """float32 [blocks, lanes, VECTOR]: of these blocks of a record."""
+    """float32 [blocks, lanes, VECTOR]: the values of these blocks of a record."""
     there = block < blocks
     codes = record + (block[:, None, None] * BLOCK + units_of(BLOCK, 1, VECTOR))
     code = tl.load(codes, mask=there[:, None, None], other=0)
@@ -164,7 +167,7 @@ def dequantize_boxes(
             total += values(flat + tl.load(starts + s) * START, block, blocks, BLOCK, VECTOR, LARGEST)
     out = base(out, pointers, row, MANY, ALIGNED) + tl.load(row + 2) * UNIT
     result = total.to(out.dtype.element_ty) if converts_natively() else cast(total, out.dtype.element_ty)
-    # single elements are written in the order in which they lie, which is not that of the lanes that made them
+    # single elements are written in memory order, which differs from the order of lanes
     at, inside = places(row, block, BLOCK, UNIT, UNIT, DIMS, WIDE)
     tl.store(out + at, tl.reshape(result, [BLOCKS, BLOCK // UNIT, UNIT]), mask=inside)
 
@@ -172,15 +175,15 @@ def dequantize_boxes(
 # -- what a launch works on --------------------------------------------------------------------------------------------
 
 MIN_BLOCKS = 4  # of a program: whole multiples of 16 bytes of scales
-PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 for each of 128 threads; half where it adds up many
-MIN_VECTOR = 4  # elements that lie together, from which on a lane moves them at a time; else one by one, VECTOR in all
+PROGRAM_ELEMENTS = 1 << 12  # that one program writes, 32 per thread of 128; half if it sums many records
+MIN_VECTOR = 4  # a lane moves at least this many consecutive elements at a time, else one by one, VECTOR in all
 VECTOR = 8
-NARROW = 1 << 30  # elements of a box, or between its ends, from which on offsets in it have 64 bits
+NARROW = 1 << 30  # with more elements in a box, or between its ends, offsets have 64 bits
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), the fastest first
 
 
-class Row(NamedTuple):
+class BoxRow(NamedTuple):
     """A box of a tensor, in elements, and the bytes at which its records begin; lanes move `unit` elements at a time."""
 
     tensor: int
@@ -199,12 +202,12 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Table:
+class BoxTable:
     """One launch.
 
     Attributes:
-        rows: as `HEAD` says, and before them their first programs; padded to a power of two.
-        grid: how many programs.
+        rows: as `HEAD` describes, after their first programs; padded to a power of two.
+        grid: number of programs.
         constants: what the kernel is compiled for.
     """
 
@@ -214,30 +217,30 @@ class Table:
     _moved: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> Tensor:
-        """The rows on a device (copied there once)."""
+        """Return the rows on a device (copied there once)."""
         if device not in self._moved:
             self._moved[device] = self.rows.to(device)
         return self._moved[device]
 
 
-def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> Row:
-    """A box of the tensor of this number; lanes move up to `most` elements, a power of two, at a time."""
+def make_row(tensor: int, strides: Sequence[int], box: Box, starts: Sequence[int], most: int) -> BoxRow:
+    """Return the row of a box of the tensor with this index; lanes move up to `most` elements, a power of two, at a time."""
     offset = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     dims = tuple(zip(*map(reversed, merge_dims(box_shape(box), strides)), strict=True))
     (run, step), *others = dims
     unit = math.gcd(most, run, offset, *(stride for _, stride in others)) if step == 1 else 1
-    return Row(tensor, offset, dims, tuple(starts), unit if unit >= MIN_VECTOR else 1)
+    return BoxRow(tensor, offset, dims, tuple(starts), unit if unit >= MIN_VECTOR else 1)
 
 
-def make_tables(rows: Iterable[Row], block: int) -> list[Table]:
-    """`make_tables(rows, block) -> one table for each launch`: those alike in unit and records share one."""
-    alike: dict[tuple[int, int], list[Row]] = {}
+def make_tables(rows: Iterable[BoxRow], block: int) -> list[BoxTable]:
+    """`make_tables(rows, block) -> one table per launch`; rows with equal unit and number of records share one."""
+    alike: dict[tuple[int, int], list[BoxRow]] = {}
     for row in rows:
         alike.setdefault((row.unit, len(row.starts)), []).append(row)
     return [_table(found[i : i + MAX_ROWS], block) for found in alike.values() for i in range(0, len(found), MAX_ROWS)]
 
 
-def _table(rows: Sequence[Row], block: int) -> Table:
+def _table(rows: Sequence[BoxRow], block: int) -> BoxTable:
     counts = [-(-row.elements // block) for row in rows]
     parts, unit = len(rows[0].starts), rows[0].unit
     blocks = _blocks_of_a_program(counts, PROGRAM_ELEMENTS // (block * (1 if parts <= 4 else 2)))
@@ -250,15 +253,15 @@ def _table(rows: Sequence[Row], block: int) -> Table:
         "ROWS": len(made), "DIMS": dims, "BLOCKS": blocks, "BLOCK": block, "UNIT": unit,
         "VECTOR": unit if unit > 1 else VECTOR, "PARTS": parts, "WIDE": any(row.is_wide for row in rows),
     }  # fmt: skip
-    return Table(flat, firsts[-1], constants)
+    return BoxTable(flat, firsts[-1], constants)
 
 
 def _blocks_of_a_program(counts: Sequence[int], most: int) -> int:
-    """Enough to keep the memory busy, not many more than a typical box has."""
+    """Return the blocks per program: enough to keep the memory busy, not many more than a typical box has."""
     return max(MIN_BLOCKS, min(most, next_power_of_two(sorted(counts)[len(counts) // 2])))
 
 
-def _columns(row: Row, blocks: int, dims: int) -> list[int]:
+def _columns(row: BoxRow, blocks: int, dims: int) -> list[int]:
     (run, step), *others = row.dims
     unit = row.unit
     scaled = [(run // unit, step), *((size, stride // unit) for size, stride in others)]
@@ -272,14 +275,14 @@ def _columns(row: Row, blocks: int, dims: int) -> list[int]:
 
 
 def launch_quantize(quantizes: Sequence[Quantize], tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """`launch_quantize(quantizes, tensors, flat)`: of tensors of one dtype, in one format."""
+    """`launch_quantize(quantizes, tensors, flat)`: quantise tensors of one dtype, in one format."""
     strides, aligned = tuple([x.stride() for x in tensors]), alignment(tensors)
     for table in _quantize_tables(tuple(quantizes), strides, tensors[0].itemsize, aligned):
         _launch(quantize_boxes, table, (tensors[0], _codes(flat)), tensors, quantizes[0].transport, aligned)
 
 
 def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Sequence[Tensor]) -> None:
-    """`launch_dequantize(dequantizes, flat, outs)`: to contiguous tensors of one dtype, in one format."""
+    """`launch_dequantize(dequantizes, flat, outs)`: dequantise to contiguous tensors of one dtype, from one format."""
     aligned = alignment(outs)
     for table in _dequantize_tables(tuple(dequantizes), outs[0].itemsize, aligned):
         _launch(dequantize_boxes, table, (_codes(flat), outs[0]), outs, dequantizes[0].transport, aligned)
@@ -288,8 +291,8 @@ def launch_dequantize(dequantizes: Sequence[Dequantize], flat: Tensor, outs: Seq
 @lru_cache(maxsize=4096)
 def _quantize_tables(
     quantizes: tuple[Quantize, ...], strides: tuple[tuple[int, ...], ...], itemsize: int, aligned: int
-) -> list[Table]:
-    """Made once: to look at hundreds of boxes would take longer than a launch."""
+) -> list[BoxTable]:
+    """Return the launches, cached: computing the rows of hundreds of boxes takes longer than a launch."""
     rows = [
         make_row(i, ours, box, (start,), max(1, aligned // itemsize))
         for i, (quantize, ours) in enumerate(zip(quantizes, strides, strict=True))
@@ -299,7 +302,7 @@ def _quantize_tables(
 
 
 @lru_cache(maxsize=4096)
-def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[Table]:
+def _dequantize_tables(dequantizes: tuple[Dequantize, ...], itemsize: int, aligned: int) -> list[BoxTable]:
     rows = [
         make_row(i, row_major_strides(dequantize.shape), box, starts, max(1, aligned // itemsize))
         for i, dequantize in enumerate(dequantizes)
@@ -313,7 +316,7 @@ def _codes(flat: Tensor) -> Any:
 
 
 def _launch(
-    kernel: Any, table: Table, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
+    kernel: Any, table: BoxTable, given: Sequence[Any], tensors: Sequence[Tensor], transport: str, aligned: int
 ) -> None:
     rows, many = table.on(tensors[0].device), len(tensors) > 1
     pointers = addresses(tuple([x.data_ptr() for x in tensors]), rows.device) if many else rows

@@ -1,12 +1,12 @@
-"""Contributions in a flat buffer -> their combination, in the places of a tensor.
+"""Combine contributions in a flat buffer into the boxes of a tensor.
 
     flat   [ a0 a1 | . . | b0 b1 | c0 c1 ]     box ((0, 2),) from 0, 4, 6   --->   x [a0+b0+c0  a1+b1+c1]
 
-This is the local half of a reduction by exchange: every rank receives all contributions to its elements and adds them up
-in the order of the group, so that all that hold an element hold the same bits (torch's own `sum` takes another order in
-some places of a tensor). 16-bit floats are combined in float32 and rounded once. In torch this takes a pass for every sum
-and another for every box that is not the whole tensor; on a GPU all tensors of a bucket are one launch that reads each
-contribution once and writes each result once (`strided_triton.py`).
+This is the local half of a reduction by all_to_all: every rank receives all contributions to its elements and combines them
+in the order of the group, so that all ranks with an element have the same bits (the order of torch's `sum` depends on the
+position in a tensor). 16-bit floats are combined in float32 and rounded once. torch operations make one pass per sum and
+another per box that is not the whole tensor; on a GPU one launch for all tensors of a bucket reads each contribution once and
+writes each result once (`strided_triton.py`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from torch import Tensor
 from .backend import wants_kernels
 from .box import Box, box_origin, box_shape, box_size, full_box, row_major_strides, slices
 from .copy import widened
-from .strided import COMPUTED, Placed, Table, View, alignment, make_tables, merge_views, remembered
+from .strided import COMPUTED, PlacedView, Table, View, alignment, make_tables, merge_views, remembered
 
-Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> where in the buffer the contributions to it begin
+Stacks = Mapping[Box, Sequence[int]]  # box of the tensor -> the starts of its contributions in the buffer
 
 _COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 
 
 class Combine:
-    """`combine(flat, out=None) -> x`: what `compile_combine` returns.
+    """`combine(flat, out=None) -> x`: made by `compile_combine`.
 
     Attributes:
         shape: of the tensor.
         kind: how contributions are combined.
-        stacks: box -> where its contributions begin.
+        stacks: box -> the starts of its contributions.
     """
 
     __slots__ = ("_is_whole", "kind", "placed", "shape", "stacks")
@@ -43,16 +43,16 @@ class Combine:
         self.placed = [_placed(self.shape, box, starts) for box, starts in self.stacks.items()]
 
     def __call__(self, flat: Tensor, out: Tensor | None = None) -> Tensor:
-        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) where given; may be a view of `flat`."""
+        """`combine(flat, out=None) -> x`: in `out` (contiguous, cast to its dtype) if given; else it may be a view of `flat`."""
         return combine_many([self], flat, None if out is None else [out])[0]
 
     @property
     def gives_view(self) -> bool:
-        """Whether the result lies in the buffer: one contribution, to the whole tensor."""
+        """Whether the result is a view of the buffer: one contribution, to the whole tensor."""
         return self._is_whole and len(next(iter(self.stacks.values()))) == 1
 
     def in_torch(self, flat: Tensor, out: Tensor | None) -> Tensor:
-        """The definition, in torch operations."""
+        """Combine with torch operations: the definition."""
         if out is None and self._is_whole:
             ((box, starts),) = self.stacks.items()
             return _combined(self.kind, flat, box, starts).to(flat.dtype)
@@ -63,12 +63,12 @@ class Combine:
 
 
 def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> Combine:
-    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: how to combine, decided once.
+    """`compile_combine(shape, {box: starts}, kind) -> Callable[[flat, out=None], Tensor]`: compile how to combine.
 
     Args:
         shape: of the result.
-        stacks: for each box of the result, where in the flat buffer the contributions to it begin, each row-major; boxes
-            that are left out are left as they are in `out`, and undefined without.
+        stacks: for each box of the result, the starts in the flat buffer of the contributions to it, each row-major. Elements
+            in no box are not written in `out`, and undefined without it.
         kind: "sum", "max", "min" or "product".
 
     >>> add = compile_combine((2,), {((0, 2),): [0, 2, 4]})
@@ -79,7 +79,7 @@ def compile_combine(shape: Sequence[int], stacks: Stacks, kind: str = "sum") -> 
 
 
 def combine_many(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """`combine_many(combines, flat, outs=None) -> tensors`: all of them, of one kind, from one buffer; one launch on a GPU."""
+    """`combine_many(combines, flat, outs=None) -> tensors`: run all of them, of one kind, on one buffer; one launch on a GPU."""
     if not (wants_kernels(flat.device) and flat.dtype in COMPUTED):
         return [c.in_torch(flat, None if outs is None else outs[i]) for i, c in enumerate(combines)]
     if outs is None:
@@ -106,15 +106,15 @@ def _launch(combines: Sequence[Combine], flat: Tensor, outs: Sequence[Tensor]) -
         launch(table, flat, outs[0] if len(outs) == 1 else list(outs), combines[0].kind)
 
 
-def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> Placed:
+def _placed(shape: Sequence[int], box: Box, starts: Sequence[int]) -> PlacedView:
     sizes, strides = box_shape(box), row_major_strides(shape)
     origin = sum(o * s for o, s in zip(box_origin(box), strides, strict=True))
     sizes, strides, flat_strides = merge_views(sizes, strides, row_major_strides(sizes))
-    return Placed(0, View(sizes, strides, origin, flat_strides, starts[0]), tuple(starts))
+    return PlacedView(0, View(sizes, strides, origin, flat_strides, starts[0]), tuple(starts))
 
 
 def _combined(kind: str, flat: Tensor, box: Box, starts: Sequence[int]) -> Tensor:
-    """The contributions to a box, combined one after the other; of 16-bit floats in float32, not rounded."""
+    """Return the contributions to a box, combined in order; 16-bit floats in float32, not rounded."""
     shape, size, combine = box_shape(box), box_size(box), _COMBINE[kind]
     first, *others = [flat[start:][:size].view(shape) for start in starts]
     if not others:

@@ -1,8 +1,8 @@
 """Strided copies as data: the tables from which one launch copies many views (`strided_views.py`).
 
-Everything that does not depend on addresses is decided here, once for each (views, direction, alignment); offsets are kept
-in units, so that a kernel multiplies them by a constant and the compiler sees the alignment. Divisions by sizes that only
-the table knows are multiplications (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994).
+Tables are computed once per (views, direction, alignment) and do not depend on addresses. Offsets are in units, so that a
+kernel multiplies them by a constant and the compiler knows their alignment. Divisions by sizes in the table are
+multiplications (Granlund and Montgomery, "Division by Invariant Integers using Multiplication", 1994).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .strided_views import BATCH, UNIT, Kind, Placed, Row, next_power_of_two, rows_of
+from .strided_views import BATCH, UNIT, KernelKind, PlacedView, Row, next_power_of_two, rows_of
 from .strided_views import View as View
 from .strided_views import merge_views as merge_views
 
-PROGRAM_BYTES = 1 << 14  # bytes that one program moves: 8 units for each of 128 threads
-MAX_ACCESSES = 1 << 12  # of one program to one side: 32 for each thread, which its registers hold
+PROGRAM_BYTES = 1 << 14  # bytes per program: 8 units per thread of 128
+MAX_ACCESSES = 1 << 12  # of one program to one side: 32 per thread, which its registers hold
 MAX_TILE = 1 << 13  # words
 MAX_ROWS = 1 << 10  # of one table
 MAX_PROGRAMS = (1 << 31) - 1  # of one launch
@@ -28,7 +28,7 @@ MAX_PROGRAMS = (1 << 31) - 1  # of one launch
 COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64})
 
 SPAN = 1 << 40
-"""Where the parts of a sum lie in several tensors, elements are numbered as if this many lay in each."""
+"""If the parts of a sum are in several tensors, elements are numbered as if each tensor had this many."""
 
 COLUMNS = 27
 """Of a table: 0 first program, 1 tensor, 2 source offset, 3 destination offset, 4 programs of a plane, then
@@ -48,16 +48,16 @@ class Table:
     """One launch.
 
     Attributes:
-        kind: what the kernel is compiled for.
-        lanes: of a program of rows, (how many,); of tiles, (runs along I, runs along J).
+        kind: the constants of the kernel.
+        lanes: of a program of rows, (lanes,); of tiles, (runs along I, runs along J).
         programs: the size of the grid.
         rows: see `COLUMNS`; padded to a power of two.
-        parts: the offsets that rows with several parts point to, in units.
-        elements: how many are written.
+        parts: the offsets that rows with several parts refer to, in units.
+        elements: number of elements written.
         aligned: the power of two that divides every address.
     """
 
-    kind: Kind
+    kind: KernelKind
     lanes: tuple[int, ...]
     programs: int
     rows: Tensor
@@ -67,7 +67,7 @@ class Table:
     _moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows and the parts on a device (copied there once)."""
+        """Return the rows and the parts on a device (copied there once)."""
         found = self._moved.get(device)
         if found is None:
             found = self._moved[device] = self.rows.to(device), self.parts.to(device)
@@ -75,18 +75,18 @@ class Table:
 
 
 def make_tables(
-    placed: Iterable[Placed], to_flat: bool, itemsizes: tuple[int, int], aligned: int = UNIT, raw: bool = True
+    placed: Iterable[PlacedView], to_flat: bool, itemsizes: tuple[int, int], aligned: int = UNIT, raw: bool = True
 ) -> list[Table]:
-    """`make_tables(placed, to_flat, itemsizes) -> one table for each launch`.
+    """`make_tables(placed, to_flat, itemsizes) -> one table per launch`.
 
     Args:
-        placed: what to copy; views that are empty are left out.
+        placed: what to copy; empty views are skipped.
         to_flat: from the tensors into the flat buffer; else from the buffer into the tensors.
         itemsizes: bytes of an element of the source and of the destination.
         aligned: the largest power of two, up to 16, that divides every address.
-        raw: whether nothing is computed, so that several elements may be moved as one.
+        raw: whether values are only copied, so that several elements may be moved as one.
     """
-    rows: dict[Kind, list[Row]] = {}
+    rows: dict[KernelKind, list[Row]] = {}
     for p in placed:
         if math.prod(p.view.sizes):
             for row in rows_of(p, to_flat, itemsizes, aligned, raw):
@@ -103,7 +103,7 @@ _known: dict[tuple, tuple[Sequence[object], list[Table]]] = {}
 
 
 def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Table]]) -> list[Table]:
-    """The tables of these very objects (which are kept), made once: to compare hundreds of views would take longer than a
+    """Return the tables of these objects, cached by identity (and kept alive): comparing hundreds of views takes longer than a
     launch."""
     key = (*map(id, owners), *key)
     found = _known.get(key)
@@ -114,10 +114,10 @@ def remembered(owners: Sequence[object], key: tuple, make: Callable[[], list[Tab
     return found[1]
 
 
-# -- many --------------------------------------------------------------------------------------------------------------
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
+def _table(kind: KernelKind, rows: Sequence[Row], itemsize: int, aligned: int) -> Table:
     lanes = _tile_lanes(rows, kind, itemsize) if kind.tiled else _row_lanes(rows, kind, itemsize)
     made, parts, program = [], [], 0
     for row in rows:
@@ -134,8 +134,8 @@ def _table(kind: Kind, rows: Sequence[Row], itemsize: int, aligned: int) -> Tabl
     return Table(kind, lanes, program, table, offsets, elements, aligned)
 
 
-def _row_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int]:
-    """Lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
+def _row_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int]:
+    """Return the lanes of a program: enough bytes to keep the memory busy, not much more than a typical plane has."""
     planes = sorted(_lanes_of_plane(row) for row in rows)
     accesses = MAX_ACCESSES if kind.group > 1 else MAX_ACCESSES // 2  # without groups each needs an address
     most = min(accesses, PROGRAM_BYTES // (kind.unit * itemsize)) // kind.group
@@ -156,8 +156,8 @@ def _row_columns(row: Row, lanes: tuple[int, ...]) -> tuple[int, list[int], list
     return -(-plane // lanes[0]), own, [size_b, *divisor(size_b), *(s // unit for s in b), run // unit]
 
 
-def _tile_lanes(rows: Sequence[Row], kind: Kind, itemsize: int) -> tuple[int, int]:
-    """Runs along I and J: about as many bytes along both, more along one where the other is short."""
+def _tile_lanes(rows: Sequence[Row], kind: KernelKind, itemsize: int) -> tuple[int, int]:
+    """Return runs along I and J: about as many bytes along both, more along one if the other is short."""
     words = min(kind.unit, kind.dst_unit) // kind.word * MAX_ACCESSES
     most = min(words, MAX_TILE, PROGRAM_BYTES // (kind.word * itemsize)) // kind.padded
     i, j = (next_power_of_two(max(row.inner[side][0] for row in rows)) for side in (0, 1))
@@ -190,7 +190,7 @@ def divisor(d: int) -> tuple[int, int]:
 
 
 def alignment(tensors: Iterable[Tensor]) -> int:
-    """The largest power of two, up to 16, that divides the address of every tensor."""
+    """Return the largest power of two, up to 16, that divides the address of every tensor."""
     common = UNIT
     for x in tensors:
         address = x.data_ptr()

@@ -1,4 +1,4 @@
-"""Many strided copies in one launch: the kernels behind `copy.py`, `reduce.py` and the pulls of `symmetric.py`.
+"""Triton kernels for many strided copies in one launch, for `copy.py`, `reduce.py` and the pulls of `symmetric/`.
 
     rows     out[view k] = cast(scale * combine over parts s of in[view k, part s])        16 bytes a lane where runs allow
     tiles    the same for a copy of runs under 16 bytes: through shared memory, so that both sides are read in order
@@ -28,19 +28,19 @@ from .strided import SPAN, Table
 
 COLUMNS = tl.constexpr(strided.COLUMNS)
 BATCH_AT = tl.constexpr(11)
-LOOKS = tl.constexpr(32)  # rows that a program looks at together when it searches for its own
+ROWS_AT_ONCE = tl.constexpr(32)  # rows that a program compares at a time when it searches for its own
 WARP = tl.constexpr(32)
 AREA = tl.constexpr(SPAN)
-AT_ONCE = tl.constexpr(8)  # parts whose loads are all under way before the first is added
+AT_ONCE = tl.constexpr(8)  # parts whose loads are all in flight before the first is added
 
 
 @triton.jit
 def find_row(table, ROWS: tl.constexpr):
-    """The row that this program works on, and its number among that row's programs."""
+    """Return the row that this program works on, and its index among that row's programs."""
     program = tl.program_id(0).to(tl.int64)
-    if ROWS > LOOKS:
-        table += _last_not_after(table, program, LOOKS, ROWS // LOOKS * COLUMNS)
-        row = table + _last_not_after(table, program, ROWS // LOOKS, COLUMNS)
+    if ROWS > ROWS_AT_ONCE:
+        table += _last_not_after(table, program, ROWS_AT_ONCE, ROWS // ROWS_AT_ONCE * COLUMNS)
+        row = table + _last_not_after(table, program, ROWS // ROWS_AT_ONCE, COLUMNS)
     else:
         row = table + _last_not_after(table, program, ROWS, COLUMNS)
     return row, program - tl.load(row)
@@ -54,7 +54,7 @@ def _last_not_after(table, program, COUNT: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def batch_offsets(row, index):
-    """How far the batch of this number, below 2**31, lies from the first: in the source and in the destination."""
+    """Return the offset of the batch with this index, below 2**31, in the source and in the destination."""
     index = index.to(tl.uint32)
     src, dst = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for d in tl.static_range(3):
@@ -69,13 +69,13 @@ def batch_offsets(row, index):
 
 @triton.jit
 def quotient(n, multiplier, shift):
-    """n // d by the divisor (multiplier, shift) of d, for n below 2**31."""
+    """Return n // d by the divisor (multiplier, shift) of d, for n below 2**31."""
     return ((tl.umulhi(n, multiplier.to(tl.uint32)) + n) >> shift.to(tl.uint32)).to(tl.uint32)
 
 
 @triton.jit
 def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where the row's tensor begins: the given pointer, or that of the tensor with the row's number."""
+    """Return the start of the row's tensor: the given pointer, or that of the tensor with the row's index."""
     if FROM_TABLE:
         given = tl.load(pointers + tl.load(row + 1)).to(tl.pointer_type(given.dtype.element_ty))
     return tl.multiple_of(given, ALIGNED)
@@ -83,7 +83,7 @@ def base(given, pointers, row, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def part_at(src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where a part of a sum begins, in the given tensor or in that which its place says."""
+    """Return the start of a part of a sum, in the given tensor or in the one that its offset encodes."""
     place = (tl.load(parts) + batch) * UNIT
     if FROM_TABLE:
         src = tl.load(pointers + place // AREA).to(tl.pointer_type(src.dtype.element_ty))
@@ -93,8 +93,8 @@ def part_at(src, pointers, parts, batch, UNIT: tl.constexpr, FROM_TABLE: tl.cons
 
 @triton.jit
 def _lane_offsets(row, tile, LANES: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):
-    """For each lane of a program of rows: source and destination offset inside the plane, in units, where in its run it
-    lies, and whether it is inside the plane."""
+    """Return, for each lane of a program of rows: source and destination offset inside the plane, in units, its position in
+    its run, and whether it is inside the plane."""
     lane = (tile * LANES + tl.arange(0, LANES)).to(tl.uint32)
     ab = quotient(lane, tl.load(row + 7), tl.load(row + 8))
     a = quotient(ab, tl.load(row + 22), tl.load(row + 23))
@@ -116,8 +116,8 @@ def group_offsets(row, tile, LANES: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.
     """[GROUP // 32 or 1, LANES, (32 or 1) * UNIT], the elements of a program of rows: source and destination offset inside
     the plane, what is added to both along the first dim, and whether it is inside.
 
-    A warp moves 32 units that lie together, and each thread four of the same group: one pair of divisions, one address, one
-    comparison with constants. What is added comes last, for the compiler to make it part of the instructions.
+    A warp moves 32 consecutive units, and each thread four of the same group: one pair of divisions, one address, one
+    comparison with constants. The added offset comes last, so that the compiler can put it into the instructions.
     """
     src, dst, r, inside = _lane_offsets(row, tile, LANES, GROUP, WIDE)
     src, dst, inside = src[None, :, None] * UNIT, dst[None, :, None] * UNIT, inside[None, :, None]
@@ -151,7 +151,7 @@ def move_rows(
     SCALED: tl.constexpr,
 ):  # fmt: skip
     row, index = find_row(table, ROWS)
-    # programs that run together take the same place of different batches, which often share lines of memory
+    # programs that run together take the same position of different batches, which often share cache lines
     count = (tl.load(row + BATCH_AT) * tl.load(row + BATCH_AT + 3) * tl.load(row + BATCH_AT + 6)).to(tl.uint32)
     index = index.to(tl.uint32)
     src_batch, dst_batch = batch_offsets(row, index % count)
@@ -196,7 +196,7 @@ def move_tiles(
     src, dst = src + i0 * RUN + j0 * stride_j, dst + j0 * RUN + i0 * stride_i
     if not WIDE:
         stride_i, stride_j = stride_i.to(tl.int32), stride_j.to(tl.int32)
-    # sizes in words, where a run counts as PADDED words, and what is left of them for this tile
+    # sizes in words, where a run counts as PADDED words, and the rest of them for this tile
     left_i = (tl.load(row + 5) * UNIT_I).to(tl.int32) - i0 * PADDED
     left_j = (tl.load(row + 6) * UNIT_J).to(tl.int32) - j0 * PADDED
     i, j = tl.arange(0, ALONG_I)[:, None], tl.arange(0, ALONG_J)[:, None]
@@ -213,7 +213,7 @@ def move_tiles(
 
 @triton.jit
 def _along(left, RUNS: tl.constexpr, RUN: tl.constexpr, PADDED: tl.constexpr):
-    """[1, words]: where the words of runs that lie one after the other are, and which of them belong to the view."""
+    """[1, words]: offsets of the words of consecutive runs, and which of them belong to the view."""
     word = tl.arange(0, RUNS * PADDED)[None, :]
     if RUN == PADDED:
         return word, word < left
@@ -228,12 +228,12 @@ NO_FUSION = {"enable_fp_fusion": False}  # a fused multiply-add rounds once wher
 def launch(
     table: Table, src: Tensor | Sequence[Tensor], dst: Tensor | Sequence[Tensor], kind: str = "sum", scale: float | None = None
 ) -> None:
-    """`launch(table, src, dst)`: copies the table's views, from or to several tensors where a list is given.
+    """`launch(table, src, dst)`: copy the table's views, from or to several tensors if a list is given.
 
     Args:
         src, dst: with the dtypes and the alignment that the table was made for.
-        kind: how parts are combined, where the table has several for an element.
-        scale: what results are multiplied by; in float32 for 16-bit floats.
+        kind: how parts are combined, if the table has several for an element.
+        scale: a factor on the results; in float32 for 16-bit floats.
     """
     first_src, first_dst = (x if isinstance(x, Tensor) else x[0] for x in (src, dst))
     many = [x for x in (src, dst) if not isinstance(x, Tensor)]
@@ -243,14 +243,14 @@ def launch(
 
 
 def run(
-    table: Table, src: Tensor, dst: Tensor, pointers: Tensor, how: str, scale: float | None, many: Sequence[bool]
+    table: Table, src: Tensor, dst: Tensor, pointers: Tensor, reduction: str, scale: float | None, many: Sequence[bool]
 ) -> None:
-    """`run(table, src, dst, pointers, how, scale, many)`: as `launch`, where addresses are on the device already.
+    """`run(table, src, dst, pointers, reduction, scale, many)`: as `launch`, with addresses that are on the device already.
 
     Args:
         src, dst: of the side that has many tensors, one of their dtype.
         pointers: int64, the addresses of those; else any.
-        many: of source and destination, whether the table says which tensor it is: each row, or for sums each part (`SPAN`).
+        many: of source and destination, whether the table has the tensor's index: in each row, or for sums in each part (`SPAN`).
     """
     rows, parts = table.on(dst.device)
     raw = src.dtype == dst.dtype and scale is None and table.kind.parts == 1
@@ -271,12 +271,12 @@ def run(
     else:
         move_rows[grid](
             *given, pointers, rows, parts, factor,
-            LANES=table.lanes[0], UNIT=kind.unit, GROUP=kind.group, PARTS=kind.parts, KIND=how, **common,
+            LANES=table.lanes[0], UNIT=kind.unit, GROUP=kind.group, PARTS=kind.parts, KIND=reduction, **common,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def addresses(given: tuple[int, ...], device: torch.device) -> Tensor:
     """`addresses(given, device) -> int64`: on the device. Buffers and parameters keep their addresses from step to step, so
-    this is nearly always known."""
+    the result is nearly always cached."""
     return torch.tensor(given, dtype=torch.int64).to(device)

@@ -1,14 +1,14 @@
-"""One strided copy, and the rows of a table as which kernels take it.
+"""A strided copy, and its conversion to the rows of a kernel's table.
 
-A `View` is the same elements as a strided view of a tensor and of a flat buffer. A kernel reads it in one of two classes:
+A `View` has the same elements as a strided view of a tensor and of a flat buffer. Kernels copy it in one of two ways:
 
     rows   (batch ..., A, B, run) -> the same on both sides, `run` contiguous on both: each lane moves one unit, the largest
            power of two of bytes, up to 16, that divides the run and every stride and offset. A and B are the dims next to
            the run in source and destination, so that a program takes whole lines of both
     tile   runs under 16 bytes: (I, J, run) where (I, run) is contiguous in the source and (J, run) in the destination; a
-           program reads a block along I, turns it round and writes it along J, in units of each side's own
+           program reads a block along I, transposes it and writes it along J, each side in its own units
 
-A view that one row cannot say (too many dims, or planes too large for 32 bits) becomes several.
+A view that does not fit one row (too many dims, or planes too large for 32 bits) becomes several.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import NamedTuple
 Dim = tuple[int, int, int]  # size, stride in the source, stride in the destination
 
 UNIT = 16  # bytes that one lane loads or stores at a time
-GROUP = 128  # units of a run, of under 16 bytes each, for which a lane divides once
+GROUP = 128  # units of a run, of under 16 bytes each, per division
 SHORT = 128  # bytes: a shorter run shares a line of memory with others
-BATCH = 3  # dims beside A, B and run (or I, J and run); views with more become several rows
-MAX_PLANE = 1 << 31  # units: what 32 bits, and the multiplication that stands for a division, can take
+BATCH = 3  # dims besides A, B and run (or I, J and run); views with more become several rows
+MAX_PLANE = 1 << 31  # units: the limit of 32 bits and of the division by multiplication
 
 
 class View(NamedTuple):
@@ -39,13 +39,13 @@ class View(NamedTuple):
     flat_offset: int
 
 
-class Placed(NamedTuple):
+class PlacedView(NamedTuple):
     """A view of one of several tensors.
 
     Attributes:
-        tensor: its number.
+        tensor: its index.
         view: the elements.
-        parts: where in the flat buffer the values lie that are combined, instead of `view.flat_offset`; () for a copy.
+        parts: offsets in the flat buffer of the values that are combined, instead of `view.flat_offset`; () for a copy.
     """
 
     tensor: int
@@ -56,7 +56,7 @@ class Placed(NamedTuple):
 def merge_views(
     sizes: Sequence[int], strides: Sequence[int], flat_strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same elements on both sides in the fewest dims (but one), as `box.merge_dims` does for one side."""
+    """Return the same elements on both sides in the fewest dims (at least one), as `box.merge_dims` does for one side."""
     merged: list[Dim] = []
     for size, stride, flat_stride in zip(sizes, strides, flat_strides, strict=True):
         if size == 1:
@@ -68,17 +68,17 @@ def merge_views(
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What a kernel is compiled for; rows of one kind share a launch.
+class KernelKind:
+    """The constants that a kernel is compiled for; rows of one kind share a launch.
 
     Attributes:
         tiled: whether it is a tile, else rows.
-        unit: elements of the source that lie together, at a multiple of their number, and are read at a time.
-        dst_unit: elements of the destination that are written at a time; of rows the same.
+        unit: consecutive, aligned elements of the source that are read at a time.
+        dst_unit: elements of the destination that are written at a time; for rows the same.
         group: of rows, the units of a run that belong to one lane.
         word: elements that are moved as one, of a tile that only copies.
         run: of a tile, the words of a run.
-        parts: how many values are combined to one; 1 for a copy.
+        parts: number of values combined to one; 1 for a copy.
         wide: whether offsets inside a program need 64 bits.
     """
 
@@ -93,20 +93,20 @@ class Kind:
 
     @property
     def padded(self) -> int:
-        """Words that a run of a tile takes in a kernel."""
+        """Words of a run of a tile in the kernel."""
         return next_power_of_two(self.run)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A view as a kernel wants it; strides and offsets in elements.
+    """A view in the form of a table row; strides and offsets in elements.
 
     Attributes:
         inner: for rows (A, B, run), for tiles (I, J), whose elements are runs.
         batch: the other dims, the fastest first.
     """
 
-    kind: Kind
+    kind: KernelKind
     tensor: int
     src: int
     dst: int
@@ -119,8 +119,8 @@ class Row:
         return self.kind.word * self.kind.run * math.prod(size for size, _, _ in (*self.inner, *self.batch))
 
 
-def rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> Iterable[Row]:
-    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> Rows`: see `strided.make_tables`."""
+def rows_of(p: PlacedView, to_flat: bool, itemsizes: tuple[int, int], aligned: int, raw: bool) -> Iterable[Row]:
+    """`rows_of(placed, to_flat, itemsizes, aligned, raw) -> rows`: convert a view, see `strided.make_tables`."""
     view, src, dst = p.view, p.view.offset, p.view.flat_offset
     dims: list[Dim] = list(zip(view.sizes, view.strides, view.flat_strides, strict=True))
     if not to_flat:
@@ -128,7 +128,7 @@ def rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, 
     run = next((d[0] for d in dims if d[0] > 1 and d[1:] == (1, 1)), 1)
     others = [d for d in dims if d[0] > 1 and d[1:] != (1, 1)]
     most = [max(1, min(UNIT, aligned) // itemsize) for itemsize in itemsizes]
-    if run * min(itemsizes) < UNIT and len(p.parts) < 2 and (turned := _turned(others, run)) is not None:
+    if run * min(itemsizes) < UNIT and len(p.parts) < 2 and (turned := _transposed_dims(others, run)) is not None:
         word = run if raw and _is_word(run, others, (src, dst), itemsizes[0], aligned) else 1
         kind, inner = _tile_kind(run, word, turned, others, (src, dst), most), turned
     else:
@@ -136,44 +136,44 @@ def rows_of(p: Placed, to_flat: bool, itemsizes: tuple[int, int], aligned: int, 
         inner = (*_row_dims(others, run * min(itemsizes)), (run, 1, 1))
         parts = max(1, len(p.parts))
         group = _group(run // unit) if unit * min(itemsizes) < UNIT and parts == 1 else 1
-        kind = Kind(False, unit, unit, group, parts=parts)
+        kind = KernelKind(False, unit, unit, group, parts=parts)
     batch = sorted([d for d in others if d not in inner], key=itemgetter(1))
     return _split(Row(kind, p.tensor, src, dst, inner, tuple(batch), p.parts))
 
 
 def _common(most: int, *numbers: int) -> int:
-    """The largest power of two, at most `most`, that divides all."""
+    """Return the largest power of two, at most `most`, that divides all numbers."""
     common = math.gcd(most, *numbers)
     return common & -common
 
 
-def _turned(others: Sequence[Dim], run: int) -> tuple[Dim, Dim] | None:
-    """The dims next to the run in the source and in the destination, where they are not the same."""
+def _transposed_dims(others: Sequence[Dim], run: int) -> tuple[Dim, Dim] | None:
+    """Return the dims next to the run in the source and in the destination, None if they are the same."""
     i = next((d for d in others if d[1] == run), None)
     j = next((d for d in others if d[2] == run and d is not i), None)
     return None if i is None or j is None else (i, j)
 
 
 def _is_word(run: int, others: Sequence[Dim], offsets: Sequence[int], itemsize: int, aligned: int) -> bool:
-    """Whether runs can be moved as integers of their size."""
+    """Return whether runs can be moved as integers of their size."""
     together = all(n % run == 0 for n in (*offsets, *(s for _, *strides in others for s in strides)))
     return together and run * itemsize in (2, 4, 8) and aligned % (run * itemsize) == 0
 
 
 def _tile_kind(
     run: int, word: int, turned: tuple[Dim, Dim], others: Sequence[Dim], offsets: tuple[int, int], most: Sequence[int]
-) -> Kind:
+) -> KernelKind:
     words = run // word
-    if words != next_power_of_two(words):  # padded in the kernel, so that nothing but a word is sure to lie together
-        return Kind(True, word, word, 1, word, words)
+    if words != next_power_of_two(words):  # padded in the kernel, so that only words are contiguous
+        return KernelKind(True, word, word, 1, word, words)
     (i, j), (src, dst) = turned, offsets
     unit = _common(most[0], src, i[0] * run, *(d[1] for d in others if d is not i))
     dst_unit = _common(most[1], dst, j[0] * run, *(d[2] for d in others if d is not j))
-    return Kind(True, max(word, unit), max(word, dst_unit), 1, word, words)
+    return KernelKind(True, max(word, unit), max(word, dst_unit), 1, word, words)
 
 
 def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
-    """(A, B): the larger and the smaller of the dims next to the run in source and destination, or of the longest two."""
+    """Return (A, B): the larger and the smaller of the dims next to the run in source and destination, or of the longest two."""
     longest = sorted(others, key=itemgetter(0), reverse=True)
     near = [min(others, key=itemgetter(side)) for side in (1, 2)] if others and run_bytes < SHORT else []
     chosen = [*dict.fromkeys([*near, *longest]), (1, 0, 0), (1, 0, 0)][:2]
@@ -181,19 +181,19 @@ def _row_dims(others: Sequence[Dim], run_bytes: int) -> tuple[Dim, Dim]:
 
 
 def _group(units: int) -> int:
-    """Units of a run for one lane: many, where that leaves few without work."""
+    """Return the units of a run per lane: GROUP if that leaves few lanes idle."""
     return GROUP if -units % GROUP * 8 <= units else 1
 
 
 def _split(row: Row) -> Iterable[Row]:
-    """As several rows, where there are more batch dims than a table has columns for or a plane is too large."""
+    """Yield the row as several, if it has more batch dims than a table has columns or a plane is too large."""
     extra, row = row.batch[BATCH:], replace(row, batch=row.batch[:BATCH])
     for index in product(*(range(size) for size, _, _ in extra)):
         yield from _cut(_moved(row, *_at(index, extra)))
 
 
 def _cut(row: Row) -> Iterable[Row]:
-    """As several rows whose planes are small enough for 32 bits; only inside one program must offsets need more."""
+    """Yield rows whose planes are small enough for 32 bits; only offsets inside a program may need more."""
     pieces = [_pieces(dim, most) for dim, most in zip(row.inner, _most(row), strict=True)]
     for cut in product(*pieces):
         starts, inner = zip(*cut, strict=True)
@@ -203,7 +203,7 @@ def _cut(row: Row) -> Iterable[Row]:
 
 
 def _most(row: Row) -> list[int]:
-    """How long the inner dims may be."""
+    """Return the longest sizes of the inner dims."""
     most = MAX_PLANE // 2
     if row.kind.tiled:
         return [max(UNIT, most // row.kind.padded)] * 2
@@ -214,13 +214,13 @@ def _most(row: Row) -> list[int]:
 
 
 def _pieces(dim: Dim, most: int) -> list[tuple[int, Dim]]:
-    """A dim in pieces of at most so many: where each begins, and the piece."""
+    """Return a dim in pieces of at most `most`: the start of each, and the piece."""
     size, src, dst = dim
     return [(start, (min(most, size - start), src, dst)) for start in range(0, size, most)]
 
 
 def _at(index: Sequence[int], dims: Sequence[Dim]) -> tuple[int, int]:
-    """How far (source, destination) an index of some dims is."""
+    """Return the offset of an index of some dims, in source and destination."""
     src = sum(i * s for i, (_, s, _) in zip(index, dims, strict=True))
     return src, sum(i * d for i, (_, _, d) in zip(index, dims, strict=True))
 

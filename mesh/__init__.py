@@ -1,11 +1,13 @@
-"""Who talks to whom: meshes of ranks, and groups of ranks that run collectives in one of three worlds."""
+"""Device meshes, and the collectives among their ranks: in processes, in simulated ranks, or in a null world that only counts."""
 
 from .abstract_mesh import AbstractMesh
 from .calibrate import calibrate
-from .comm.group import CollectiveRecord, Group, World, current_world
+from .comm.current_world import current_world
+from .comm.group import CollectiveRecord, Group
 from .comm.null import null_world
 from .comm.report import CommReport, comm_budget, comm_report
 from .comm.work import Work
+from .comm.world import World
 from .device_mesh import DeviceMesh, init_device_mesh
 from .errors import (
     CollectiveError,

@@ -1,4 +1,4 @@
-"""An N-D grid of ranks with named axes, without devices: enough to plan, count and draw."""
+"""AbstractMesh: an N-D grid of ranks with named axes, without devices, for planning, counting and drawing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Axes = str | tuple[str, ...]
 
 
 class AbstractMesh:
-    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, with no process behind it.
+    """AbstractMesh(shape, names): the names and sizes of a mesh over the ranks 0 to n-1, without processes.
 
     Immutable; equal meshes compare equal and hash alike.
 
@@ -57,10 +57,10 @@ class AbstractMesh:
         self._index = {name: i for i, name in enumerate(names)}
         self._layouts = {}
         self._held_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-        self._unmoved: dict[Any, Any] = {}  # operators that move nothing, whatever the shapes: see rules/engine.py
+        self._unmoved: dict[Any, Any] = {}  # operators that need no communication for any shape: see sharding/ops/rules/propagation.py
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
-        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # the meshes that this is a part of; my axes in theirs
+        self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # meshes that this is a part of; its axes in theirs
         self._origin: _Origin | None = None
         self._own_topology: Topology | None = None
         self._is_calibrated = False
@@ -76,7 +76,7 @@ class AbstractMesh:
 
     @property
     def devices(self) -> np.ndarray:
-        """The ranks in the shape of the mesh: where JAX has device objects, each rank has one device and is known by its number."""
+        """The ranks in the shape of the mesh. JAX has device objects here; a rank has one device, so its number stands for it."""
         return self.ranks
 
     device_ids = devices
@@ -88,20 +88,20 @@ class AbstractMesh:
 
     @property
     def empty(self) -> bool:
-        """Whether the mesh has no ranks: never."""
+        """False: a mesh has at least one rank."""
         return False
 
     @property
     def topology(self) -> Topology:
-        """What communication costs here and which ranks share a node: what plans are priced with.
+        """The cost of communication and the ranks of each node, which the planner prices plans with.
 
         Unless it is set, a part of a mesh (`mesh["tp"]`, `mesh.flatten()`) has the topology of the whole, and any other
-        mesh has `Topology.default` for its device type ("cuda" without devices): with the nodes that torchrun tells of
-        in processes (LOCAL_WORLD_SIZE, where all nodes have as many ranks), else with one node.
+        mesh has `Topology.default` for its device type ("cuda" without devices), with the nodes that torchrun sets for
+        processes (LOCAL_WORLD_SIZE, if all nodes have as many ranks), else with one node.
 
-        Set it to a `Topology`, or to None for the default again; plans made before are forgotten. A mesh is shared by
-        all that use it, so set it before sharding, and to the same on all ranks: each plans alone, and ranks with
-        different plans wait for each other for ever.
+        Set it to a `Topology`, or to None for the default; cached plans are dropped. All users of a mesh share its topology, so set
+        it before sharding, and to the same value on all ranks: each rank makes its own plans, and ranks with different plans
+        deadlock.
 
         Raises: TypeError for what is not a topology; MeshError when a crossing axis is not an axis of the mesh.
         Communication: none (`calibrate` measures).
@@ -120,7 +120,7 @@ class AbstractMesh:
         if topology is not None:
             if not isinstance(topology, Topology):
                 raise TypeError(
-                    f"mesh.topology = {topology!r}: write a Topology, such as "
+                    f"mesh.topology = {topology!r}: it must be a Topology, such as "
                     'Topology.default("cuda", node_size=8), or None for the default.'
                 )
             topology.check_axes(self)
@@ -136,14 +136,14 @@ class AbstractMesh:
         return None if origin is None else origin.mesh.topology.part(origin.made_of)
 
     def _inherited_node_ids(self, topology: Topology) -> np.ndarray | None:
-        """The nodes of a part as the whole mesh has them, where that is where its topology comes from."""
+        """Return the nodes of a part according to the whole mesh, None if its topology does not come from there."""
         origin = self._origin
         if origin is None or self._own_topology is not None or topology != self.topology:
             return None
         return origin.mesh._cut(origin.mesh.topology.node_ids(origin.mesh), joined(origin.made_of.values())).reshape(self.shape)
 
     def _forget_plans(self) -> None:
-        """Forgets what depends on the topology, here and in the parts that take theirs from here."""
+        """Drop cached values that depend on the topology, here and in the parts that inherit it."""
         self._topology = None
         self._node_ids.clear()
         self._crossing_axes.clear()
@@ -154,15 +154,15 @@ class AbstractMesh:
                 part._forget_plans()
 
     def axis_index(self, name: str) -> int:
-        """The position of the axis. Raises: MeshError for an unknown name."""
+        """Return the position of the axis. Raises: MeshError for an unknown name."""
         try:
             return self._index[name]
         except (KeyError, TypeError):
             raise errors.unknown_axis(name, self.axis_names) from None
 
     def size(self, axis: str | int | tuple[str, ...] | None = None, *, mesh_dim: int | None = None) -> int:
-        """Number of ranks along an axis (a name or a position; torch calls it `mesh_dim`), along several together, or in the
-        whole mesh.
+        """Return the number of ranks along an axis (a name or a position; torch calls it `mesh_dim`), along several together, or
+        in the whole mesh.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -173,13 +173,13 @@ class AbstractMesh:
         return prod(self.axis_sizes[self._index[name]] for name in self._checked_axes(axis))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """The index of a rank along each axis; None when the rank is not in the mesh."""
+        """Return the index of a rank along each axis; None when the rank is not in the mesh."""
         if not 0 <= rank < self.ranks.size:
             return None
         return unravel(rank, self.axis_sizes)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """The mesh of only these axes, in this order; a name that `flatten` has given is one axis.
+        """Return the mesh of only these axes, in this order; a name given by `flatten` counts as one axis.
 
         Raises: MeshError for an unknown axis or one named twice.
         """
@@ -187,12 +187,12 @@ class AbstractMesh:
         return self._part({name: self._flattened.get(name, (name,)) for name in _as_tuple(axes)})
 
     def flatten(self, axes: Axes | None = None, name: str | None = None) -> Self:
-        """The axes (all by default; major to minor as given) as one, named like "dp_tp" unless a name is given.
+        """Return a mesh with the axes (all by default; major to minor as given) as one, named like "dp_tp" unless a name is given.
 
         The name can be used afterwards on this mesh, as in `mesh["dp_tp"]` or `mesh["pp", "dp_tp"]`, and on the meshes that this
-        one was taken from.
+        one is a part of.
 
-        Raises: MeshError for an unknown axis, one named twice, or a name that means something else already.
+        Raises: MeshError for an unknown axis, one named twice, or a name that is used already.
         """
         names = self._checked_axes(self.axis_names if axes is None else axes)
         name = "_".join(names) if name is None else name
@@ -200,7 +200,7 @@ class AbstractMesh:
         return self._part({name: names})
 
     def _name_flattened(self, name: str, names: tuple[str, ...]) -> None:
-        """Let the name stand for these axes, here and in every mesh that this one is a part of."""
+        """Define the name for these axes, here and in every mesh that this one is a part of."""
         found: dict[int, tuple[AbstractMesh, tuple[str, ...]]] = {}
         todo: list[tuple[AbstractMesh, tuple[str, ...]]] = [(self, names)]
         while todo:
@@ -211,7 +211,7 @@ class AbstractMesh:
             taken = (name,) if name in mesh._index else mesh._flattened.get(name, axes)
             if taken != axes:
                 raise errors.MeshError(
-                    f"flatten({names}): the name {name!r} already stands for {taken} of {mesh!r}; give another name=."
+                    f"flatten({names}): the name {name!r} is already used for {taken} of {mesh!r}; give another name=."
                 )
             todo += [(whole, joined(made_of[axis] for axis in axes)) for whole, made_of in mesh._wholes]
         for mesh, axes in found.values():
@@ -219,7 +219,7 @@ class AbstractMesh:
                 mesh._flattened[name] = axes
 
     def _part(self, made_of: dict[str, tuple[str, ...]]) -> Self:
-        """The part with these axes, each made of axes of this mesh; the same object each time."""
+        """Return the part with these axes, each made of axes of this mesh; the same object each time."""
         if all(axes == (name,) for name, axes in made_of.items()) and tuple(made_of) == self.axis_names:
             return self
         key = tuple(made_of.items())
@@ -233,21 +233,21 @@ class AbstractMesh:
         return self._parts[key]
 
     def _descends_from(self, mesh: AbstractMesh) -> bool:
-        """Whether this is the mesh or a part of it: equal device meshes are one object, so a part's part may be."""
+        """Return whether this is `mesh` or a part of it. (Equal device meshes are one object, so a part of a part may be its whole.)"""
         return self is mesh or (self._origin is not None and self._origin.mesh._descends_from(mesh))
 
     def _make_part(self, made_of: dict[str, tuple[str, ...]]) -> Any:
         return AbstractMesh(tuple(self.size(axes) for axes in made_of.values()), tuple(made_of))
 
     def _cut(self, values: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        """Of one value per rank of this mesh, those of the part of these axes that I belong to."""
+        """Return, of one value per rank of this mesh, those of the part of these axes that this rank belongs to."""
         kept = [self._index[name] for name in names]
-        place = self._place()
-        index = tuple(slice(None) if i in kept else place[i] for i in range(self.ndim))
+        coordinate = self._coordinate_or_zeros()
+        index = tuple(slice(None) if i in kept else coordinate[i] for i in range(self.ndim))
         # The kept axes are in mesh order now; argsort of argsort finds each named axis among them.
         return values[index].transpose(np.argsort(np.argsort(kept)))
 
-    def _place(self) -> tuple[int, ...]:
+    def _coordinate_or_zeros(self) -> tuple[int, ...]:
         return (0,) * self.ndim
 
     def _position(self, axis: int) -> int:
@@ -257,10 +257,10 @@ class AbstractMesh:
 
     def _checked_axes(self, axes: Axes) -> tuple[str, ...]:
         if not isinstance(axes, str | tuple | list):
-            raise errors.MeshError(f"axes {axes!r}: write a name or a tuple of names of {list(self.axis_names)}.")
+            raise errors.MeshError(f"axes {axes!r}: must be a name or a tuple of names of {list(self.axis_names)}.")
         names = joined(self._flattened.get(name) or (self.axis_names[self.axis_index(name)],) for name in _as_tuple(axes))
         if not names:
-            raise errors.MeshError(f"no axis given: name at least one of {list(self.axis_names)}.")
+            raise errors.MeshError(f"no axis given: give at least one of {list(self.axis_names)}.")
         if len(set(names)) != len(names):
             raise errors.repeated_axis(names)
         return names
@@ -289,14 +289,14 @@ class AbstractMesh:
 
 
 class _Origin(NamedTuple):
-    """The mesh that a part was first taken from, and the axes of it that each axis of the part is made of."""
+    """The mesh that a part was first taken from, and the axes of that mesh that each axis of the part is made of."""
 
     mesh: AbstractMesh
     made_of: dict[str, tuple[str, ...]]
 
 
 def joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The names of all parts, in order."""
+    """Return the names of all parts, in order."""
     return tuple(name for part in parts for name in part)
 
 
@@ -305,21 +305,21 @@ def _as_tuple(axes: Axes) -> tuple[str, ...]:
 
 
 def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinate of a flat index (numpy's takes ten times as long)."""
-    place = []
+    """Return the coordinate of a flat index (np.unravel_index takes ten times as long)."""
+    coordinate = []
     for size in reversed(shape):
         index, i = divmod(index, size)
-        place.append(i)
-    return tuple(reversed(place))
+        coordinate.append(i)
+    return tuple(reversed(coordinate))
 
 
 def axes_text(shape: Sequence[int], names: Sequence[str]) -> str:
-    """dp=2, tp=8"""
+    """Return a text such as dp=2, tp=8."""
     return ", ".join(f"{name}={size}" for name, size in zip(names, shape, strict=True))
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape as a tuple of ints. Raises: MeshError when it is not one of positive integers."""
+    """Return the shape as a tuple of ints. Raises: MeshError when it is not one of positive integers."""
     try:
         sizes = tuple(int(s) for s in shape)
     except (TypeError, ValueError):
@@ -330,7 +330,7 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_names(names: Sequence[str] | None, shape: Sequence[int]) -> tuple[str, ...]:
-    """One name per axis, "axis_0", "axis_1", ... when none are given. Raises: MeshError."""
+    """Return one name per axis, "axis_0", "axis_1", ... if none are given. Raises: MeshError when they do not fit the shape."""
     if names is None:
         return tuple(f"axis_{i}" for i in range(len(shape)))
     found = (names,) if isinstance(names, str) else tuple(names)

@@ -1,4 +1,4 @@
-"""calibrate: measures what communication costs on this mesh, so that plans are priced with numbers of this machine."""
+"""calibrate: measure the cost of communication on a mesh, so that plans are priced with the numbers of this machine."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .comm.symmetric_memory import peers_of
 from .device_mesh import DeviceMesh
 from .topology import OPS, Link, Topology
 
-# Bytes that each rank receives in a timed collective. The smallest shows the latency alone; the largest is where the
-# time per byte is constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
+# Bytes that each rank receives in a timed collective. The smallest measures the latency; at the largest the time per byte is
+# constant: NCCL reaches its full bandwidth at some tens of MB, gloo between processes below one.
 _SMALLEST = 1 << 10
 _LARGEST = {"cpu": 4 << 20, "cuda": 64 << 20}
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 30
-# Back-to-back calls per sample: on an accelerator, so that waiting for the device is a small part of it.
+# Back-to-back calls per sample: several on an accelerator, so that synchronizing with the device is a small part of the time.
 _CALLS = {"cpu": 1, "cuda": 10}
 
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """One thing to time: an op that moves some bytes into this rank over a link; nothing where it has no peer there."""
+    """An op to time, and the bytes that it moves into this rank over a link; run is None if this rank has no peers there."""
 
     link: str
     op: str
@@ -41,19 +41,19 @@ class _Probe:
 
 
 def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
-    """calibrate(mesh) -> Topology: times collectives and copies, and sets `mesh.topology` to what they cost.
+    """calibrate(mesh) -> Topology: time collectives and copies, and set `mesh.topology` to the result.
 
-    Measures latency and bandwidth inside nodes, and between them where the mesh has several; which ranks share a node is
-    taken from `mesh.topology` as it is. What cannot be measured (the network in one node) keeps its number. Where the ranks of
-    a node can read each other's memory, kernels that do so are timed, too: plans use them from then on. All ranks
-    end with the same topology. It is kept: a second call returns it at once, until `mesh.topology` is set.
+    Measures latency and bandwidth inside nodes, and between them if the mesh has several; which ranks share a node is
+    taken from the present `mesh.topology`. What cannot be measured (the network in one node) keeps its value. If the ranks of
+    a node can read each other's memory, kernels that do so are timed, too, and plans may use them from then on. All ranks
+    get the same topology. It is cached: a second call returns it at once, until `mesh.topology` is set.
 
     On a mesh of one rank, a "meta" mesh, and a rank outside the mesh (which does not take part) it returns
-    `mesh.topology`. In simulated and null worlds the numbers are valid but mean nothing.
+    `mesh.topology`. In simulated and null worlds the numbers are valid but meaningless.
 
     Args:
         mesh: a mesh of devices; every rank of it must call this.
-        seconds: about how long to measure, apart from making the groups; a slow link may take longer.
+        seconds: about how long to measure, not counting the start of process groups; a slow link may take longer.
 
     Raises: MeshError on an AbstractMesh, when seconds is not positive, or when ranks have different topologies.
     Communication: all_gather, reduce_scatter, all_reduce and all_to_all inside nodes and between them, counted by
@@ -70,8 +70,8 @@ def calibrate(mesh: AbstractMesh, *, seconds: float = 1.0) -> Topology:
     _times(mesh, probes, 1)  # makes the process groups and touches the buffers
     start = time.perf_counter()
     _times(mesh, probes, 1)
-    (turn,) = _largest(mesh, [time.perf_counter() - start])
-    samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, int(seconds / turn)))
+    (round_s,) = _largest(mesh, [time.perf_counter() - start])
+    samples = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, int(seconds / round_s)))
     mesh.topology = _fit(known, probes, moved, _times(mesh, probes, samples))
     mesh._is_calibrated = True
     return mesh.topology
@@ -84,7 +84,7 @@ def _checked(mesh: AbstractMesh, seconds: float) -> DeviceMesh:
             'for example Topology.default("cuda", node_size=8).'
         )
     if not isfinite(seconds) or seconds <= 0:
-        raise errors.MeshError(f"calibrate(seconds={seconds!r}): write a positive number, such as 1.0.")
+        raise errors.MeshError(f"calibrate(seconds={seconds!r}): must be a positive number, such as 1.0.")
     return mesh
 
 
@@ -101,14 +101,14 @@ def _agreed_topology(mesh: DeviceMesh) -> Topology:
 
 
 def _largest(mesh: DeviceMesh, values: Sequence[float]) -> list[float]:
-    """The largest of every rank's value, one by one: a collective is as slow as its slowest rank."""
+    """Return the elementwise maximum over all ranks: a collective is as slow as its slowest rank."""
     found = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     mesh.group().all_reduce(found, "max")
     return found.tolist()
 
 
 def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
-    """The same list on all ranks but for sizes."""
+    """Yield the probes, the same on all ranks but for sizes."""
     largest = _LARGEST.get(mesh.device.type, _LARGEST["cpu"])
     for link, group in zip(("local", "network"), _link_groups(mesh, topology), strict=True):
         for op in OPS:
@@ -123,18 +123,18 @@ def _probes(mesh: DeviceMesh, topology: Topology) -> Iterator[_Probe]:
 
 
 def _link_groups(mesh: DeviceMesh, topology: Topology) -> tuple[Group, Group]:
-    """My node's ranks, and those that have my place in the other nodes."""
+    """Return the group of this rank's node, and that of the ranks with its index in the other nodes."""
     nodes: dict[int, list[int]] = defaultdict(list)
     for rank, node in sorted(zip(mesh.ranks.flat, topology.node_ids(mesh).flat, strict=True)):
         nodes[int(node)].append(int(rank))
     mine = next(ranks for ranks in nodes.values() if mesh.world.rank in ranks)
-    place = mine.index(mesh.world.rank)
-    alike = [ranks[place] for ranks in nodes.values() if place < len(ranks)]
-    return mesh.world.group(mine), mesh.world.group(alike)
+    index = mine.index(mesh.world.rank)
+    across = [ranks[index] for ranks in nodes.values() if index < len(ranks)]
+    return mesh.world.group(mine), mesh.world.group(across)
 
 
 def _collective(link: str, op: str, group: Group, moved: int, device: torch.device) -> _Probe:
-    """Each rank receives about `moved` bytes, counted as `CollectiveRecord` does."""
+    """Return the probe of a collective in which each rank receives about `moved` bytes, counted as in `CollectiveRecord`."""
     n = group.size
     if n == 1:
         return _Probe(link, op, 0, None)
@@ -145,7 +145,7 @@ def _collective(link: str, op: str, group: Group, moved: int, device: torch.devi
 
 
 def _shared(group: Group, moved: int, device: torch.device) -> _Probe:
-    """An all_gather by kernels that read the peers' memory, where there is such memory."""
+    """Return the probe of an all_gather by kernels that read the peers' memory, if there is such memory."""
     peers = peers_of(group, device)
     if peers is None:
         return _Probe("symmetric", "all_gather", 0, None)
@@ -166,10 +166,10 @@ def _call(op: str, group: Group, small: Tensor, large: Tensor) -> Callable[[], A
 
 
 def _times(mesh: DeviceMesh, probes: Sequence[_Probe], count: int) -> list[float]:
-    """Seconds per call of each probe, the same on all ranks: the median of its samples on the slowest rank.
+    """Return seconds per call of each probe, the same on all ranks: the median of its samples on the slowest rank.
 
-    Samples are taken in turns, so that something else that runs for a while slows all probes and not one; and each
-    starts together, so that it does not count the wait for a rank that is still in the one before.
+    The probes take turns, so that other load on the machine slows all of them equally. A barrier before each sample excludes the
+    wait for ranks that are still in the one before.
     """
     everyone = mesh.group()
     samples: list[list[float]] = [[] for _ in probes]
@@ -196,7 +196,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _fit(known: Topology, probes: Sequence[_Probe], moved: Sequence[float], times: Sequence[float]) -> Topology:
-    """The same on all ranks, since moved and times are."""
+    """Return the topology with these measured times; the same on all ranks, since moved and times are."""
     points: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for probe, size, seconds in zip(probes, moved, times, strict=True):
         if size:
@@ -222,5 +222,5 @@ def _link(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def _seconds_per_byte(size: float, seconds: float, latency: float) -> float:
-    """The largest size is chosen so that bytes are most of its time: at least half, however noisy the latency."""
+    """Return the time per byte. At the largest size the bytes take most of the time; count at least half, as the latency is noisy."""
     return max(seconds - latency, seconds / 2) / size

@@ -1,4 +1,4 @@
-"""DeviceMesh: an N-D grid of ranks with named axes, and what this rank needs to know of it."""
+"""DeviceMesh: an N-D grid of the ranks of a world, with named axes and a communication group per axis."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
-from . import context, errors
+from . import current_mesh, errors
 from .abstract_mesh import AbstractMesh, Axes, axes_text, checked_names, checked_shape, joined, unravel
-from .comm.group import Group, World, active_world, current_world
+from .comm.current_world import current_world
+from .comm.group import Group
 from .comm.process import ProcessGroup, ProcessWorld
+from .comm.world import World, active_world
 from .launch.process_groups import local_device, start_processes
 from .monitor.startup import same_mesh
 from .monitor.torch_calls import hooks
@@ -27,19 +29,19 @@ class DeviceMesh(AbstractMesh):
     """DeviceMesh(device_type, ranks): the ranks of a world in an N-D grid with named axes.
 
     The ranks may be any of the world's, in any order. On a rank that is not among them `coordinate` is None. In one
-    world the same device type, ranks and names are always the same object, so that identity compares meshes.
+    world the same device type, ranks and names give the same object, so meshes can be compared by identity.
 
     Attributes:
         axis_names, shape, ndim, ranks: as in `AbstractMesh`.
         device_type: "cpu", "cuda", ...
-        device: where this rank's part of a tensor lives.
+        device: the device of this rank's part of a tensor.
         world: the world that the ranks belong to.
         coordinate: this rank's index along each axis, or None.
 
-    Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the device type is not one that
-        the world's backend serves.
+    Raises: MeshError when a rank appears twice or does not exist, names do not fit, or the world's backend does not support the
+        device type.
     Communication: none; process groups are made by their first collective. In a torchrun job without a default process
-        group that one is started first.
+        group, that group is started first.
 
         DeviceMesh("cpu", [[0, 1], [2, 3]], axis_names=("dp", "tp"))
     """
@@ -72,12 +74,12 @@ class DeviceMesh(AbstractMesh):
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
     ) -> None:
-        # Everything is done by __new__, which may return a mesh that exists already.
+        # Done by __new__, which may return a mesh that exists already.
         pass
 
     @cached_property
-    def _places(self) -> dict[int, tuple[int, ...]]:
-        return {int(rank): place for place, rank in np.ndenumerate(self.ranks)}
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        return {int(rank): coordinate for coordinate, rank in np.ndenumerate(self.ranks)}
 
     @property
     def mesh(self) -> Tensor:
@@ -85,16 +87,16 @@ class DeviceMesh(AbstractMesh):
         return torch.from_numpy(self.ranks.astype(np.int32))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """The index of a rank along each axis; None when the rank is not in the mesh."""
-        return self._places.get(rank)
+        """Return the index of a rank along each axis; None when the rank is not in the mesh."""
+        return self._coordinates.get(rank)
 
     def __getitem__(self, axes: Axes) -> Self:
-        """The mesh of these axes, in this order, over the ranks that share my place on the other axes.
+        """Return the mesh of these axes, in this order, over the ranks with the same index as this rank on the other axes.
 
             mesh (dp=2, tp=2)   [0 1]     on rank 2:  mesh["tp"] = [2 3]   mesh["dp"] = [0 2]   mesh["tp", "dp"] = [0 2]
                                 [2 3]                                                                              [1 3]
 
-        On a rank outside the mesh: the slice at place 0 of the other axes, on which its coordinate is None too.
+        On a rank outside the mesh, return the slice at index 0 of the other axes, whose coordinate is None too.
 
         Raises: MeshError for an unknown axis or one named twice.
         Communication: none.
@@ -108,7 +110,7 @@ class DeviceMesh(AbstractMesh):
     def _part_ranks(self, names: tuple[str, ...]) -> np.ndarray:
         return self._cut(self.ranks, names)
 
-    def _place(self) -> tuple[int, ...]:
+    def _coordinate_or_zeros(self) -> tuple[int, ...]:
         return self.coordinate or (0,) * self.ndim
 
     def _default_topology(self) -> Topology:
@@ -116,7 +118,7 @@ class DeviceMesh(AbstractMesh):
         return Topology.default(self.device_type, node_size)
 
     def group(self, axes: Axes | None = None) -> Group:
-        """The group of ranks that differ from me only along these axes (all by default); the same object each time.
+        """Return the group of ranks that differ from this rank only along these axes (all by default); the same object each time.
 
         Its ranks are ascending, whatever the order of the axes.
 
@@ -130,7 +132,7 @@ class DeviceMesh(AbstractMesh):
         return found
 
     def axes_over(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
-        """The axes of which `group` has given out the group of these ranks; None where there are none."""
+        """Return the axes whose `group` consists of these ranks, if `group` was called for them, else None."""
         found = next((axes for axes, group in self._groups.items() if group.ranks == ranks), None)
         return None if found is None else self._checked_axes(found)
 
@@ -140,29 +142,29 @@ class DeviceMesh(AbstractMesh):
         return self.world.group(sorted(self._part_ranks(names).flatten().tolist()))
 
     def __enter__(self) -> DeviceMesh:
-        """Inside `with mesh:` this mesh is meant where none is given: in factories, `distribute_tensor`, `from_local`.
+        """Use this mesh where none is given, inside `with mesh:`: in factories, `distribute_tensor`, `from_local`.
 
         `set_mesh(mesh)` does the same from the call on.
 
         Raises: MeshError when the mesh is one of another world.
         """
-        context.enter(self)
+        current_mesh.enter(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        context.leave()
+        current_mesh.leave()
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """All axes as one: `flatten` as torch spells it."""
+        """Return the mesh with all axes as one: `flatten` under torch's name."""
         return self.flatten(name=mesh_dim_name)
 
     def get_group(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> dist.ProcessGroup:
-        """torch's process group over one axis (which may be left out on a 1-D mesh), to call torch.distributed with.
+        """Return torch's process group over one axis (optional on a 1-D mesh), for calls of torch.distributed.
 
         Torch calls the axis `mesh_dim`.
 
         Raises: MeshError for an unknown axis, on a rank outside the mesh, or in a simulated or null world.
-        Communication: the first time, the members wait for each other.
+        Communication: the first call waits for all ranks of the group.
         """
         axis = mesh_dim if axis is None else axis
         group = self.group(self._one_axis(axis, "get_group"))
@@ -173,47 +175,47 @@ class DeviceMesh(AbstractMesh):
         return group.handle
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
-        """torch's process group of each axis. Communication: the first time, the members wait for each other."""
+        """Return torch's process group of each axis. Communication: the first call waits for all ranks of each group."""
         return [self.get_group(name) for name in self.axis_names]
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
-        """A class of both kinds, so that `isinstance(mesh, torch.distributed.DeviceMesh)` holds: functional collectives ask for it."""
+        """A subclass of both DeviceMesh classes: torch's functional collectives check `isinstance(mesh, torch...DeviceMesh)`."""
         return _TorchDeviceMesh
 
     @property
     def _dim_group_names(self) -> Sequence[str]:
-        """The name of torch's process group of each axis, as functional collectives ask for it."""
+        """The name of torch's process group of each axis, read by torch's functional collectives."""
         return _GroupNames(self)
 
     def get_rank(self) -> int:
-        """This process's global rank."""
+        """Return this process's global rank."""
         return self.world.rank
 
     def get_coordinate(self) -> list[int] | None:
-        """This rank's index along each axis as a list, or None outside the mesh, as in torch."""
+        """Return this rank's index along each axis as a list, or None outside the mesh, as in torch."""
         return None if self.coordinate is None else list(self.coordinate)
 
     def get_local_rank(self, axis: str | int | None = None, *, mesh_dim: str | int | None = None) -> int:
-        """This rank's index along an axis (which may be left out on a 1-D mesh), which torch calls `mesh_dim`.
+        """Return this rank's index along an axis (optional on a 1-D mesh), which torch calls `mesh_dim`.
 
         Raises: MeshError for an unknown axis or on a rank outside the mesh.
         """
         name = self._one_axis(mesh_dim if axis is None else axis, "get_local_rank")
         return self._member("get_local_rank")[self.axis_index(name)]
 
-    def place_along(self, axes: Sequence[str], rank: int | None = None) -> int:
-        """The place of a rank, by default this one, along axes taken together, major to minor.
+    def index_along(self, axes: Sequence[str], rank: int | None = None) -> int:
+        """Return the index of a rank, by default this one, along several axes together, major to minor.
 
         Raises: MeshError outside the mesh.
         """
         coordinate = self.coordinate_of(self.world.rank if rank is None else rank)
         if coordinate is None:
-            raise errors.MeshError(f"rank {self.world.rank} is outside {self!r}, and has no place along {tuple(axes)}")
-        place = 0
+            raise errors.MeshError(f"rank {self.world.rank} is outside {self!r}, and has no index along {tuple(axes)}")
+        index = 0
         for axis in axes:
-            place = place * self.size(axis) + coordinate[self.axis_index(axis)]
-        return place
+            index = index * self.size(axis) + coordinate[self.axis_index(axis)]
+        return index
 
     def _one_axis(self, axis: str | int | None, what: str) -> str:
         if axis is None and self.ndim > 1:
@@ -236,40 +238,37 @@ class DeviceMesh(AbstractMesh):
         mesh_dim_names: Sequence[str] | None = None,
         axis_names: Sequence[str] | None = None,
     ) -> DeviceMesh:
-        """A mesh over existing process groups: one for a 1-D mesh, or one per axis with the array of ranks as `mesh`.
+        """Return a mesh over existing process groups: one for a 1-D mesh, or one per axis with the array of ranks as `mesh`.
 
-        Raises: MeshError when an axis of `mesh` is not the group given for it, or in a simulated or null world.
-        Communication: none; the groups given are the ones used.
+        Raises: MeshError when an axis of `mesh` does not have the ranks of its group, or in a simulated or null world.
+        Communication: none; the mesh uses the given groups.
         """
         world = _process_world("from_group")
-        groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
-        adopted = [world.adopt(g) for g in groups]
+        handles = [group] if isinstance(group, dist.ProcessGroup) else list(group)
+        groups = [world.group_from(handle) for handle in handles]
         if mesh is None and len(groups) != 1:
             raise errors.MeshError(f"from_group with {len(groups)} groups: give mesh=, the array of ranks, as well.")
         made = DeviceMesh(
             device_type,
-            adopted[0].ranks if mesh is None else mesh,
+            groups[0].ranks if mesh is None else mesh,
             mesh_dim_names=mesh_dim_names,
             axis_names=axis_names,
         )
-        made._check_groups(adopted)
-        return made
-
-    def _check_groups(self, groups: Sequence[Group]) -> None:
-        if len(groups) != self.ndim:
-            raise errors.MeshError(f"from_group: {len(groups)} groups for the {self.ndim} axes of {self!r}.")
-        for name, group in zip(self.axis_names, groups, strict=True):
-            if self.coordinate is not None and self.group(name) is not group:
+        if len(groups) != made.ndim:
+            raise errors.MeshError(f"from_group: {len(groups)} groups for the {made.ndim} axes of {made!r}.")
+        for name, given in zip(made.axis_names, groups, strict=True):
+            if made.coordinate is not None and made.group(name) is not given:
                 raise errors.MeshError(
-                    f"from_group: along axis {name!r} of {self!r} this rank meets ranks {self.group(name).ranks}, "
-                    f"but the group given for it has ranks {group.ranks}."
+                    f"from_group: axis {name!r} of {made!r} has the ranks {made.group(name).ranks} on this rank, "
+                    f"but the group given for it has ranks {given.ranks}."
                 )
+        return made
 
     @staticmethod
     def from_torch(mesh: Any) -> DeviceMesh:
-        """The same mesh as a torch DeviceMesh, using its process groups; the same object each time.
+        """Return the same mesh as a torch DeviceMesh, using its process groups; the same object each time.
 
-        Every function that takes a mesh takes one of torch's, and converts it so.
+        Every function that takes a mesh also takes one of torch's, and converts it with this.
 
         Raises: MeshError in a simulated or null world.
         Communication: none.
@@ -279,15 +278,15 @@ class DeviceMesh(AbstractMesh):
         if made is None:
             if mesh.get_coordinate() is not None:
                 for axis in range(mesh.ndim):
-                    world.adopt(mesh.get_group(axis))
+                    world.group_from(mesh.get_group(axis))
             made = world.from_torch[mesh] = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return made
 
     def to_torch(self) -> Any:
-        """The same mesh as a torch DeviceMesh over the same process groups; the same object each time.
+        """Return a torch DeviceMesh over the same process groups; the same object each time.
 
         Raises: MeshError on a rank outside the mesh, or in a simulated or null world.
-        Communication: the first time, the groups of the axes are made.
+        Communication: the first call makes the process groups of the axes.
         """
         if self._torch is None:
             self._member("to_torch")
@@ -304,14 +303,14 @@ class DeviceMesh(AbstractMesh):
     __hash__ = AbstractMesh.__hash__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return unpickled_mesh, (self.device_type, self.ranks.tolist(), self.axis_names)
+        return unpickle_mesh, (self.device_type, self.ranks.tolist(), self.axis_names)
 
     def __repr__(self) -> str:
         return f"DeviceMesh({self.device_type}, {axes_text(self.shape, self.axis_names)})"
 
 
 class _TorchDeviceMesh(DeviceMesh, TorchMesh):  # type: ignore[misc]
-    """What a mesh gives as its `__class__`; its `type` is DeviceMesh, which needs no attribute of torch's."""
+    """The `__class__` of a DeviceMesh, whose `type` is DeviceMesh, so that it has no attributes of torch's class."""
 
 
 class _GroupNames(Sequence[str]):
@@ -337,21 +336,21 @@ def init_device_mesh(
 ) -> DeviceMesh:
     """init_device_mesh(device_type, shape) -> DeviceMesh over all ranks of the world, in row-major order.
 
-    In processes started by torchrun or `launch` it starts the default process group when there is none, and binds this
-    process to the device with its LOCAL_RANK. In a plain `python` process the world is this one rank. Inside `simulate`
+    In processes started by torchrun or `launch` it starts the default process group if there is none, and binds this
+    process to the device of its LOCAL_RANK. In a plain `python` process the world is this one rank. Inside `simulate`
     and `null_world` it makes a mesh of that world.
 
     Args:
-        device_type: "cpu", "cuda", ...: where the parts of tensors live.
+        device_type: "cpu", "cuda", ...: the device of the tensors' parts.
         mesh_shape: one size per axis; their product is the number of ranks.
         axis_names: one name per axis (`mesh_dim_names` is the same), "axis_0", "axis_1", ... by default.
-        backend: of the default process group, when it is started here; gloo for "cpu", NCCL for "cuda" by default.
+        backend: of the default process group, if it is started here; by default gloo for "cpu", NCCL for "cuda".
 
     Raises: MeshError when the shape does not fit the world or names do not fit the shape; LaunchEnvironmentError when
-        environment variables are missing or wrong, the port is in use, or the device is not there, or when the ranks
-        that start do not fit each other; MeshMismatchError when other ranks made another mesh.
-    Communication: starting the default group waits for all ranks. Every rank makes the same meshes in the same order;
-        each new one takes two messages to the default group's store, which wait for nobody.
+        environment variables are missing or wrong, the port is in use, the device does not exist, or the ranks
+        differ in their setup; MeshMismatchError when other ranks made another mesh.
+    Communication: starting the default group waits for all ranks. Every rank must make the same meshes in the same order;
+        each new one sends two messages to the default group's store, without waiting for other ranks.
 
         mesh = init_device_mesh("cpu", (2, 4), axis_names=("dp", "tp"))
     """
@@ -367,12 +366,12 @@ def init_device_mesh(
 
 
 def as_device_mesh(mesh: Any) -> Any:
-    """Return the mesh, converted if it is one of torch's own; what is no mesh is returned as it is."""
+    """Return the mesh, converted if it is one of torch's own; other objects are returned unchanged."""
     return DeviceMesh.from_torch(mesh) if isinstance(mesh, TorchMesh) and not isinstance(mesh, DeviceMesh) else mesh
 
 
 def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the axes of all of these, if they are slices of one mesh that this world has made, else None."""
+    """Return the mesh with the axes of all of these, if they are slices of one mesh of this world, else None."""
     names = tuple(dict.fromkeys(name for mesh in meshes for name in mesh.axis_names))
     for whole in list(meshes[0].world.meshes.values()):
         if set(names) <= set(whole.axis_names) and all(whole[mesh.axis_names] == mesh for mesh in meshes):
@@ -381,7 +380,7 @@ def common_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh | None:
 
 
 def is_mesh(x: Any) -> bool:
-    """Whether `x` is a mesh of ranks, ours or one of torch's own."""
+    """Return whether `x` is a device mesh of shardmesh or torch."""
     return isinstance(x, (DeviceMesh, TorchMesh))
 
 
@@ -410,16 +409,15 @@ def _make(world: World, device_type: str, ranks: np.ndarray, names: tuple[str, .
     return mesh
 
 
-def unpickled_mesh(device_type: str, ranks: list[Any], names: tuple[str, ...]) -> DeviceMesh:
+def unpickle_mesh(device_type: str, ranks: list[Any], names: tuple[str, ...]) -> DeviceMesh:
     return DeviceMesh(device_type, ranks, axis_names=names)
 
 
 def _checked_ranks(mesh: Any) -> np.ndarray:
-    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)  # it may be on the default device, a GPU
+    ranks = np.asarray(mesh.cpu() if isinstance(mesh, Tensor) else mesh)  # a tensor may be on the default device, such as a GPU
     if ranks.dtype.kind not in "iu" or ranks.ndim == 0 or ranks.size == 0:
         raise errors.MeshError(
-            f"mesh {mesh!r}: write an array of integer ranks with at least one axis and one rank, "
-            "such as [[0, 1], [2, 3]]."
+            f"mesh {mesh!r}: must be an array of integer ranks with at least one axis and one rank, such as [[0, 1], [2, 3]]."
         )
     return ranks.astype(np.int64)
 
@@ -427,7 +425,7 @@ def _checked_ranks(mesh: Any) -> np.ndarray:
 def _one_of(mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | None) -> Sequence[str] | None:
     if mesh_dim_names is not None and axis_names is not None and tuple(mesh_dim_names) != tuple(axis_names):
         raise errors.MeshError(
-            f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} are two words for one thing: give one."
+            f"mesh_dim_names={mesh_dim_names!r} and axis_names={axis_names!r} differ, but both name the axes: give one of them."
         )
     return axis_names if mesh_dim_names is None else mesh_dim_names
 
@@ -435,5 +433,5 @@ def _one_of(mesh_dim_names: Sequence[str] | None, axis_names: Sequence[str] | No
 def _process_world(what: str) -> ProcessWorld:
     world = current_world()
     if not isinstance(world, ProcessWorld):
-        raise errors.MeshError(f"{what}: {world!r} has no torch process groups; call it in the world of processes.")
+        raise errors.MeshError(f"{what}: {world!r} has no torch process groups; call it outside of simulate and null_world.")
     return world

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks. A message says what was given, why it fails with the numbers, and what to write."""
+"""The exceptions of meshes, collectives and launches. A message says what was given, why it fails and what to write instead."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any
 
 
 class MeshError(ValueError):
-    """A mesh, an axis or a set of ranks that does not make sense."""
+    """A mesh, an axis or a set of ranks is invalid."""
 
 
 class UnknownAxisError(MeshError, KeyError):
-    """An axis name that the mesh does not have: a KeyError, as torch raises."""
+    """The mesh has no axis of this name. A KeyError, as in torch."""
 
     __str__ = Exception.__str__  # a KeyError would quote its message
 
 
 class AxisIndexError(MeshError, IndexError):
-    """An axis number that the mesh does not have: an IndexError, as torch raises."""
+    """The mesh has no axis of this number. An IndexError, as in torch."""
 
 
 class MeshRuntimeError(MeshError, RuntimeError):
-    """A mesh that does not fit the world, its names or the call, where torch raises a RuntimeError."""
+    """The mesh does not fit the world, its names or the call. A RuntimeError, as in torch."""
 
 
 class CollectiveError(ValueError):
-    """A collective called with buffers or an operation that cannot be right on this rank."""
+    """A collective was called with buffers or an operation that are invalid on this rank alone."""
 
 
 class LaunchEnvironmentError(RuntimeError):
-    """The processes of this program cannot find each other: environment variables, address, port or device."""
+    """The processes of a program cannot start: wrong environment variables, address, port or device."""
 
 
 class WatchError(RuntimeError):
-    """A program of several ranks that cannot go on; every rank raises it, with the same text.
+    """A program of several ranks cannot continue; every rank raises this, with the same text.
 
     Attributes:
-        verdict: what is known, as plain data: see `mesh.monitor.verdict.Verdict`. None in a simulated world.
+        verdict: the diagnosis, as plain data: see `mesh.monitor.verdict.Verdict`. None in a simulated world.
     """
 
     def __init__(self, message: str, verdict: Any = None) -> None:
@@ -45,7 +45,7 @@ class WatchError(RuntimeError):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are to blame; none where that cannot be told."""
+        """The ranks that caused the failure; empty if that is unknown."""
         return () if self.verdict is None else tuple(self.verdict.ranks)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -57,7 +57,7 @@ class CollectiveMismatchError(WatchError):
 
 
 class DeadlockError(WatchError):
-    """Ranks wait for each other in different collectives, or for one that will never come."""
+    """Ranks wait for each other in different collectives, or for a rank that will never call theirs."""
 
 
 class MeshMismatchError(WatchError, MeshError):
@@ -65,15 +65,15 @@ class MeshMismatchError(WatchError, MeshError):
 
 
 class StallError(WatchError):
-    """A rank did not come to a collective within the time of `watchdog`."""
+    """A rank did not call a collective within the time set by `watchdog`."""
 
 
 class RankLostError(WatchError):
-    """A rank that others wait for has died, ended its program or cannot be reached."""
+    """A rank that others wait for has died, has ended its program or cannot be reached."""
 
 
 class PeerError(WatchError):
-    """Another rank raised an error, and so cannot come to the collectives of this one."""
+    """Another rank raised an error, so it will not call the collectives that this rank waits in."""
 
 
 class CommBudgetError(RuntimeError):
@@ -81,7 +81,7 @@ class CommBudgetError(RuntimeError):
 
 
 class ImplicitCommError(RuntimeError):
-    """An operator would communicate where `implicit("forbid")` is in force."""
+    """An operator would communicate inside `implicit("forbid")`."""
 
 
 def unknown_axis(name: object, known: Sequence[str]) -> UnknownAxisError:
@@ -101,7 +101,7 @@ def names_do_not_fit(names: object, shape: Sequence[int]) -> MeshRuntimeError:
 
 
 def bad_shape(shape: object) -> MeshRuntimeError:
-    return MeshRuntimeError(f"mesh shape {shape!r}: write a tuple of positive integers, one per axis, such as (2, 8).")
+    return MeshRuntimeError(f"mesh shape {shape!r}: must be a tuple of positive integers, one per axis, such as (2, 8).")
 
 
 def shape_does_not_fit_world(mesh_text: str, needed: int, world_size: int) -> MeshRuntimeError:
@@ -126,15 +126,15 @@ def repeated_ranks(ranks: Sequence[int]) -> MeshError:
 
 def not_a_member(rank: int, ranks: Sequence[int]) -> MeshError:
     return MeshError(
-        f"rank {rank} is not in the group of ranks {short(ranks)}: only members may take part in its collectives. "
-        "Ask for the group on its members only (mesh.coordinate is None on a rank outside the mesh)."
+        f"rank {rank} is not in the group of ranks {short(ranks)}: only those ranks may call its collectives. "
+        "Ask for the group on these ranks only (mesh.coordinate is None on a rank outside the mesh)."
     )
 
 
 def outside_mesh(what: str, mesh_text: str, rank: int) -> MeshError:
     return MeshError(
-        f"{what}: rank {rank} lies outside {mesh_text}, so it has no place on its axes. "
-        "Test `mesh.coordinate is not None` first."
+        f"{what}: rank {rank} is outside {mesh_text}, so it has no index along its axes. "
+        "Check `mesh.coordinate is not None` first."
     )
 
 
@@ -144,8 +144,8 @@ def wrong_reduction(op: object, known: Iterable[str]) -> CollectiveError:
     )
 
 
-def at(place: str | None) -> str:
-    return "" if place is None else f" at {place}"
+def at(line: str | None) -> str:
+    return "" if line is None else f" at {line}"
 
 
 def short(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Meshes and ranks by JAX's names: `make_mesh`, `process_index`, `process_count`."""
+"""make_mesh, process_index and process_count: meshes and ranks under JAX's names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 
 from . import errors
 from .abstract_mesh import checked_names, checked_shape
-from .comm.group import active_world, current_world
+from .comm.current_world import current_world
 from .comm.process import ProcessWorld
+from .comm.world import active_world
 from .device_mesh import DeviceMesh, init_device_mesh
 from .launch.process_groups import launch_environment, start_processes
 
@@ -20,15 +21,15 @@ from .launch.process_groups import launch_environment, start_processes
 def make_mesh(
     axis_shapes: Sequence[int], axis_names: Sequence[str], *, devices: Any = None, device_type: str | None = None
 ) -> DeviceMesh:
-    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` by JAX's name and arguments.
+    """make_mesh((2, 4), ("dp", "tp")) -> DeviceMesh: `init_device_mesh` with JAX's name and arguments.
 
     Args:
         axis_shapes: one size per axis.
         axis_names: one name per axis.
         devices: the ranks, as a list or an array such as `mesh.devices`; by default as many as the mesh has, from 0 on.
-        device_type: "cpu", "cuda", ...; by default "cuda" where there is one.
+        device_type: "cpu", "cuda", ...; by default "cuda" if it is available.
 
-    Raises: MeshError when the shape asks for more ranks than there are, or for another number than `devices`; else as
+    Raises: MeshError when the shape needs more ranks than there are, or another number than `devices` has; else as
         `init_device_mesh`.
     Communication: as `init_device_mesh`.
 
@@ -42,22 +43,24 @@ def make_mesh(
         return init_device_mesh(kind, shape, axis_names=names)
     ranks = np.arange(min(prod(shape), world.size)) if devices is None else np.asarray(devices)
     if ranks.size != prod(shape):
-        raise errors.MeshError(f"make_mesh({shape}): {prod(shape)} ranks for {ranks.size} devices; give a shape of as many as there are.")
+        raise errors.MeshError(
+            f"make_mesh({shape}): the shape has {prod(shape)} ranks, but there are {ranks.size} devices; give a shape with that product."
+        )
     return DeviceMesh(kind, ranks.reshape(shape), axis_names=names)
 
 
 def process_index() -> int:
     """process_index() -> this rank's number in its world: of the processes, or of `simulate`. Communication: none."""
-    return _place()[0]
+    return _rank_and_size()[0]
 
 
 def process_count() -> int:
     """process_count() -> the number of ranks of this rank's world. Communication: none."""
-    return _place()[1]
+    return _rank_and_size()[1]
 
 
-def _place() -> tuple[int, int]:
-    """(rank, size); before the processes have met, as the launcher has set them."""
+def _rank_and_size() -> tuple[int, int]:
+    """Return (rank, size); before the default group is started, as the launcher has set them."""
     world = current_world()
     started = not isinstance(world, ProcessWorld) or world.size > 1
     return (world.rank, world.size) if started else launch_environment() or (world.rank, world.size)

@@ -1,4 +1,4 @@
-"""The shape of a mesh: a tuple of sizes that can also be asked by name."""
+"""MeshShape: the shape of a mesh, a tuple of sizes that is also indexed by axis name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 class MeshShape(tuple[int, ...]):
     """The sizes of a mesh's axes, as a tuple and as a mapping from names to sizes.
 
-    As a tuple it is compared, unpacked, indexed by position and iterated over; so iterating gives sizes, where JAX's gives names.
+    It compares, unpacks and iterates as a tuple, so iterating gives sizes, where JAX's gives names.
 
     Example:
         >>> shape = MeshShape((2, 4), ("dp", "tp"))
@@ -25,10 +25,10 @@ class MeshShape(tuple[int, ...]):
         return self
 
     def __getitem__(self, axis: Any) -> Any:
-        """The size of an axis, by name or position; of a slice, a tuple.
+        """Return the size of an axis, by name or position; for a slice, a tuple.
 
         Raises:
-            KeyError: an unknown name. IndexError: a position that is not there.
+            KeyError: an unknown name. IndexError: a position out of range.
         """
         return self._by_name[axis] if isinstance(axis, str) else tuple.__getitem__(self, axis)
 
@@ -36,19 +36,19 @@ class MeshShape(tuple[int, ...]):
         return item in self._by_name if isinstance(item, str) else tuple.__contains__(self, item)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The size of the axis of this name, or `default`."""
+        """Return the size of the axis of this name, or `default`."""
         return self._by_name.get(name, default)
 
     def keys(self) -> KeysView[str]:
-        """The names."""
+        """Return the names."""
         return self._by_name.keys()
 
     def values(self) -> ValuesView[int]:
-        """The sizes."""
+        """Return the sizes."""
         return self._by_name.values()
 
     def items(self) -> ItemsView[str, int]:
-        """Pairs of name and size."""
+        """Return pairs of name and size."""
         return self._by_name.items()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Topology: which ranks share a node, and what it costs to move bytes inside a node, between nodes and in memory."""
+"""Topology: which ranks share a node, and the cost of moving bytes inside a node, between nodes and in memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Link(latency, bandwidth): what one kind of connection between ranks costs.
+    """Link(latency, bandwidth): the cost of one kind of connection between ranks.
 
     A collective in which no rank sends or receives more than b bytes takes about `latency + b / bandwidth` seconds.
 
     Attributes:
-        latency: seconds per collective, however little it moves.
+        latency: seconds per collective, regardless of its size.
         bandwidth: bytes per second into one rank, and at the same time out of it.
 
     Raises: MeshError when a number is not positive and finite.
@@ -43,10 +43,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Topology:
-    """Topology(local, network, memory): what a plan's steps cost, and which ranks share a node.
+    """Topology(local, network, memory): the cost of a plan's steps, and which ranks share a node.
 
-    Nodes are given in one of two ways: `node_size=8` says that the global ranks 0-7, 8-15, ... share a node each;
-    `crossing=("dp",)` says that ranks with the same index along "dp" do. With neither, all ranks share one node.
+    Nodes are given in one of two ways: `node_size=8` if the global ranks 0-7, 8-15, ... share a node each;
+    `crossing=("dp",)` if ranks with the same index along "dp" do. With neither, all ranks share one node.
 
         mesh (dp=2, tp=4)   [0 1 2 3]   crossing=("dp",) or node_size=4:   [0 0 0 0]   the node of each rank
                             [4 5 6 7]                                      [1 1 1 1]
@@ -57,12 +57,12 @@ class Topology:
         local: between the ranks of one node.
         network: between nodes.
         memory: bytes per second that a rank copies inside its own memory (a byte read and written counts once).
-        node_size: how many consecutive global ranks share a node; None where `crossing` says it or all ranks do.
-        crossing: the axes along which one leaves the node; empty where `node_size` says it or no axis does.
+        node_size: number of consecutive global ranks that share a node; None if `crossing` is given or all ranks share one.
+        crossing: the axes whose ranks are in different nodes; empty if `node_size` is given or there is one node.
         factors: (op, factor) pairs (or a mapping) for `factor`.
-        symmetric: what a collective costs that kernels do inside a node by reading the memory of the peers; None where there
-            is no such memory or nobody has measured (`calibrate` does). Then those kernels are used where they are faster.
-        rails: over how many network links at a time one ring collective leaves a node; None: one per rank, as NCCL
+        symmetric: the cost of a collective done inside a node by kernels that read the memory of the peers; None if there is no
+            such memory or it was not measured (`calibrate` does). If set, plans use these kernels where they are faster.
+        rails: number of network links over which one ring collective leaves a node at a time; None: one per rank, as NCCL
             does with a network card per GPU. Gloo's rings have one.
 
     Raises: MeshError when a number is not positive, node_size and crossing are both given, or an op is unknown.
@@ -90,26 +90,24 @@ class Topology:
         object.__setattr__(self, "factors", _pairs(self.factors))
         if self.node_size is not None and (not isinstance(self.node_size, int) or self.node_size < 1):
             raise errors.MeshError(
-                f"Topology(node_size={self.node_size!r}): write how many consecutive ranks share a node, at least 1, "
-                "or None where all do."
+                f"Topology(node_size={self.node_size!r}): must be the number of consecutive ranks that share a node, at least 1, "
+                "or None if all do."
             )
         if self.node_size is not None and self.crossing:
             raise errors.MeshError(
-                f"Topology(node_size={self.node_size}, crossing={self.crossing}): both say which ranks share a node; "
+                f"Topology(node_size={self.node_size}, crossing={self.crossing}): both define which ranks share a node; "
                 "give one of them."
             )
 
     def factor(self, op: str) -> float:
-        """What the time of this collective's bytes is multiplied by, because its algorithm is slower or faster than
-        `bandwidth` says; 1.0 where nothing is known.
-        """
+        """Return the factor on the time of this collective's bytes, relative to `bandwidth`; 1.0 if it is unknown."""
         return dict(self.factors).get(op, 1.0)
 
     def node_ids(self, mesh: AbstractMesh) -> np.ndarray:
-        """The node of each rank of the mesh: int64 in the shape of the mesh, read-only, made once.
+        """Return the node of each rank of the mesh: int64 in the shape of the mesh, read-only, cached.
 
         Ranks with the same number share a node; the numbers need not be consecutive. A part of a mesh
-        (`mesh["tp"]`, `mesh.flatten()`) that took its topology from the whole has the nodes that its ranks have there.
+        (`mesh["tp"]`, `mesh.flatten()`) that inherits its topology has the nodes that its ranks have in the whole mesh.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -131,7 +129,7 @@ class Topology:
         return np.broadcast_to(np.arange(np.prod(sizes), dtype=np.int64).reshape(sizes), mesh.shape)
 
     def crossing_axes(self, mesh: AbstractMesh) -> tuple[str, ...]:
-        """The axes along which some neighbours lie in different nodes, in the order of the mesh; found once.
+        """Return the axes along which some neighbours are in different nodes, in the order of the mesh; cached.
 
         Raises: MeshError when a crossing axis is not an axis of the mesh.
         """
@@ -144,48 +142,48 @@ class Topology:
         return found
 
     def nodes(self, mesh: AbstractMesh) -> int:
-        """How many nodes the ranks of the mesh lie in. Raises: MeshError as `node_ids`."""
+        """Return the number of nodes of the mesh's ranks. Raises: MeshError as `node_ids`."""
         return len(np.unique(self.node_ids(mesh)))
 
     def check_axes(self, mesh: AbstractMesh) -> None:
-        """Raises: MeshError when a crossing axis is not an axis of the mesh."""
+        """Raise MeshError when a crossing axis is not an axis of the mesh."""
         unknown = [name for name in self.crossing if name not in mesh.axis_names]
         if unknown:
             raise errors.MeshError(
                 f"a topology whose crossing axes are {self.crossing} does not fit {mesh!r}: {unknown[0]!r} is not one "
-                f"of its axes {list(mesh.axis_names)}. Write crossing= with names of these, or node_size=."
+                f"of its axes {list(mesh.axis_names)}. Give crossing= with some of these names, or node_size=."
             )
 
     def part(self, made_of: Mapping[str, Sequence[str]]) -> Topology:
-        """The topology of a part whose axes are made of these axes of the mesh: one crosses if any that it is made of does."""
+        """Return the topology of a part whose axes are made of these axes of the mesh; an axis crosses if any of those does."""
         crossing = [name for axis in self.crossing for name, axes in made_of.items() if axis in axes]
         kept = tuple(dict.fromkeys(crossing))
         return self if kept == self.crossing else replace(self, crossing=kept)
 
     @staticmethod
     def default(device_type: str, node_size: int | None = None, crossing: Iterable[str] = ()) -> Topology:
-        """Numbers from data sheets for "cuda", measured ones for "cpu" (and any other device); see the constants.
+        """Return data sheet values for "cuda", measured ones for "cpu" (and any other device); see the constants below.
 
-        `calibrate(mesh)` measures those of the machine at hand.
+        `calibrate(mesh)` measures those of this machine.
         """
         local, network, memory = _CUDA if device_type == "cuda" else _CPU
         rails = None if device_type == "cuda" else 1
         return Topology(local, network, memory, node_size, _names(crossing), rails=rails)
 
     def __str__(self) -> str:
-        where = f"nodes of {self.node_size} ranks" if self.node_size is not None else "one node"
+        nodes = f"nodes of {self.node_size} ranks" if self.node_size is not None else "one node"
         if self.crossing:
-            where = f"nodes along {', '.join(self.crossing)}"
-        slower = "".join(f", {op} x{factor:.3g}" for op, factor in dict(self.factors).items())
+            nodes = f"nodes along {', '.join(self.crossing)}"
+        factors = "".join(f", {op} x{factor:.3g}" for op, factor in dict(self.factors).items())
         shared = "" if self.symmetric is None else f", shared memory {self.symmetric}"
-        return f"{where}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{slower}{shared}"
+        return f"{nodes}: local {self.local}, network {self.network}, memory {_rate(self.memory)}{factors}{shared}"
 
 
 def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) -> int | None:
-    """How many consecutive ranks share a node, from what torchrun sets; None for one node or nodes of several sizes.
+    """Return the number of consecutive ranks that share a node, from torchrun's variables; None for one node or uneven nodes.
 
-    LOCAL_WORLD_SIZE is the size of this rank's own node. That all nodes have it shows only in GROUP_WORLD_SIZE, the
-    number of nodes, so where that is set the two must fit the world.
+    LOCAL_WORLD_SIZE is the size of this rank's own node. Whether all nodes have this size follows only from GROUP_WORLD_SIZE, the
+    number of nodes, so if that is set their product must be the world size.
     """
     env = os.environ if env is None else env
     text = env.get("LOCAL_WORLD_SIZE", "")
@@ -198,7 +196,7 @@ def torchrun_node_size(world_size: int, env: Mapping[str, str] | None = None) ->
 def _check_positive(what: str, **numbers: Any) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int | float) or not isfinite(value) or value <= 0:
-            raise errors.MeshError(f"{what}({name}={value!r}): write a positive, finite number.")
+            raise errors.MeshError(f"{what}({name}={value!r}): must be a positive, finite number.")
 
 
 def _names(axes: Iterable[str]) -> tuple[str, ...]:
@@ -215,7 +213,7 @@ def _pairs(factors: Mapping[str, float] | Iterable[tuple[str, float]]) -> tuple[
 
 
 def seconds_text(value: float) -> str:
-    """A time in the unit that fits: 1.25e-05 -> "12.5 us"."""
+    """Return a time with a suitable unit: 1.25e-05 -> "12.5 us"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -245,7 +243,7 @@ _INFINIBAND_LATENCY = 23e-6
 _GLOO_LATENCY, _GLOO_BANDWIDTH = 4e-4, 5e8
 # The same call: a copy of 4 MiB by both at once, 5.1-5.8 GB/s.
 _CPU_COPY_BANDWIDTH = 5e9
-# 10 Gb/s Ethernet shared by the eight ranks of a node; gloo's own latency is larger than the wire's.
+# 10 Gb/s Ethernet shared by the eight ranks of a node; gloo's own latency is larger than that of the network.
 _ETHERNET_BANDWIDTH = 10e9 / 8 / 8
 
 _CUDA = (

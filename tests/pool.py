@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 
 from shardmesh.mesh.errors import WatchError
-from shardmesh.mesh.launch.local_processes import _end_with_parent, _pickled_exception, _shared_environment, _spawning
+from shardmesh.mesh.launch.child_process import end_with_parent, pickled_exception
+from shardmesh.mesh.launch.local_processes import _shared_environment, _spawning
 from tests import device
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ def _raise_first(replies: list[Reply]) -> None:
 
 def _serve(parent: int, pipe: Connection, stacks: str) -> None:
     """The life of a worker: reply once when ready, then one reply per call."""
-    _end_with_parent(parent)
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 - open for life
     warnings.filterwarnings("error", module=r"(shardmesh|tests)(\.|$)")
@@ -249,5 +250,5 @@ def _reply(pipe: Connection, fn: Callable[..., Any], *args: Any) -> None:
         message = pickle.dumps(Reply(fn(*args)))
     except BaseException as error:
         text = "raised\n" + "".join(traceback.format_exception(error))
-        message = pickle.dumps(Reply(None, text, time.monotonic(), _pickled_exception(error)))
+        message = pickle.dumps(Reply(None, text, time.monotonic(), pickled_exception(error)))
     pipe.send_bytes(message)

@@ -1,11 +1,11 @@
-"""Where in the user's program a collective comes from: the line, and the call on it.
+"""Find the line of the user's program that caused a collective, and the function that it called.
 
-    train.py:12    y = F.linear(x, w)              the innermost frame that is neither ours nor torch's
+    train.py:12    y = F.linear(x, w)              the innermost frame that is neither shardmesh's nor torch's
     torch          linear
-    shardmesh      torch_function                  the outermost frame of ours: what the line called
-    shardmesh      ... all_gather                  asked here
+    shardmesh      torch_function                  the outermost frame of shardmesh: what the line called
+    shardmesh      ... all_gather                  user_call() is called here
 
-The stack knows all this, so that nothing has to be noted down on the way, and a program that nobody watches pays nothing.
+Everything is read from the stack when it is needed, so programs pay nothing for it otherwise.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from typing import Any, NamedTuple
 import torch
 import typing_extensions  # torch needs it, too
 
-# Not resolved through symbolic links, since that is how frames name their files.
+# Symbolic links are not resolved, as in the file names of frames.
 _PACKAGE = Path(__file__).parent.parent.parent
 _OURS = tuple(str(_PACKAGE / part) + "/" for part in ("mesh", "sharding", "kernels"))
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _ENGINE = (_TORCH + "autograd/", _TORCH + "_tensor.py")
-_INNER = (*_OURS, _TORCH, contextlib.__file__, typing_extensions.__file__)  # the last two run others' functions
-
+_INNER = (*_OURS, _TORCH, contextlib.__file__, typing_extensions.__file__)  # the last two call functions of others
 
 _inner_files: dict[str, bool] = {}
 
 
 def is_inner(code: CodeType) -> bool:
-    """Whether a frame with this code is ours or torch's, and not the user's."""
+    """Return whether a frame with this code belongs to shardmesh or torch, not to the user."""
     found = _inner_files.get(code.co_filename)
     if found is None:
         found = _inner_files[code.co_filename] = code.co_filename.startswith(_INNER)
@@ -42,10 +41,10 @@ def is_inner(code: CodeType) -> bool:
 
 
 def user_frame(above: int = 1) -> tuple[FrameType, int]:
-    """The innermost frame of the user's program, and how far above the caller the frame below it is.
+    """Return the innermost frame of the user's program, and how many frames above the caller's the frame below it is.
 
     Args:
-        above: frames to skip, from the caller's on.
+        above: frames to skip, starting with the caller's.
     """
     frame, depth = sys._getframe(above), above - 2
     while frame.f_back is not None and is_inner(frame.f_code):
@@ -73,13 +72,13 @@ def frame_of_thread(ident: int | None) -> FrameType | None:
 
 
 def user_line() -> tuple[str, int]:
-    """File name and line number in the user's program."""
+    """Return the file name and line number in the user's program."""
     frame, _ = user_frame()
     return frame.f_code.co_filename, frame.f_lineno
 
 
 def call_path() -> int:
-    """Return a number for the lines on the stack: the same in this process whenever a call is reached over the same lines."""
+    """Return a hash of the lines on the stack: the same in this process whenever a call is reached through the same lines."""
     lines: list[Any] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -93,8 +92,8 @@ class OperatorCall(NamedTuple):
 
     Attributes:
         name: as in `linear`.
-        operands: how they lie, as text.
-        advice: what to write so that the operator moves nothing.
+        operands: their layouts, as text.
+        advice: what to write so that the operator needs no communication.
     """
 
     name: str
@@ -106,9 +105,9 @@ class UserCall(NamedTuple):
     """One call in the user's program.
 
     Attributes:
-        name: of the function that the program called; "backward" for what the gradient engine does.
-        file, line: where.
-        operator: the operator, where the call was one; None where the program asked for what happens, as in `redistribute`.
+        name: of the function that the program called; "backward" for collectives of the autograd engine.
+        file, line: where it was called.
+        operator: the operator, if the call was one; None for explicit communication such as `redistribute`.
     """
 
     name: str
@@ -121,15 +120,15 @@ class UserCall(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-# Functions of ours that run any operator, and how to tell from their frame which.
+# Functions of shardmesh that run any operator, and how to describe that operator from the locals of their frame.
 DESCRIBERS: dict[CodeType, Callable[[dict[str, Any]], OperatorCall | str]] = {}
 
 
 def user_call() -> UserCall:
-    """The call in the user's program that this one is part of."""
+    """Return the call in the user's program that the caller is part of."""
     frame: FrameType = sys._getframe(1)
-    ours: FrameType | None = None  # the outermost frame of ours
-    dispatched: FrameType | None = None  # the outermost that runs an operator
+    ours: FrameType | None = None  # the outermost frame of shardmesh
+    dispatched: FrameType | None = None  # the outermost frame that runs an operator
     in_backward = False
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INNER):
         if frame.f_code.co_filename.startswith(_OURS):

@@ -1,7 +1,7 @@
-"""How values of any dtype travel: as themselves, as bytes, or for a reduction as a dtype that every backend can add.
+"""Encode tensors whose dtype a backend does not support: as bytes, or for a reduction as a dtype that it can reduce.
 
-Backends differ in the dtypes they know. The eight in `NATIVE` work everywhere (gloo and NCCL, moving and reducing); any
-other dtype moves as bytes, and is reduced in a native dtype that gives the same result.
+gloo and NCCL both move and reduce the eight dtypes in `NATIVE`. Any other dtype is moved as bytes, and reduced in a native dtype
+that gives the same result.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ NATIVE = frozenset(
     }
 )
 
-# Integer arithmetic modulo a power of two may be done in any wider type and cut off afterwards.
+# Integer arithmetic modulo a power of two can be done in any wider type and truncated afterwards.
 _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 _SIGN_BIT = -(2**63)
-# A bool adds as "or" and multiplies as "and"; counting in uint8 would turn 256 times True into False.
+# The sum of bools is "or", their product "and"; counting in uint8 would turn 256 times True into False.
 _BOOL_OP = {"sum": "max", "max": "max", "product": "min", "min": "min"}
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """The same memory as a flat uint8 tensor (a copy only where a lazy conjugation must be carried out)."""
+    """Return the same memory as a flat uint8 tensor (a copy only if a lazy conjugation or negation must be resolved)."""
     return x.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def encode(x: Tensor, op: str) -> tuple[Tensor, str]:
-    """A flat native tensor, perhaps in x's memory, and the reduction on it that `decode` turns into `op` on x."""
+    """Return a flat tensor of a native dtype and the reduction on it that `decode` turns into `op` on x; it may share x's memory."""
     flat = x.detach().reshape(-1)
     if x.dtype in NATIVE:
         return flat, op
@@ -52,7 +52,7 @@ def encode(x: Tensor, op: str) -> tuple[Tensor, str]:
 
 
 def decode(y: Tensor, out: Tensor, op: str) -> None:
-    """Writes the reduced native values y into out, undoing `encode`."""
+    """Write the reduced native values y into out; the inverse of `encode`."""
     flat = out.detach().view(-1)
     if out.dtype == torch.bool:
         y = y.view(torch.bool)
@@ -65,11 +65,12 @@ def decode(y: Tensor, out: Tensor, op: str) -> None:
 
 
 def add_up(parts: Tensor, out: Tensor) -> None:
-    """Writes the sum of the rows of `parts`, which it uses up, into out.
+    """Write the sum of the rows of `parts` into out; `parts` is overwritten.
 
-    One after the other, so that the bits depend on nothing else (`torch.sum` changes its order with the place); 16 bits are added in 32.
+    Rows are added one by one, so that the result is the same bit for bit at every position (the order of `torch.sum` is not).
+    16-bit floats are added in float32.
     """
-    with torch.inference_mode():  # which may write to tensors of both kinds
+    with torch.inference_mode():  # it may write to inference tensors and to others
         total = parts[0].to(torch.float32) if parts.dtype in (torch.float16, torch.bfloat16) else parts[0]
         if len(parts) == 1:
             out.view(-1).copy_(total)

@@ -1,4 +1,4 @@
-"""A world that moves nothing: one rank of many, alone, to count what a program would communicate."""
+"""null_world: run one rank of many alone and count what it would communicate, without communicating."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from .. import errors
-from .group import Group, World, activate, current_world
+from .current_world import current_world
+from .group import Group
 from .work import DONE, Work
+from .world import World, activate
 
 
 class NullGroup(Group):
-    """Group whose collectives are counted and move nothing.
+    """Group whose collectives are counted but send nothing.
 
-    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator accepts (an index of 0 exists, a
-    sum of zeros is finite); what is reduced or broadcast in place keeps this rank's values; every object gathered is
+    Outputs of all_gather, reduce_scatter, all_to_all and permute are zeros, which any operator accepts (an index of 0 is valid, a
+    sum of zeros is finite). Tensors that are reduced or broadcast in place keep this rank's values; every object gathered is
     this rank's own.
     """
 
@@ -65,10 +67,10 @@ class NullWorld(World):
 
 @contextmanager
 def null_world(size: int, rank: int = 0) -> Iterator[World]:
-    """with null_world(size, rank): run as that rank of `size`, alone; nothing is communicated, everything is counted.
+    """with null_world(size, rank): run as that rank of `size` ranks, alone. Collectives are counted, but nothing is communicated.
 
-    Works with tensors on any device, "meta" too, so that a mesh of thousands of ranks costs one rank's memory or none.
-    The values that come out mean nothing (see `NullGroup`).
+    Works with tensors on any device, including "meta", so a mesh of thousands of ranks needs the memory of one rank or none.
+    The resulting values are meaningless (see `NullGroup`).
 
     Raises: MeshError when there is no such rank.
     Communication: none.
@@ -82,7 +84,7 @@ def null_world(size: int, rank: int = 0) -> Iterator[World]:
     7000
     """
     if size < 1 or not 0 <= rank < size:
-        raise errors.MeshError(f"null_world(size={size}, rank={rank}): the rank is a number from 0 to size - 1.")
+        raise errors.MeshError(f"null_world(size={size}, rank={rank}): rank must be from 0 to size - 1.")
     before = activate(NullWorld(rank, size, list(current_world().observers)))
     try:
         yield current_world()

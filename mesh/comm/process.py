@@ -1,4 +1,4 @@
-"""The world of real processes: groups over torch.distributed, with NCCL, gloo or any other backend it knows."""
+"""ProcessWorld and ProcessGroup: collectives over torch.distributed, with NCCL, gloo or another of its backends."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from ..monitor.settings import settings
 from ..monitor.start import start_monitor
 from ..monitor.torch_calls import hooks
 from . import dtype_encoding
-from .group import Group, Observer, World
+from .group import Group, Observer
 from .work import DONE, Work, and_then
+from .world import World
 
 if TYPE_CHECKING:
     from ..device_mesh import DeviceMesh
@@ -39,22 +40,21 @@ if TYPE_CHECKING:
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-_FOR_EVER = timedelta(days=7)
-_NOTHING = torch.empty(0)
-_TO_FINISH_S = 0.1  # before the interpreter ends
-
-
-def _ops() -> dict[str, Any]:
-    op = dist.ReduceOp
-    return {"sum": op.SUM, "max": op.MAX, "min": op.MIN, "product": op.PRODUCT}
-
-
-_REDUCE_OP = _ops() if dist.is_available() else {}
+_NO_TIMEOUT = timedelta(days=7)
+_EMPTY = torch.empty(0)
+_EXIT_DELAY_S = 0.1
+_REDUCE_OP: dict[str, Any] = {}
+if dist.is_available():
+    _REDUCE_OP = {
+        "sum": dist.ReduceOp.SUM,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+        "product": dist.ReduceOp.PRODUCT,
+    }
 
 
 class _TorchWork(Work):
-    """What torch has under way, with the buffers it reads and writes."""
+    """Started works of torch, and the buffers that they read and write."""
 
     __slots__ = ("_buffers", "_works")
 
@@ -74,7 +74,7 @@ class _TorchWork(Work):
 
 
 class _WatchedWork(_TorchWork):
-    """A collective on the CPU, waited for with an eye on the other ranks."""
+    """A collective on the CPU; while it waits, the monitor checks the other ranks."""
 
     __slots__ = ("_seat", "_sequence", "_watch")
 
@@ -87,7 +87,7 @@ class _WatchedWork(_TorchWork):
 
 
 class _WatchedMessages(_WatchedWork):
-    """Messages between ranks on the CPU: gloo can only wait for them without looking up, so first the others must have come."""
+    """Point-to-point messages on the CPU. gloo's wait for a message blocks the thread, so first wait, monitored, for the other ranks."""
 
     __slots__ = ("_places",)
 
@@ -107,9 +107,9 @@ class _WatchedMessages(_WatchedWork):
 
 
 class ProcessGroup(Group):
-    """Group over a torch.distributed process group, which the first collective makes.
+    """Group over a torch.distributed process group, which is made by the first collective.
 
-    Making a group waits for its members, so merely asking for one (to print its ranks, on one rank) must not do it.
+    Making a process group waits for all of its ranks, so asking for a `Group` on one rank (to print its ranks, say) must not do it.
     """
 
     __slots__ = ("_channel", "_connected", "_given")
@@ -117,15 +117,15 @@ class ProcessGroup(Group):
     def __init__(self, world: World, ranks: tuple[int, ...], given: dist.ProcessGroup | None = None) -> None:
         super().__init__(world, ranks)
         self._connected = False
-        # Weak, as torch owns its groups: one that outlives destroy_process_group aborts the process at exit.
+        # Weak, because a group that outlives destroy_process_group aborts the process at exit.
         self._given = None if given is None else weakref.ref(given)
         self._channel = None if _is_default(given) else self._given
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """torch's process group, for a program's own calls of torch.distributed: over all ranks its default group.
+        """torch's process group for the program's own calls of torch.distributed; over all ranks this is the default group.
 
-        Communication: the first time that of other ranks is asked for, its members wait for each other.
+        Communication: the first access waits for all ranks of the group, unless it is the default group.
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
@@ -135,12 +135,12 @@ class ProcessGroup(Group):
 
     @property
     def channel(self) -> dist.ProcessGroup:
-        """The process group that the library's collectives go through.
+        """The process group that the collectives of shardmesh use.
 
-        It is never torch's default group: a collective that a program calls there on one rank alone, or in another order, would meet
-        those of the library, and all data after it would arrive one collective too late.
+        It is never torch's default group. A collective that a program calls there on one rank only, or in another order, would be
+        matched with one of shardmesh's, and every later collective would receive the data of the one before.
 
-        Communication: the first time, its members wait for each other.
+        Communication: the first access waits for all ranks of the group.
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
@@ -157,20 +157,20 @@ class ProcessGroup(Group):
         if made is None:
             raise errors.LaunchEnvironmentError(
                 f"the process group of ranks {self.ranks} was destroyed (torch.distributed.destroy_process_group); "
-                "make the mesh again after the new default group is started."
+                "make the mesh again after starting the new default group."
             )
         return made
 
     def _new_handle(self) -> dist.ProcessGroup:
         if not dist.is_initialized():
             raise errors.LaunchEnvironmentError(
-                "torch.distributed has no default process group, so there is no process group to hand out. "
+                "torch.distributed has no default process group, so this group has no process group either. "
                 "Call init_device_mesh(...) or torch.distributed.init_process_group(...) first."
             )
-        if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # which makes no groups of its own
+        if self.size == dist.get_world_size() and (self.size == 1 or dist.get_backend() == "mpi"):  # MPI cannot make another group
             return _default_group()
         try:
-            with _naming_groups_by_their_ranks(self._scope()):
+            with _group_names_from_ranks(self.world.job if isinstance(self.world, ProcessWorld) else ""):
                 made: Any = dist.new_group(list(self.ranks), use_local_synchronization=True, timeout=_timeout())
         except RuntimeError as error:
             if self.recorder is not None and self.recorder.monitor is not None:
@@ -178,13 +178,10 @@ class ProcessGroup(Group):
             raise
         return made
 
-    def _scope(self) -> str:
-        return self.world.job if isinstance(self.world, ProcessWorld) else ""
+    def _start(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
+        """Run a collective of torch. A monitored one (on the CPU) is always started asynchronously, then waited for by the monitor.
 
-    def _started(self, call: Callable[..., Any], buffers: tuple[Tensor, ...], async_op: bool, *args: Any) -> Work | None:
-        """Runs a collective of torch's on the first buffers it takes. On the CPU it is always started, and then waited for.
-
-        On an accelerator to wait is for the stream to wait, and a call that is not `async_op` may use the current one.
+        On an accelerator only the stream waits, so a call without `async_op` runs on the current stream.
         """
         handle, recorder = self.channel, self.recorder
         call = self._as_ours(call)
@@ -205,21 +202,21 @@ class ProcessGroup(Group):
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
         if x.dtype not in dtype_encoding.NATIVE:
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
-        return self._started(_all_gather_flat, (out, x), async_op, _flat(out), _flat(x))
+        return self._start(_all_gather_flat, (out, x), async_op, _flat(out), _flat(x))
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
         if op == "sum" and x.device.type == "cpu" and _is_gloo(self.channel, x.device):
-            return self._summed_here(out, x, async_op)
-        return self._started(_reduce_scatter_flat, (out, x), async_op, _flat(out), _flat(x), _REDUCE_OP[op])
+            return self._reduce_scatter_by_all_to_all(out, x, async_op)
+        return self._start(_reduce_scatter_flat, (out, x), async_op, _flat(out), _flat(x), _REDUCE_OP[op])
 
-    def _summed_here(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        """Each rank gets the parts of its sum and adds them in the order of ranks: gloo's own takes longer than its all_reduce."""
+    def _reduce_scatter_by_all_to_all(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
+        """Exchange the parts of each sum and add them in the order of ranks: gloo's reduce_scatter is slower than its all_reduce."""
         arrived = x.detach().new_empty(self.size, out.numel())
         work = and_then(self._all_to_all(arrived, x, None, None, True), lambda: dtype_encoding.add_up(arrived, out))
         return work if async_op or work is None else work.wait()
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._started(dist.all_reduce, (x,), async_op, x, _REDUCE_OP[op])
+        return self._start(dist.all_reduce, (x,), async_op, x, _REDUCE_OP[op])
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
@@ -229,12 +226,12 @@ class ProcessGroup(Group):
             width = x.element_size()
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
             splits = [None if given is None else [n * width for n in given] for given in splits]
-        return self._started(dist.all_to_all_single, (out, x), async_op, _flat(out), _flat(x), *splits)
+        return self._start(dist.all_to_all_single, (out, x), async_op, _flat(out), _flat(x), *splits)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
         if x.dtype not in dtype_encoding.NATIVE:
             x = dtype_encoding.as_bytes(x)
-        return self._started(dist.broadcast, (x,), async_op, x, self.ranks[src])
+        return self._start(dist.broadcast, (x,), async_op, x, self.ranks[src])
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
         handle = self.channel
@@ -243,18 +240,20 @@ class ProcessGroup(Group):
             out, x = dtype_encoding.as_bytes(out), dtype_encoding.as_bytes(x)
         if _needs_host_memory(handle, x.device):
             arrived = torch.empty_like(out, device="cpu")
-            work = and_then(self._messages(handle, arrived, x.cpu(), dst, src), lambda: _copy_where_any(out, arrived, src))
+            work = self._start_messages(handle, arrived, x.cpu(), dst, src)
+            if src is not None:
+                work = and_then(work, lambda: out.copy_(arrived))
         else:
-            work = self._messages(handle, out, x, dst, src)
+            work = self._start_messages(handle, out, x, dst, src)
         return work if async_op or work is None else work.wait()
 
     def _connect(self, handle: dist.ProcessGroup, x: Tensor) -> None:
-        """Lets all ranks meet once before they send: NCCL connects a whole group in its first call, if all make it."""
+        """Run one collective of all ranks before the first message: NCCL connects a whole group in its first call if all ranks make it."""
         if not self._connected and x.device.type != "cpu":
             self._as_ours(dist.all_reduce)(x.new_zeros(1, dtype=torch.int32), group=handle)
         self._connected = True
 
-    def _messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
+    def _start_messages(self, handle: dist.ProcessGroup, out: Tensor, x: Tensor, dst: int | None, src: int | None) -> Work:
         ops = []
         if dst is not None and x.numel():
             ops.append(dist.P2POp(dist.isend, x, group=handle, group_peer=dst))
@@ -267,18 +266,18 @@ class ProcessGroup(Group):
         return _WatchedMessages(works, (out, x), recorder, watch, (dst, src))
 
     def _as_ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """This function of torch's; on a group that the program has made, too, nobody takes what it calls for a call of the program's."""
+        """Return a function that calls this one of torch, marked as shardmesh's own if the program made the process group."""
         return call if self._given is None else partial(hooks.as_ours, call)
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
-        """The watch, where a collective on this tensor is to be waited for with an eye on the others."""
+        """Return the monitor if it should watch the wait for a collective on this tensor, else None."""
         return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and settings().mode != "off" else None
 
     def _barrier(self) -> None:
-        self._started(dist.barrier, (_NOTHING,), False)
+        self._start(dist.barrier, (_EMPTY,), False)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Sizes first, then everything, each as long as the longest."""
+        """Gather the sizes, then the data, padded to the longest."""
         device = self._host_device()
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         sizes = torch.empty(self.size, dtype=torch.int64, device=device)
@@ -290,7 +289,7 @@ class ProcessGroup(Group):
         return [bytes(row[:size].numpy()) for row, size in zip(everyone.cpu(), sizes.tolist(), strict=True)]
 
     def _host_device(self) -> torch.device:
-        """Where the group takes data that comes from the host: the CPU, if it has a backend for it."""
+        """Return the device for data of the host: the CPU if the group has a backend for it."""
         types = {device.type for device in self.channel._device_types}
         if "cpu" in types:
             return torch.device("cpu")
@@ -299,17 +298,17 @@ class ProcessGroup(Group):
 
 
 def _timeout() -> timedelta | None:
-    """For a new group: none of torch's where the watch looks after all its ranks do, which is on the CPU."""
-    return _FOR_EVER if is_watched(dist.get_backend_config()) and process_world().monitor is not None else None
+    """Return the timeout of a new group: practically none if the monitor checks all waits, which it does on the CPU."""
+    return _NO_TIMEOUT if is_watched(dist.get_backend_config()) and process_world().monitor is not None else None
 
 
 def is_watched(backends: str) -> bool:
-    """Whether ranks that wait in collectives of these backends see what the watch sees; on an accelerator the stream waits."""
+    """Return whether the monitor checks waits in collectives of these backends; on an accelerator the stream waits, so it cannot."""
     return settings().mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend sends from and receives into host memory alone: gloo, which takes other devices in collectives only."""
+    """Return whether the backend sends and receives host memory only: gloo supports other devices in collectives only."""
     return device.type != "cpu" and _is_gloo(handle, device)
 
 
@@ -317,34 +316,29 @@ def _is_gloo(handle: dist.ProcessGroup, device: torch.device) -> bool:
     return handle._get_backend(device).name() == "gloo"
 
 
-def _copy_where_any(out: Tensor, arrived: Tensor, src: int | None) -> None:
-    if src is not None:
-        out.copy_(arrived)
-
-
-_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that an error in one is none in the next
-_naming = threading.Lock()
+_times_made: Counter[tuple[str, tuple[int, ...]]] = Counter()  # by job, so that a failure in one does not affect the next
+_naming_lock = threading.Lock()
 
 
 @contextmanager
-def _naming_groups_by_their_ranks(job: str) -> Iterator[None]:
-    """Lets the members of a new group agree on its name.
+def _group_names_from_ranks(job: str) -> Iterator[None]:
+    """Make torch give a new group the same name on all of its ranks.
 
-    Torch names a group made with `use_local_synchronization` by its ranks and the number of groups that this rank has
-    made so far (2.13: distributed_c10d._hash_ranks_to_str). Members that differ in that number, as on meshes over parts
-    of the world, wait for each other under different names, for ever. How often these very ranks have made a group is
-    the same on all of them.
+    Torch names a group made with `use_local_synchronization` after its ranks and the number of groups that this rank has
+    made so far (2.13: distributed_c10d._hash_ranks_to_str). Ranks that differ in that number, as on meshes over parts
+    of the world, would wait for each other under different names and hang. Here the name uses the number of groups made of
+    these same ranks, on which they agree.
     """
     if not hasattr(distributed_c10d, "_hash_ranks_to_str"):
         yield
         return
-    with _naming:
-        torchs_own = distributed_c10d._hash_ranks_to_str
+    with _naming_lock:
+        original = distributed_c10d._hash_ranks_to_str
         distributed_c10d._hash_ranks_to_str = partial(_group_name, job)
         try:
             yield
         finally:
-            distributed_c10d._hash_ranks_to_str = torchs_own
+            distributed_c10d._hash_ranks_to_str = original
 
 
 def _group_name(job: str, ranks: Sequence[int]) -> str:
@@ -359,7 +353,7 @@ def _is_default(handle: dist.ProcessGroup | None) -> bool:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Backends split buffers along their first dim."""
+    """Return x with one dim: backends split buffers along the first."""
     return x if x.dim() == 1 else x.view(-1)
 
 
@@ -367,7 +361,7 @@ class ProcessWorld(World):
     """The processes of the default process group; without one, this process alone.
 
     Attributes:
-        job: a name for the life of the default group, the same on all ranks; "" where its store keeps nothing.
+        job: a name of the default group, the same on all ranks and different for each that is started; "" if it has no store.
     """
 
     def __init__(self, default: dist.ProcessGroup | None, observers: list[Observer]) -> None:
@@ -390,7 +384,7 @@ class ProcessWorld(World):
             self.monitor.relay = start_relay(self.monitor, store)
 
     def is_over(self, default: dist.ProcessGroup | None) -> bool:
-        """Whether the default group is another one now."""
+        """Return whether the default group has changed."""
         if self._default is None:
             return default is not None
         return default is None or self._default() is not default
@@ -398,15 +392,15 @@ class ProcessWorld(World):
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return ProcessGroup(self, ranks)
 
-    def adopt(self, handle: dist.ProcessGroup) -> Group:
-        """The group over the ranks of an existing process group, using it instead of making another."""
+    def group_from(self, handle: dist.ProcessGroup) -> Group:
+        """Return the group over the ranks of an existing process group, which it uses instead of making another."""
         ranks = tuple(sorted(dist.get_process_group_ranks(handle)))
         if ranks not in self._groups:
             self._groups[ranks] = ProcessGroup(self, ranks, handle)
         return self._groups[ranks]
 
 
-# One list for the life of the process: a budget that was opened before the default group was made still counts.
+# One list for all worlds of the process, so that a budget opened before the default group was started still counts.
 _observers: list[Observer] = []
 _world: ProcessWorld | None = None
 
@@ -419,13 +413,13 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def process_world() -> ProcessWorld:
-    """The world of the default process group, a new one whenever that group is a new one. Starts nothing."""
+    """Return the world of the default process group, a new one if that group is new. Starts nothing."""
     global _world
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _world is None or _world.is_over(default):
         if default is not None:
-            atexit.unregister(_let_threads_finish)
-            atexit.register(_let_threads_finish)
+            atexit.unregister(_wait_for_gloo_threads)
+            atexit.register(_wait_for_gloo_threads)
         if _world is not None and _world.monitor is not None:
             _world.monitor.depart()
         _world = ProcessWorld(default, _observers)
@@ -433,14 +427,17 @@ def process_world() -> ProcessWorld:
 
 
 def _default_store() -> Any:
-    """None where there is none: under MPI."""
+    """Return the store of the default group; None if it has none, as under MPI."""
     try:
         return distributed_c10d._get_default_store()
     except (RuntimeError, AttributeError):
         return None
 
 
-def _let_threads_finish() -> None:
-    """gloo's threads let go of the last tensors after a collective is done, for which they need the interpreter's lock: one that
-    still waits for it when the interpreter ends aborts the process (seen in 2 of 10 runs of a short torchrun job, with this in none)."""
-    time.sleep(_TO_FINISH_S)
+def _wait_for_gloo_threads() -> None:
+    """Give gloo's threads time to release the last tensors, for which they need the GIL.
+
+    A thread that waits for the GIL when the interpreter exits aborts the process (in 2 of 10 runs of a short torchrun job without
+    this delay, in none with it).
+    """
+    time.sleep(_EXIT_DELAY_S)

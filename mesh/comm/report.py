@@ -1,4 +1,4 @@
-"""How much a piece of a program communicates, a limit on it, and a report of where."""
+"""comm_report and comm_budget: count what a block of a program communicates, by line and operator, and limit it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 
 from ..errors import CommBudgetError
 from .call_site import UserCall, user_call
-from .group import CollectiveRecord, World, current_world
+from .current_world import current_world
+from .group import CollectiveRecord
+from .world import World
 
-_EVENTS = 100_000  # the last so many collectives stand in a trace
+_EVENTS = 100_000  # a trace has the last so many collectives
 
 
-class Source(NamedTuple):
-    """What a collective belongs to.
+class CollectiveSource(NamedTuple):
+    """The operator, op, mesh axes and line that `CommReport` counts a collective under.
 
     Attributes:
         operator: what the program called: an operator, `redistribute`, "backward" ...
         op: the collective.
-        axis: mesh axes that it runs over, "dp" or "dp,tp"; the ranks where they are no axes of a mesh.
+        axis: mesh axes that it runs over, "dp" or "dp,tp"; the ranks if they are not the group of any axes.
         line: file:line in the user's program.
     """
 
@@ -35,7 +37,7 @@ class Source(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Use:
+class _Usage:
     launches: int = 0
     sent: int = 0
     received: int = 0
@@ -47,31 +49,31 @@ class _Use:
 
 
 class CommReport:
-    """What the collectives inside a `comm_report` or `comm_budget` moved so far, on this rank.
+    """The number and size of the collectives inside a `comm_report` or `comm_budget` so far, on this rank.
 
     Attributes:
         bytes_received, bytes_sent, launches: totals, as `CollectiveRecord` counts them.
-        by_operator, by_op, by_axis, by_line: name -> (launches, bytes received), for the names that `Source` has. What
-            `by_operator` names is what the program called (linear, redistribute, backward); `by_op` names collectives.
+        by_operator, by_op, by_axis, by_line: name -> (launches, bytes received). `by_operator` has the names of what the
+            program called (linear, redistribute, backward), `by_op` those of collectives.
     """
 
     def __init__(self, max_bytes: int | None = None, max_launches: int | None = None) -> None:
         self.max_bytes = max_bytes
         self.max_launches = max_launches
-        self._uses: dict[Source, _Use] = {}
+        self._usage: dict[CollectiveSource, _Usage] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=_EVENTS)
 
     @property
     def launches(self) -> int:
-        return sum(use.launches for use in self._uses.values())
+        return sum(use.launches for use in self._usage.values())
 
     @property
     def bytes_sent(self) -> int:
-        return sum(use.sent for use in self._uses.values())
+        return sum(use.sent for use in self._usage.values())
 
     @property
     def bytes_received(self) -> int:
-        return sum(use.received for use in self._uses.values())
+        return sum(use.received for use in self._usage.values())
 
     @property
     def by_operator(self) -> dict[str, tuple[int, int]]:
@@ -90,18 +92,18 @@ class CommReport:
         return self._by("line")
 
     def _by(self, field: str) -> dict[str, tuple[int, int]]:
-        found: dict[str, _Use] = {}
-        for source, use in self._uses.items():
-            found.setdefault(getattr(source, field), _Use()).add(use.launches, use.sent, use.received)
+        found: dict[str, _Usage] = {}
+        for source, use in self._usage.items():
+            found.setdefault(getattr(source, field), _Usage()).add(use.launches, use.sent, use.received)
         return {name: (use.launches, use.received) for name, use in found.items()}
 
     def observe(self, record: CollectiveRecord) -> Callable[[], None]:
-        """Counts one collective, before it moves anything. Raises: CommBudgetError when it would exceed a limit."""
+        """Count one collective before it sends anything. Raises: CommBudgetError when it would exceed a limit."""
         call, world = user_call(), current_world()
         self._check(record, call, "bytes", self.bytes_received, record.bytes_received, self.max_bytes)
         self._check(record, call, "launches", self.launches, 1, self.max_launches)
-        source = Source(call.name, record.op, world.axes_of(record.ranks), call.place)
-        self._uses.setdefault(source, _Use()).add(1, record.bytes_sent, record.bytes_received)
+        source = CollectiveSource(call.name, record.op, world.axes_of(record.ranks), call.place)
+        self._usage.setdefault(source, _Usage()).add(1, record.bytes_sent, record.bytes_received)
         event = _event(source, record, world)
         self._events.append(event)
         return lambda: event.update(dur=time.time_ns() / 1000 - event["ts"])
@@ -109,20 +111,21 @@ class CommReport:
     def _check(self, record: CollectiveRecord, call: UserCall, unit: str, used: int, more: int, limit: int | None) -> None:
         if limit is not None and used + more > limit:
             raise CommBudgetError(
-                f"{call.place}: {described(call, record)} exceeds comm_budget({unit}={limit}), of which {used} are used. It has "
-                f"moved nothing. {_advice(call)} or allow {unit}={used + more}."
+                f"{call.place}: {describe(call, record)} exceeds comm_budget({unit}={limit}), of which {used} are used. Nothing was "
+                f"sent. {'Choose shardings that need less' if call.operator is None else call.operator.advice}, or allow "
+                f"{unit}={used + more}."
             )
 
     def report(self) -> str:
-        """A table: what was used by which call over which axes at which line of the program."""
+        """Return a table of launches and bytes per call, axes and line of the program."""
         rows = [("operator", "collective", "axis", "launches", "received", "sent", "line")]
-        rows += [(*s[:3], str(u.launches), str(u.received), str(u.sent), s.line) for s, u in self._uses.items()]
+        rows += [(*s[:3], str(u.launches), str(u.received), str(u.sent), s.line) for s, u in self._usage.items()]
         rows.append(("total", "", "", str(self.launches), str(self.bytes_received), str(self.bytes_sent), ""))
         widths = [max(len(row[i]) for row in rows) for i in range(6)]
         return "\n".join(_table_row(row, widths) for row in rows)
 
     def trace(self) -> list[dict[str, Any]]:
-        """The collectives as complete events of Chrome's trace format, microseconds since 1970; on CUDA the host's part."""
+        """Return the collectives as complete events of Chrome's trace format, in microseconds since 1970; on CUDA the host's time."""
         return list(self._events)
 
     def save_trace(self, path: str | Path) -> None:
@@ -136,8 +139,8 @@ class CommReport:
         return f"CommReport(bytes_received={self.bytes_received}, launches={self.launches})"
 
 
-def described(call: UserCall, record: CollectiveRecord) -> str:
-    """A collective and the call that it is part of, as text."""
+def describe(call: UserCall, record: CollectiveRecord) -> str:
+    """Return a collective and the call that it is part of, as text."""
     by = "" if call.name == record.op else f" by {call.name}"
     of = "" if call.operator is None else f" of {call.operator.operands}"
     return (
@@ -151,7 +154,7 @@ def _advice(call: UserCall) -> str:
 
 
 def trace_event(name: str, op: str, rank: int, thread: str | int, start: float, details: dict[str, Any]) -> dict[str, Any]:
-    """A complete event of Chrome's trace format, which took no time so far.
+    """Return a complete event of Chrome's trace format, with a duration of 0.
 
     Args:
         start: microseconds since 1970.
@@ -163,7 +166,7 @@ def save_events(events: list[dict[str, Any]], path: str | Path) -> None:
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _event(source: Source, record: CollectiveRecord, world: World) -> dict[str, Any]:
+def _event(source: CollectiveSource, record: CollectiveRecord, world: World) -> dict[str, Any]:
     details = {"line": source.line, "axis": source.axis, "ranks": list(record.ranks), "dtype": str(record.dtype)}
     moved = {"bytes_received": record.bytes_received, "bytes_sent": record.bytes_sent}
     name = f"{source.op} ({source.operator})"
@@ -178,18 +181,18 @@ def _table_row(row: tuple[str, ...], widths: list[int]) -> str:
 
 @contextmanager
 def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterator[CommReport]:
-    """with comm_budget(bytes=..., launches=...) as used: counts this rank's collectives, refuses those beyond a limit.
+    """with comm_budget(bytes=..., launches=...) as used: count this rank's collectives, and raise before one exceeds a limit.
 
-    The object it yields says what was used so far, during the block and after it. Around a whole `simulate` call it
-    counts all ranks together.
+    Yields a `CommReport`, which can be read during the block and after it. Around a whole `simulate` call it counts all ranks
+    together.
 
     Args:
         bytes: how many may be received; no limit by default.
         launches: how many collectives may be called; no limit by default.
 
-    Raises: CommBudgetError inside the block, before the collective that would exceed a limit moves anything: it names the
-        operator, the layouts, the bytes and the line. Where ranks use different amounts (an uneven all_to_all), only
-        those over the limit raise: leave some room.
+    Raises: CommBudgetError inside the block, before the collective that would exceed a limit sends anything; it names the
+        operator, the layouts, the bytes and the line. If ranks communicate different amounts (an uneven all_to_all), only
+        those over the limit raise, so leave some room.
     Communication: none.
 
     >>> import torch
@@ -211,10 +214,10 @@ def comm_budget(bytes: int | None = None, launches: int | None = None) -> Iterat
 
 
 def comm_report() -> Any:
-    """with comm_report() as report: counts this rank's collectives, by operator, by axis and by line of the program.
+    """with comm_report() as report: count this rank's collectives, by operator, by axis and by line of the program.
 
-    Returns: a context manager that yields a `CommReport`: `print(report)` for a table, `report.by_operator`, `by_axis`,
-        `by_line`, and `report.save_trace(path)` for a trace that Perfetto shows. It is a `comm_budget` without limits.
+    Returns: a context manager that yields a `CommReport`: `print(report)` prints a table, `report.by_operator`, `by_axis` and
+        `by_line` are dicts, and `report.save_trace(path)` writes a trace for Perfetto. It is a `comm_budget` without limits.
     Communication: none.
     """
     return comm_budget()

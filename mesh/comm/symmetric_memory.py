@@ -1,7 +1,7 @@
-"""Symmetric memory: buffers that all ranks of a group can read, made once for each group that wants one.
+"""Allocate symmetric memory: one buffer per group that all of its ranks can read.
 
-The memory is torch's (`torch.distributed._symmetric_memory`, which is private: it is used here and nowhere else); what is done
-with it is in `kernels/symmetric.py`.
+The memory is torch's (`torch.distributed._symmetric_memory`, which is private; only this file uses it). The kernels that read it
+are in `kernels/symmetric/`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ...kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, Peers
 from .. import errors
 from .group import Group
 
-BUFFER_BYTES = 64 << 20  # of each rank, for each group that uses it
-STAGING_BYTES = BUFFER_BYTES // 4 * 3  # of these, what peers may pull from; the rest is for all-reduces
-# About ten minutes of looks at a microsecond each, as long as NCCL waits by default.
+BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
+STAGING_BYTES = BUFFER_BYTES // 4 * 3  # the part that peers may pull from; the rest is for all-reduces
+# About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
 
 Provider = Callable[[Group, torch.device], Peers | None]
 
 
 def peers_of(group: Group, device: torch.device) -> Peers | None:
-    """`peers_of(group, device) -> the group's shared memory`; None, on every rank, where there is none.
+    """Return the memory that the group's ranks share on this type of device, or None on every rank if there is none.
 
-    Communication: the first time for a group that may have one, its ranks meet to exchange addresses.
+    Communication: the first call for a group that may have one exchanges addresses among its ranks.
     """
     if device.type not in group.shared:
         group.shared[device.type] = _agreed(group, device) if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS else None
@@ -34,25 +34,25 @@ def peers_of(group: Group, device: torch.device) -> Peers | None:
 
 
 def needed_peers(group: Group, device: torch.device) -> Peers:
-    """`peers_of` where a plan relies on it.
+    """Return `peers_of(group, device)` for a plan that needs it.
 
-    Raises: CollectiveError where there is none.
+    Raises: CollectiveError if there is none.
     """
     found = peers_of(group, device)
     if found is None:
         raise errors.CollectiveError(
-            f"the plan uses memory that the ranks {group.ranks} share, but they share none on {device.type!r}: the mesh's topology "
-            "has symmetric=Link(...); calibrate(mesh) sets it where there is such memory, replace(mesh.topology, symmetric=None) "
-            "does without."
+            f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on {device.type!r}: the mesh's topology "
+            "has symmetric=Link(...). Call calibrate(mesh), which sets it only where there is such memory, or set "
+            "mesh.topology = replace(mesh.topology, symmetric=None)."
         )
     return found
 
 
 def _agreed(group: Group, device: torch.device) -> Peers | None:
-    """The memory, if every rank has got it."""
+    """Return the memory if every rank could allocate it, else None."""
     try:
         found = PROVIDERS[device.type](group, device)
-    except (ImportError, RuntimeError):  # no peer-to-peer access, say: then there is none
+    except (ImportError, RuntimeError):  # such as no peer-to-peer access between the devices
         found = None
     missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
     group.all_reduce(missing, "max")
@@ -60,7 +60,7 @@ def _agreed(group: Group, device: torch.device) -> Peers | None:
 
 
 def _of_torch(group: Group, device: torch.device) -> Peers | None:
-    """Over torch's symmetric memory; the signal pad is the end of the buffer."""
+    """Allocate torch's symmetric memory; the signal pad is at the end of the buffer."""
     import torch.distributed._symmetric_memory as symmetric
 
     handle: Any = getattr(group, "handle", None)  # a simulated group has none
@@ -69,7 +69,7 @@ def _of_torch(group: Group, device: torch.device) -> Peers | None:
     memory = symmetric.empty(BUFFER_BYTES + PAD_BYTES, dtype=torch.uint8, device=device).zero_()
     shared = symmetric.rendezvous(memory, handle)
     addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64).to(device)
-    torch.get_device_module(device.type).synchronize(device)  # the pad is zero before anybody writes to it
+    torch.get_device_module(device.type).synchronize(device)  # the pad must be zero before any rank writes to it
     group.barrier()
     return Peers(
         group.rank, group.size, memory[:BUFFER_BYTES], addresses, addresses + BUFFER_BYTES,
@@ -79,5 +79,5 @@ def _of_torch(group: Group, device: torch.device) -> Peers | None:
     )  # fmt: skip
 
 
-# By device type; the same on all ranks.
+# How to allocate, by device type; must be the same on all ranks.
 PROVIDERS: dict[str, Provider] = {"cuda": _of_torch}

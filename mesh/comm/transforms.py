@@ -1,6 +1,6 @@
-"""Transforms of `torch.func`: whether a tensor belongs to one, and how to make a tensor that belongs to none while one is being run.
+"""Detect transforms of `torch.func`, and make plain tensors while one is running.
 
-Inside `torch.func.grad` and `jvp` every tensor that is made belongs to the transform, and has no memory that may be read.
+Inside `torch.func.grad` and `jvp` every new tensor is wrapped by the transform, and its memory must not be read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _no_transform(x: torch.Tensor) -> bool:
     return False
 
 
-# Whether the tensor belongs to a torch.func transform that is being run.
+# Whether the tensor is wrapped by a torch.func transform that is running.
 is_transformed: Callable[[torch.Tensor], bool] = getattr(
     getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", _no_transform
 )
@@ -27,10 +27,10 @@ def _no_transforms() -> bool:
     return False
 
 
-# Whether any transform of torch.func is being run.
+# Whether any transform of torch.func is running in this thread.
 transforms_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _no_transforms)
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Inside, no transform is at work: what is made there is a plain tensor, and may be kept."""
+    """Return a context manager that suspends transforms: tensors made inside are plain, and may outlive the transform."""
     return temporarily_clear_interpreter_stack() if transforms_active() else nullcontext()

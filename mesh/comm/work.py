@@ -1,4 +1,4 @@
-"""Work: a collective that was started with `async_op=True` and may still be under way."""
+"""Work: a collective that was started with `async_op=True` and may not have completed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 
 class Work(ABC):
-    """A started collective. Its buffers belong to it until `wait` returns: write to none, read no result."""
+    """A started collective. Until `wait` returns, do not write to its buffers and do not read its results."""
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when the result may be used (on CUDA: by the current stream). Later calls return at once.
+        """Wait until the result may be used (on CUDA: by the current stream). Later calls return at once.
 
-        Raises: what went wrong in the collective, in each call.
+        Raises: the error of the collective if it failed, in each call.
         """
 
     @abstractmethod
     def is_completed(self) -> bool:
-        """Whether `wait` would return without waiting for others. It must be called all the same: some backends (gloo's
-        point-to-point calls) say no until then."""
+        """Return whether `wait` would return at once. `wait` must be called in any case: some backends (gloo's point-to-point
+        calls) return False until then."""
 
 
 class _Done(Work):
@@ -41,13 +41,13 @@ DONE = _Done()
 
 
 class _Then(Work):
-    """A collective, and what is left to do with its result."""
+    """A collective, and a function to call when it has completed."""
 
     __slots__ = ("_then", "_work")
 
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
         self._work = work
-        self._then: Callable[[], None] | None = then
+        self._then: Callable[[], object] | None = then
 
     def wait(self) -> None:
         self._work.wait()
@@ -59,8 +59,8 @@ class _Then(Work):
         return self._work.is_completed()
 
 
-def and_then(work: Work | None, then: Callable[[], None]) -> Work | None:
-    """Does `then` when the work is done: now if it is, else in `wait`."""
+def and_then(work: Work | None, then: Callable[[], object]) -> Work | None:
+    """Call `then` when the work has completed: now if it has, else in `wait`."""
     if work is None or work is DONE:
         then()
         return work

@@ -1,1 +1,1 @@
-"""Start and end processes: local launches, process groups, preemption, work for rank 0."""
+"""Start and end the processes of a program: launch, the default process group, sessions, preemption, work for rank 0."""

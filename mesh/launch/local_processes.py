@@ -1,4 +1,4 @@
-"""Start a function on several local processes: `results = launch(train, 4)`.
+"""launch: run a function in several local processes, `results = launch(train, 4)`.
 
 ```
 parent                                   child of rank r (one of nprocs)
@@ -7,16 +7,14 @@ parent                                   child of rank r (one of nprocs)
   results[r] or LaunchError <- pipe ---    its result, or its traceback
 ```
 
-The children see the environment that `torchrun` makes, so the same function runs under either. The parent owns the
-rendezvous store (as torchrun's agent does) and lets the system choose its port, so no port is ever picked first and
-bound later. Whatever ends the call (a result, an error, a timeout, Ctrl-C, a killed parent) ends every child.
+The children have the environment variables of `torchrun`, so the same function runs under either. The parent owns the
+rendezvous store (as torchrun's agent does) and lets the system choose its port, so no other program can take it meanwhile.
+However the call ends (a result, an error, a timeout, Ctrl-C, a killed parent), every child ends.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
 import functools
 import math
 import multiprocessing as mp
@@ -27,28 +25,24 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..monitor.termination import notify_peers
+from .child_process import RESULT, SIGTERM_EXIT, RankFailure, callable_name, child_main
 
 T = TypeVar("T")
 
 _HOST = "127.0.0.1"
 _TERM_GRACE_S = 5.0  # from SIGTERM, which a child may catch to save its work, to SIGKILL
-_SETTLE_S = 0.5  # a killed rank breaks its peers' connections: wait this long to see which came first
-_POLL_S = 1.0  # a child's own children can hold its pipes open after it died: look at its exit status as well
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SIGTERM_EXIT = 128 + signal.SIGTERM  # what shells report of a process that SIGTERM has ended
-_NO_GUARD_EXIT = 79  # of a rank that came upon launch() while it imported the script
-_RESULT, _FAILURE = b"+", b"-"  # what a child's message starts with
+_FIRST_FAILURE_S = 0.5  # after a failure, wait this long for earlier ones: a killed rank breaks its peers' connections
+_POLL_S = 1.0  # check exit statuses as well as pipes, which a child's own children can hold open after it died
+_NO_GUARD_EXIT = 79  # exit status of a rank that called launch() while it imported the script
 _RESERVED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 _environ_lock = threading.Lock()
@@ -73,7 +67,7 @@ class LaunchError(RuntimeError):
 
 
 class LaunchTimeoutError(LaunchError, TimeoutError):
-    """`launch` ran into its timeout; `rank` is the first rank that had not finished."""
+    """`launch` exceeded its timeout; `rank` is the first rank that had not finished."""
 
 
 def launch(
@@ -87,28 +81,28 @@ def launch(
 ) -> list[T]:
     """launch(fn, nprocs, args) -> [fn(*args) on rank 0, ..., on rank nprocs - 1]
 
-    Runs `fn(*args, **kwargs)` in `nprocs` fresh local processes, each with the environment that torchrun would give
-    it: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (the CPUs divided
-    among the ranks) unless it is set. Function, arguments and results travel by pickle, by value. A default process
-    group that `fn` leaves behind is destroyed. The children ignore Ctrl-C; the parent ends them. SIGTERM goes on to the children,
-    which may save their work first (`reached_preemption`) and return; where they do not, they end, and so does the parent.
+    Run `fn(*args, **kwargs)` in `nprocs` new local processes, each with the environment variables of torchrun: RANK, LOCAL_RANK,
+    WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS (the CPUs divided among the ranks) unless it is
+    set. The function, its arguments and results are pickled. A default process group that `fn` does not destroy is destroyed.
+    The children ignore Ctrl-C; the parent ends them. SIGTERM is forwarded to the children, which may save their work
+    (`reached_preemption`) and return; otherwise they end, and so does the parent.
 
     Args:
         fn: an importable function (not a lambda, not nested, not typed into a notebook).
         nprocs: number of processes on this machine.
         args: positional arguments, the same on every rank.
         kwargs: keyword arguments, the same on every rank.
-        timeout: seconds from the start of the processes to the end of the last one; None waits for ever.
+        timeout: seconds from the start of the processes to the end of the last one; None for no limit.
         env: environment variables to set in the children.
 
     Raises:
         LaunchError: a rank raised (its traceback is in the message), was killed or exited; the others are ended.
         LaunchTimeoutError: some rank had not finished in time.
-        ValueError, TypeError: `fn` or its arguments cannot travel to another process; bad `nprocs` or `env`.
+        ValueError, TypeError: `fn` or its arguments cannot be pickled; bad `nprocs` or `env`.
         RuntimeError: called in a process that is itself a rank.
         SystemExit: SIGTERM has ended the ranks; its code is 143. A second SIGTERM ends them at once.
 
-    Communication: none of its own; the children rendezvous through a store in this process.
+    Communication: none; the children rendezvous through a store in this process.
 
     Example:
         >>> import shardmesh as sm, operator
@@ -119,13 +113,13 @@ def launch(
     payload = _pickle_call(fn, tuple(args), dict(kwargs or {}))
     store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     shared = _shared_environment(nprocs, store.port) | dict(env or {})
-    ranks: list[_Rank] = []
-    with _passing_sigterm_on(ranks) as passed_on:
+    ranks: list[_LocalRank] = []
+    with _forwarding_sigterm(ranks) as signals:
         try:
             for rank in range(nprocs):
                 _start(ranks, rank, shared, payload)
-            _follow(ranks, timeout)
-            _raise_first_failure(ranks, passed_on)
+            _wait(ranks, timeout)
+            _raise_first_failure(ranks, signals)
             return [pickle.loads(r.result) for r in ranks]
         finally:
             _end(ranks)
@@ -135,10 +129,10 @@ def launch(
 
 
 def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> None:
-    with _environ_lock:  # not while another thread's launch() lends its environment to a child
+    with _environ_lock:  # another thread's launch() may have set RANK for a child
         rank = os.environ.get("RANK")
     if rank is not None:
-        if getattr(mp.current_process(), "_inheriting", False):  # a rank imports the script; the parent says what is wrong, once
+        if getattr(mp.current_process(), "_inheriting", False):  # a rank is importing the script: let the parent report it, once
             raise SystemExit(_NO_GUARD_EXIT)
         raise RuntimeError(
             f"launch() was called in a process that is already rank {rank} of "
@@ -151,27 +145,27 @@ def _check_call(fn: object, nprocs: object, env: Mapping[str, str] | None) -> No
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ValueError(f"launch() needs nprocs >= 1, got {nprocs!r}")
     if clash := sorted(set(env or ()) & set(_RESERVED)):
-        raise ValueError(f"launch() sets {', '.join(clash)} itself for every rank: leave them out of env=")
+        raise ValueError(f"launch() sets {', '.join(clash)} for every rank: remove them from env=")
 
 
 def _pickle_call(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     _check_reachable(fn)
-    to_module = "move it to the top level of a module (a lambda or a nested function has no name to import it by)"
-    _try_pickle(fn, f"the function {_name(fn)}", to_module)
+    name = callable_name(fn)
+    to_module = "move it to the top level of a module (a lambda or a nested function cannot be imported by name)"
     to_data = "pass plain data or tensors, and build the rest inside the function"
-    _try_pickle((args, kwargs), f"the arguments of {_name(fn)}", to_data)
+    for value, what, fix in (
+        (fn, f"the function {name}", to_module),
+        ((args, kwargs), f"the arguments of {name}", to_data),
+    ):
+        try:
+            pickle.dumps(value)
+        except Exception as error:
+            raise ValueError(f"launch() cannot send {what} to another process: {error}. Instead, {fix}.") from error
     return pickle.dumps((fn, args, kwargs))
 
 
-def _try_pickle(value: object, what: str, instead: str) -> None:
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        raise ValueError(f"launch() cannot send {what} to another process: {error}. Instead, {instead}.") from error
-
-
 def _check_reachable(fn: object) -> None:
-    """What is defined in `__main__` reaches a child only if the child can run the same script again."""
+    """Raise ValueError for a function of `__main__` if a child cannot run that script again."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     main = sys.modules["__main__"]
@@ -179,20 +173,17 @@ def _check_reachable(fn: object) -> None:
     runs_again = not spec.name.endswith("__main__") if spec else hasattr(main, "__file__")
     if getattr(fn, "__module__", None) == "__main__" and not runs_again:
         raise ValueError(
-            f"launch() cannot send {_name(fn)} to another process: it is defined in a notebook, a REPL or `python -c`, "
+            f"launch() cannot send {callable_name(fn)} to another process: it is defined in a notebook, a REPL or `python -c`, "
             "which the new processes cannot import. Move it to a .py file and import it from there, or run it on "
             "simulated ranks of this process with simulate(n)(fn)(*args)."
         )
-
-
-def _name(fn: object) -> str:
-    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', repr(fn))}"
 
 
 # ------------------------------------------------------------------------------------------------------- environment
 
 
 def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
+    """Return the environment variables that are the same for all ranks."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "WORLD_SIZE": str(nprocs),
@@ -201,20 +192,20 @@ def _shared_environment(nprocs: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": _HOST,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cpus // nprocs))),
-        # env:// rendezvous then makes every rank a client of the parent's store, as under torchrun
+        # With this the env:// rendezvous makes every rank a client of the parent's store, as under torchrun.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),  # by which a rank of another job is told apart
+        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),  # identifies the job
     }
 
 
 @contextlib.contextmanager
 def _spawning(environment: Mapping[str, str]) -> Iterator[None]:
-    """The environment and signal mask that a child is born with: spawn copies them from this process.
+    """Set the environment and signal mask of a child, which spawn copies from this process.
 
-    They must be there before the child's first import (OMP_NUM_THREADS is read when libgomp loads), so setting them in
-    the child would be too late. SIGINT is blocked so that Ctrl-C neither interrupts the bookkeeping here nor prints one
-    traceback per child that is still importing torch.
+    They must be set before the child's first import (OMP_NUM_THREADS is read when libgomp loads), so not in the child itself.
+    SIGINT is blocked so that Ctrl-C neither interrupts this function nor prints one traceback per child that is still importing
+    torch.
     """
     with _environ_lock:
         before = {name: os.environ.get(name) for name in environment}
@@ -232,31 +223,9 @@ def _spawning(environment: Mapping[str, str]) -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------------- the parent
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a rank failed. `when` is the machine's monotonic clock, so failures of several ranks can be ordered."""
-
-    summary: str
-    when: float
-    traceback: str = ""
-    pickled: bytes | None = None
-    signal: int | None = None
-    exitcode: int | None = None
-
-    @property
-    def exception(self) -> BaseException | None:
-        return pickle.loads(self.pickled) if self.pickled else None
-
-    @property
-    def is_of_sigterm(self) -> bool:
-        """Whether SIGTERM ended the rank: killed it, or made it raise SystemExit(143)."""
-        error = self.exception
-        return self.signal == signal.SIGTERM or (isinstance(error, SystemExit) and error.code == _SIGTERM_EXIT)
-
-
 @dataclass(slots=True)
-class _Rank:
-    """The parent's side of one child: its process, its pipe, and what it reported."""
+class _LocalRank:
+    """The parent's view of one child: its process, its pipe, and its result or failure."""
 
     rank: int
     process: BaseProcess
@@ -264,10 +233,10 @@ class _Rank:
     reading: bool = True
     done: bool = False
     result: bytes = b""
-    failure: _Failure | None = None
+    failure: RankFailure | None = None
 
     def update(self) -> None:
-        exitcode = self.process.exitcode  # before the pipe: what an ended child wrote is then already there
+        exitcode = self.process.exitcode  # read before the pipe: then all that an ended child wrote is there
         if self.reading and self.pipe.poll():
             self._read()
         if exitcode is None:
@@ -278,9 +247,9 @@ class _Rank:
 
     def _read(self) -> None:
         self.reading = False
-        with contextlib.suppress(EOFError, OSError):  # ended before it could report: the exit status tells why
+        with contextlib.suppress(EOFError, OSError):  # it ended without a report; the exit status has the reason
             message = self.pipe.recv_bytes()
-            if message[:1] == _RESULT:
+            if message[:1] == RESULT:
                 self.result = message[1:]
             else:
                 self.failure, self.done = pickle.loads(message[1:]), True
@@ -290,11 +259,11 @@ class _Rank:
         return [self.process.sentinel, self.pipe] if self.reading else [self.process.sentinel]
 
 
-def _exit_failure(exitcode: int, when: str) -> _Failure:
+def _exit_failure(exitcode: int, when: str) -> RankFailure:
     if exitcode < 0:
         name = {s.value: s.name for s in signal.Signals}.get(-exitcode, f"signal {-exitcode}")
         hint = " (the kernel does this when memory runs out)" if -exitcode == signal.SIGKILL else ""
-        return _Failure(
+        return RankFailure(
             f"was killed by {name} {when} its function returned{hint}",
             time.monotonic(),
             signal=-exitcode,
@@ -302,76 +271,73 @@ def _exit_failure(exitcode: int, when: str) -> _Failure:
         )
     summary = f"exited with code {exitcode} {when} its function returned; what it printed is above"
     if exitcode == _NO_GUARD_EXIT:
-        summary = "imported the script, and with it ran its launch() call again; put that call under `if __name__ == '__main__':`"
-    return _Failure(summary, time.monotonic(), exitcode=exitcode)
+        summary = "ran the script's launch() call again when it imported the script; put that call under `if __name__ == '__main__':`"
+    return RankFailure(summary, time.monotonic(), exitcode=exitcode)
 
 
-def _start(ranks: list[_Rank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
+def _start(ranks: list[_LocalRank], rank: int, shared: Mapping[str, str], payload: bytes) -> None:
     context = mp.get_context("spawn")
     mine, theirs = context.Pipe(duplex=True)
-    process = context.Process(target=_child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}")
+    process = context.Process(target=child_main, args=(os.getpid(), theirs, payload), name=f"rank{rank}")
     with _spawning({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}):
         process.start()
-        ranks.append(_Rank(rank, process, mine))
+        ranks.append(_LocalRank(rank, process, mine))
     theirs.close()
 
 
-def _follow(ranks: Sequence[_Rank], timeout: float | None) -> None:
-    """Reads the reports until every rank is done, or one failed and its peers had a moment to show who was first."""
+def _wait(ranks: Sequence[_LocalRank], timeout: float | None) -> None:
+    """Read reports until every rank is done, or shortly after one failed, so that the first failure can be told."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
-    settled = math.inf
+    end = math.inf  # after a failure
     while late := [r for r in ranks if not r.done]:
-        left = min(deadline, settled) - time.monotonic()
-        if left <= 0 and settled < math.inf:
+        left = min(deadline, end) - time.monotonic()
+        if left <= 0 and end < math.inf:
             return
         if left <= 0:
-            raise LaunchTimeoutError(_timeout_message(late, len(ranks), timeout), late[0].rank)
+            unfinished = ", ".join(str(r.rank) for r in late)
+            message = f"launch() exceeded its timeout of {timeout} s: of {len(ranks)} ranks, not finished: {unfinished}; all were ended"
+            raise LaunchTimeoutError(message, late[0].rank)
         wait([w for r in late for w in r.waitables], min(left, _POLL_S))
         for r in late:
             r.update()
-        if settled == math.inf and any(r.failure for r in ranks):
-            settled = time.monotonic() + _SETTLE_S
-
-
-def _timeout_message(late: Sequence[_Rank], nprocs: int, timeout: float | None) -> str:
-    names = ", ".join(str(r.rank) for r in late)
-    return f"launch() ran into its timeout of {timeout} s: of {nprocs} ranks, not finished: {names}; all were ended"
+        if end == math.inf and any(r.failure for r in ranks):
+            end = time.monotonic() + _FIRST_FAILURE_S
 
 
 @contextlib.contextmanager
-def _passing_sigterm_on(ranks: Sequence[_Rank]) -> Iterator[list[int]]:
-    """Inside, SIGTERM goes on to the ranks, and the parent follows them as before; the signals that came are in the list.
+def _forwarding_sigterm(ranks: Sequence[_LocalRank]) -> Iterator[list[int]]:
+    """Forward SIGTERM to the ranks inside the block; yield the list of signals received.
 
-    A second one ends everything. What the program itself does on SIGTERM is left alone.
+    The parent keeps waiting for the ranks; a second SIGTERM ends everything. A handler of the program is left in place.
     """
-    passed_on: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        passed_on.append(number)
-        if len(passed_on) > 1:
-            raise SystemExit(_SIGTERM_EXIT)
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise SystemExit(SIGTERM_EXIT)
         for r in ranks:
             r.process.terminate()
 
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield passed_on
+        yield received
         return
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, forward)
     try:
-        yield passed_on
+        yield received
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _raise_first_failure(ranks: Sequence[_Rank], passed_on: Sequence[int]) -> None:
+def _raise_first_failure(ranks: Sequence[_LocalRank], signals: Sequence[int]) -> None:
     failed = [(r.rank, r.failure) for r in ranks if r.failure]
     if not failed:
         return
-    failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))  # one that died first: its peers' errors follow
+    failed.sort(key=lambda f: (f[1].exitcode is None, f[1].when))  # ranks that died come first: they cause their peers' errors
     (rank, failure), *others = failed
-    if passed_on and failure.is_of_sigterm:
+    if signals and failure.is_of_sigterm:
         print(f"shardmesh: launch: SIGTERM has ended {len(failed)} of {len(ranks)} ranks", file=sys.stderr)
-        raise SystemExit(_SIGTERM_EXIT)
+        raise SystemExit(SIGTERM_EXIT)
     lines = [f"rank {rank} of {len(ranks)} {failure.summary}"]
     if failure.traceback:
         lines += ["", f"--- traceback of rank {rank} ---", failure.traceback.rstrip()]
@@ -381,7 +347,7 @@ def _raise_first_failure(ranks: Sequence[_Rank], passed_on: Sequence[int]) -> No
     raise error from failure.exception
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def _end(ranks: Sequence[_LocalRank]) -> None:
     try:
         alive = [r.process for r in ranks if r.process.exitcode is None]
         for process in alive:
@@ -394,89 +360,3 @@ def _end(ranks: Sequence[_Rank]) -> None:
             r.process.kill()
             r.process.join()
             r.pipe.close()
-
-
-# --------------------------------------------------------------------------------------------------------- the child
-
-
-def _child_main(parent: int, pipe: Connection, payload: bytes) -> None:
-    _end_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked since birth
-    try:
-        pipe.send_bytes(_RESULT + _run(payload))
-        _leave()
-    except BaseException as error:
-        notify_peers(error)  # the other ranks, now
-        pipe.send_bytes(_FAILURE + pickle.dumps(_raised(error)))
-        # The parent ends this process. Leaving now would break the peers' connections and blur which error was first.
-        pipe.poll(None)
-
-
-def _leave() -> None:
-    """End well (the program's threads and exit functions first), but without taking the interpreter apart: a thread of torch's
-    that is still there would, now and then, abort the process."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(0)
-
-
-def _run(payload: bytes) -> bytes:
-    fn, args, kwargs = pickle.loads(payload)
-    try:
-        result = fn(*args, **kwargs)
-    except SystemExit as leave:
-        if leave.code not in (None, 0):
-            raise
-        result = None
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    try:
-        return pickle.dumps(result)
-    except Exception as error:
-        error.add_note(f"{_name(fn)} returned a {type(result).__name__} that cannot be sent back to the parent")
-        raise
-
-
-def _raised(error: BaseException) -> _Failure:
-    text = "".join(traceback.format_exception(error.with_traceback(_below_this_file(error.__traceback__))))
-    return _Failure(f"raised {type(error).__name__}: {error}", time.monotonic(), text, _pickled_exception(error))
-
-
-def _below_this_file(tb: TracebackType | None) -> TracebackType | None:
-    """The traceback from the user's first frame on; the whole of it where the error arose here."""
-    inner = tb
-    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
-        inner = inner.tb_next
-    return inner or tb
-
-
-def _pickled_exception(error: BaseException) -> bytes | None:
-    """The exception as bytes, or None where it does not survive the trip (a custom __init__, an open file, ...)."""
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:
-        return None
-    return data
-
-
-def _end_with_parent(parent: int) -> None:
-    """No orphans: this process ends when the parent does, even by SIGKILL."""
-    if sys.platform == "linux":  # works also while this process is stuck in a call that holds the GIL
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    threading.Thread(target=_exit_after_parent, name="shardmesh-parent-watch", daemon=True).start()
-
-
-def _exit_after_parent() -> None:
-    parent = mp.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

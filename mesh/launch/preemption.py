@@ -1,15 +1,14 @@
-"""SIGTERM: it ends a rank in order, or, where a program asks `reached_preemption`, all ranks at the same step.
+"""Handle SIGTERM: end a rank in order, or, if the program calls `reached_preemption`, all ranks at the same step.
 
-How ranks agree on a step without waiting for each other in every one:
+How ranks agree on a step without synchronizing in every step:
 
     rank 0   ..10 ..11 ..12 |               12
     rank 1   ..10 ..11 |  SIGTERM           11     ->   one more than the largest: 13
     rank 2   ..10 ..11 |                    11
-                       from here on no rank begins another step until all have told the last one they began
+                       from here on no rank begins another step until all have published the last one they began
 
-Nobody can have begun step 13, so all of them see it come. A thread does the telling, so that a rank which is in the middle of a
-step (and whose collectives the others must still answer) need not come here for it. That is the protocol of JAX's
-`multihost_utils.reached_preemption_sync_point`; steps need not be numbered without gaps.
+No rank can have begun step 13, so all of them stop there. A thread publishes the step, since a rank may be in the middle of one,
+waiting in a collective. This is the protocol of JAX's `multihost_utils.reached_preemption_sync_point`; step numbers may have gaps.
 """
 
 from __future__ import annotations
@@ -31,38 +30,39 @@ from typing import Any
 
 from torch.distributed import PrefixStore, distributed_c10d
 
-from ..comm.group import World, current_world
+from ..comm.current_world import current_world
 from ..comm.process import ProcessWorld
+from ..comm.world import World
 from ..monitor.monitor import Monitor, monitor_of
 from ..simulated.simulate import SimulatedWorld
 from ..text import ranks_text
 
-_LOOK_S = 1.0  # between looks for a notice that another rank has got
-_TELL_S = 0.02  # between looks for the steps of the others, once there is a notice
-_PATIENCE_S = 120.0  # for a rank that has not called reached_preemption even once
-_FAREWELL_S = 5.0  # until all ranks know the step
+_NOTICE_POLL_S = 1.0  # between checks for a notice of another rank
+_STEP_POLL_S = 0.02  # between checks for the steps of the other ranks, after a notice
+_STEP_TIMEOUT_S = 120.0  # for ranks that have never called reached_preemption
+_READ_TIMEOUT_S = 5.0  # until all ranks have read the step
 _NOTICE_FILE = "SHARDMESH_PREEMPTION_FILE"
-EXIT_CODE = 128 + signal.SIGTERM  # what shells report of a process that SIGTERM has ended
+EXIT_CODE = 128 + signal.SIGTERM  # the exit status that shells report for a process ended by SIGTERM
 
 _log = logging.getLogger(__name__)
 
 
 def reached_preemption(step: int) -> bool:
-    """reached_preemption(step) -> whether all ranks are to save their work now and leave, because one of them has to.
+    """reached_preemption(step) -> whether all ranks should save their work now and exit, because one of them is being preempted.
 
-    Call it on every rank, once in each step, between steps. From the first call on SIGTERM does not end this process but is a
-    notice, as is the file that SHARDMESH_PREEMPTION_FILE names, once it exists. Whichever rank gets one, all ranks get True in
-    the same step and in all later ones. Until a notice comes a call costs ten microseconds, and a thread looks once a second
-    whether another rank has got one; then each rank waits once, for up to a second, until all have told which step they are in.
+    Call it on every rank, once per step, between steps. From the first call on, SIGTERM does not end this process but counts as a
+    notice, as does the existence of the file named by SHARDMESH_PREEMPTION_FILE. After any rank has received a notice, all ranks
+    get True in the same step and in all later ones. Without a notice a call takes ten microseconds, and a thread checks once a
+    second for a notice of another rank; after one each rank waits once, for up to a second, until all have published their step.
 
     Args:
-        step: the same numbers on all ranks, growing over the whole run; gaps are allowed.
+        step: the same numbers on all ranks, increasing over the whole run; gaps are allowed.
 
     Raises:
         ValueError: the step is smaller than that of the call before.
         RuntimeError: there is a notice, but some ranks have not called this within two minutes.
-        WatchError: there is a notice, and the job has failed before the ranks could agree.
-    Communication: none; through the job's store.
+        WatchError: there is a notice, but the job failed before the ranks could agree.
+    Communication: none but through the job's store.
 
     >>> import shardmesh as sm
     >>> for step in range(3):
@@ -79,8 +79,8 @@ def reached_preemption(step: int) -> bool:
 # --------------------------------------------------------------------------------------------------------- agreements
 
 
-class _Here:
-    """Ranks of one process agree: whoever sees the notice first sees the steps of all."""
+class _LocalAgreement:
+    """The agreement of ranks in one process, which share their steps."""
 
     def __init__(self) -> None:
         self.steps: dict[int, int] = {}
@@ -94,23 +94,23 @@ class _Here:
         return self.agreed is not None and step >= self.agreed
 
 
-class _Across:
-    """One rank's part in the agreement of processes, which talk through a store.
+class _StoreAgreement:
+    """One rank's side of the agreement of several processes, through a store.
 
     Args:
-        has_notice: whether this rank has to stop.
-        check: raises when the job has failed.
+        has_notice: returns whether this rank has received a notice.
+        check: raises if the job has failed.
 
     Attributes:
-        agreed: the step in which all stop.
-        error: why they cannot agree.
+        agreed: the step in which all ranks stop.
+        error: why they could not agree.
     """
 
     def __init__(self, store: Any, rank: int, size: int, has_notice: Callable[[], bool], check: Callable[[], None]) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._has_notice, self._check = has_notice, check
         self._step: int | None = None
-        self._lock = threading.Lock()  # held by the thread while ranks agree: then no step begins here
+        self._lock = threading.Lock()  # held by the thread while ranks agree, so that no step begins here
         self._over = False
         self._wake: SimpleQueue[None] = SimpleQueue()
         self.agreed: int | None = None
@@ -127,99 +127,95 @@ class _Across:
             return self.agreed is not None and step >= self.agreed
 
     def wake(self) -> None:
-        """Lets the thread look for a notice at once. May be called in a signal handler."""
+        """Make the thread check for a notice at once. May be called in a signal handler."""
         self._wake.put(None)
 
     def stop(self) -> None:
-        """Returns when the thread no longer uses the store."""
+        """Stop the thread, and return when it no longer uses the store."""
         self._over = True
         self.wake()
         self._thread.join(5.0)
 
     def _run(self) -> None:
         try:
-            noticed = self._is_noticed()
-        except Exception as error:  # the store's process has ended, as it may when the job is done
-            _log.info("rank %d no longer looks for a notice to the others: %s", self._rank, error)
+            noticed = self._wait_for_notice()
+        except Exception as error:  # the process of the store has ended, as it may at the end of a job
+            _log.info("rank %d no longer checks for a preemption notice of other ranks: %s", self._rank, error)
             return
         if noticed:
             self._agree()
 
-    def _is_noticed(self) -> bool:
-        """Waits for a notice; whether one came before the end."""
+    def _wait_for_notice(self) -> bool:
+        """Wait for a notice to any rank; return False if `stop` was called first."""
         while not self._over:
             if self._has_notice():
-                _log.warning("rank %d has to stop (%s): all ranks will, in the same step", self._rank, _notice)
+                _log.warning("rank %d is being preempted (%s): all ranks will stop in the same step", self._rank, _notice)
                 self._store.set("notice", str(self._rank))
                 return True
             if self._store.check(["notice"]):
                 return True
             with contextlib.suppress(Empty):
-                self._wake.get(timeout=_LOOK_S)
+                self._wake.get(timeout=_NOTICE_POLL_S)
         return False
 
     def _agree(self) -> None:
-        while self._step is None and not self._over:  # the others wait for our first step
-            time.sleep(_TELL_S)
+        while self._step is None and not self._over:  # the other ranks wait for this rank's first step
+            time.sleep(_STEP_POLL_S)
         with self._lock:
             try:
                 self._store.set(f"step{self._rank}", str(self._step))
-                if not self._await_all("step", _PATIENCE_S):
+                if not self._wait_for_all("step", _STEP_TIMEOUT_S):
                     return
                 self.agreed = max(int(self._store.get(f"step{rank}")) for rank in range(self._size)) + 1
             except Exception as error:
                 self.error = error
                 return
-            with contextlib.suppress(Exception):  # nobody leaves, perhaps with the store, before all have read it
+            with contextlib.suppress(Exception):  # the process of the store must not exit before all ranks have read the step
                 self._store.set(f"read{self._rank}", "")
-                self._await_all("read", _FAREWELL_S)
+                self._wait_for_all("read", _READ_TIMEOUT_S)
 
-    def _await_all(self, what: str, patience: float) -> bool:
-        """Whether all ranks have told it, before the end."""
-        deadline = time.monotonic() + patience
+    def _wait_for_all(self, what: str, timeout: float) -> bool:
+        """Wait until all ranks have set this key; return False if `stop` was called first."""
+        deadline = time.monotonic() + timeout
         while not self._over:
             missing = [rank for rank in range(self._size) if not self._store.check([f"{what}{rank}"])]
             if not missing:
                 return True
             self._check()
             if time.monotonic() > deadline:
-                raise RuntimeError(_nobody_called(missing))
-            time.sleep(_TELL_S)
+                raise RuntimeError(
+                    f"reached_preemption: there is a preemption notice, but {ranks_text(missing)} have not called it in "
+                    f"{_STEP_TIMEOUT_S:.0f} s, so the ranks cannot agree on a step. Call it on every rank, once in each step."
+                )
+            time.sleep(_STEP_POLL_S)
         return False
-
-
-def _nobody_called(missing: list[int]) -> str:
-    return (
-        f"reached_preemption: there is a notice, but {ranks_text(missing)} have not called it in {_PATIENCE_S:.0f} s, so no step can be "
-        "agreed on. Call it on every rank, once in each step."
-    )
 
 
 def _check_order(step: int, before: int | None) -> None:
     if before is not None and step < before:
         raise ValueError(
-            f"reached_preemption({step}) after reached_preemption({before}): pass a number that grows over the whole run, such as "
+            f"reached_preemption({step}) after reached_preemption({before}): step must not decrease over the whole run; pass, for example, "
             "epoch * steps_per_epoch + step."
         )
 
 
-_agreements: weakref.WeakKeyDictionary[Any, _Here | _Across] = weakref.WeakKeyDictionary()
+_agreements: weakref.WeakKeyDictionary[Any, _LocalAgreement | _StoreAgreement] = weakref.WeakKeyDictionary()
 
 
 def _key(world: World) -> Any:
-    """What the ranks of a world in one process share."""
-    return world.baton if isinstance(world, SimulatedWorld) else world
+    """Return an object that the ranks of a world in one process share."""
+    return world.scheduler if isinstance(world, SimulatedWorld) else world
 
 
-def _agreement(world: World) -> _Here | _Across:
-    with contextlib.suppress(ValueError):  # outside the main thread only other ranks or the file can bring a notice
+def _agreement(world: World) -> _LocalAgreement | _StoreAgreement:
+    with contextlib.suppress(ValueError):  # outside the main thread only other ranks or the file can give a notice
         _listen()
     if not isinstance(world, ProcessWorld) or world.size == 1:
-        return _Here()
+        return _LocalAgreement()
     watch = monitor_of(world)
-    # A connection of its own: the main thread may wait in the other one for ranks that wait for this one to agree.
+    # Use a connection of its own: the main thread may block in the other one, waiting for ranks that wait for this agreement.
     store: Any = PrefixStore(f"shardmesh/preemption/{world.job}/{world.epoch}", distributed_c10d._get_default_store())
-    made = _Across(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
+    made = _StoreAgreement(store.clone(), world.rank, world.size, _has_notice, partial(_check_job, watch))
     weakref.finalize(world, made.stop)
     return made
 
@@ -231,17 +227,17 @@ def _check_job(watch: Monitor | None) -> None:
 
 
 def forget(world: World) -> None:
-    """The ranks of this world part: there is nothing left to agree on."""
+    """Drop the agreement of this world, at the end of a session."""
     found = _agreements.pop(_key(world), None)
-    if isinstance(found, _Across):
+    if isinstance(found, _StoreAgreement):
         found.stop()
 
 
 # ------------------------------------------------------------------------------------------------------------ notices
 
-_notice = ""  # why this process has to stop
-_asked = False  # whether SIGTERM is a notice
-_before: Any = signal.SIG_DFL  # what SIGTERM did before
+_notice = ""  # the reason that this process has to stop, if it has
+_is_listening = False  # whether SIGTERM counts as a notice
+_before: Any = signal.SIG_DFL  # the handler of SIGTERM before ours
 
 
 def _has_notice() -> bool:
@@ -253,17 +249,17 @@ def _has_notice() -> bool:
 
 
 def _listen() -> None:
-    """From now on SIGTERM is a notice. Raises: ValueError outside the main thread."""
-    global _asked
+    """Make SIGTERM count as a notice. Raises: ValueError outside the main thread."""
+    global _is_listening
     _install()
-    _asked = True
+    _is_listening = True
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Inside, SIGTERM raises SystemExit(143) in the main thread, as Ctrl-C raises KeyboardInterrupt; a second one kills.
+    """Make SIGTERM raise SystemExit(143) in the main thread, inside the block, as Ctrl-C raises KeyboardInterrupt; a second one kills.
 
-    What the program itself does on SIGTERM is left alone.
+    A handler of the program is left in place.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -272,7 +268,7 @@ def ending_in_order() -> Iterator[None]:
     try:
         yield
     finally:
-        if not _asked:
+        if not _is_listening:
             _reset()
 
 
@@ -291,24 +287,19 @@ def _reset() -> None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     global _notice
-    if not _asked:
+    if not _is_listening:
         _reset()
-        _say(f"SIGTERM: ends with code {EXIT_CODE}")
+        world = current_world()
+        rank = f" rank {world.rank}:" if world.size > 1 else ""
+        with contextlib.suppress(OSError):  # not through sys.stderr, which may be in the middle of a write
+            os.write(2, f"shardmesh:{rank} SIGTERM: ends with code {EXIT_CODE}\n".encode())
         raise SystemExit(EXIT_CODE)
     _notice = "SIGTERM"
     for agreement in list(_agreements.values()):
-        if isinstance(agreement, _Across):
+        if isinstance(agreement, _StoreAgreement):
             agreement.wake()
     if callable(_before):
         _before(number, frame)
-
-
-def _say(text: str) -> None:
-    """Not through sys.stderr, which may be in the middle of a write when a signal comes."""
-    world = current_world()
-    rank = f" rank {world.rank}:" if world.size > 1 else ""
-    with contextlib.suppress(OSError):
-        os.write(2, f"shardmesh:{rank} {text}\n".encode())
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""Starting the world of processes: the launch environment, the default process group, this process's device."""
+"""Start the default process group: read the launch environment, bind the device, rendezvous."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..comm.process import ProcessWorld, is_watched, process_world
 from ..monitor.startup import rendezvous
 from ..monitor.startup.rank_info import what_must_agree
 
-# What torchrun, `launch` and most cluster launchers set; torch's own env:// start-up reads the same four.
+# Set by torchrun, `launch` and most cluster launchers, and read by torch's own env:// initialization.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_HOSTLESS = ("cpu", "meta")
-_GLOO_TIMEOUT = timedelta(days=1)  # the watch has a policy of its own, for all groups
+_HOST_ONLY = ("cpu", "meta")
+_GLOO_TIMEOUT = timedelta(days=1)  # the monitor detects hangs instead, in all groups
 
 _epoch = 0
 
 
 def start_processes(device_type: str, backend: str | None = None) -> ProcessWorld:
-    """The world of processes, with its default group started if there is none and this process bound to its device.
+    """Bind this process to its device, start the default process group if there is none, and return the world of processes.
 
-    Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use, the device is not
-        there, or the ranks do not fit each other (see `startup.rendezvous`), the same text on every rank that can be reached;
-        MeshError when the device type or the backend does not fit the group that runs already.
+    Raises: LaunchEnvironmentError when the environment is incomplete or wrong, the port is in use, the device does not
+        exist, or the ranks differ in their setup (see `monitor/startup/rendezvous.py`), the same text on every rank that can be
+        reached; MeshError when the device type or the backend does not fit the default group that exists already.
     Communication: starting the default group waits for all ranks.
     """
     if not dist.is_available():
@@ -44,21 +44,21 @@ def start_processes(device_type: str, backend: str | None = None) -> ProcessWorl
 
 
 def epoch() -> int:
-    """How many default groups this process has started."""
+    """Return the number of default groups that this process has started."""
     return _epoch
 
 
 def local_device(device_type: str) -> torch.device:
-    """The device of this type that this process is bound to."""
-    if device_type in _HOSTLESS:
+    """Return the device of this type that this process is bound to."""
+    if device_type in _HOST_ONLY:
         return torch.device(device_type)
     return torch.device(device_type, _module(device_type).current_device())
 
 
 def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] | None:
-    """(rank, world size) from the variables that torchrun sets, or None when there are none at all.
+    """Return (rank, world size) from the variables that torchrun sets, or None if none of them is set.
 
-    Raises: LaunchEnvironmentError when some are missing or are not numbers that make sense.
+    Raises: LaunchEnvironmentError when some are missing or invalid.
     """
     env = os.environ if env is None else env
     missing = [name for name in REQUIRED if not env.get(name)]
@@ -67,7 +67,7 @@ def launch_environment(env: Mapping[str, str] | None = None) -> tuple[int, int] 
     if missing:
         given = {name: env[name] for name in REQUIRED if env.get(name)}
         raise errors.LaunchEnvironmentError(
-            f"the environment has {_settings(given)} but not {', '.join(missing)}. Start the program with "
+            f"the environment has {', '.join(map('='.join, given.items()))} but not {', '.join(missing)}. Start the program with "
             f"torchrun --nproc-per-node N program.py, or set all of {', '.join(REQUIRED)} in every process; for a "
             f"single process unset {', '.join(given)}."
         )
@@ -85,19 +85,11 @@ def _number(env: Mapping[str, str], name: str) -> int:
     return int(env[name])
 
 
-def _settings(given: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in given.items())
-
-
 def _default_backend(device_type: str) -> str:
     known = dist.Backend.default_device_backend_map
-    if device_type in _HOSTLESS or device_type not in known or not _is_available(known[device_type]):
+    if device_type in _HOST_ONLY or device_type not in known or not dist.is_backend_available(known[device_type]):
         return "gloo"
     return f"cpu:gloo,{device_type}:{known[device_type]}"
-
-
-def _is_available(backend: str) -> bool:
-    return dist.is_backend_available(backend)
 
 
 def _start_default_group(device_type: str, backend: str | None) -> None:
@@ -116,14 +108,14 @@ def _start_default_group(device_type: str, backend: str | None) -> None:
 
 
 def _module(device_type: str) -> Any:
-    """torch.cuda, torch.xpu, ...
+    """Return the torch module of a device type: torch.cuda, torch.xpu, ...
 
-    Raises: MeshError for what is not a device type; LaunchEnvironmentError where there is no such device.
+    Raises: MeshError for an unknown device type; LaunchEnvironmentError if there is no such device.
     """
     try:
         parsed = torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise errors.MeshError(f'device type {device_type!r}: write one that torch knows, "cpu" or "cuda".') from None
+        raise errors.MeshError(f'device type {device_type!r}: must be one that torch knows, such as "cpu" or "cuda".') from None
     if parsed.index is not None:
         raise errors.MeshRuntimeError(
             f'device type {device_type!r}: write "{parsed.type}" without an index; LOCAL_RANK chooses the device.'
@@ -138,8 +130,8 @@ def _module(device_type: str) -> Any:
 
 
 def _bind_device(device_type: str) -> None:
-    """Makes the device with this process's LOCAL_RANK (never its RANK) the current one."""
-    if device_type in _HOSTLESS:
+    """Make the device with index LOCAL_RANK (never RANK) the current one."""
+    if device_type in _HOST_ONLY:
         return
     module = _module(device_type)
     count = module.device_count()
@@ -153,8 +145,8 @@ def _bind_device(device_type: str) -> None:
         module.set_device(index)
     elif count > 1 and not dist.is_initialized() and launch_environment() is not None:
         raise errors.LaunchEnvironmentError(
-            f"LOCAL_RANK is not set and this process sees {count} {device_type} devices, so it cannot tell which is "
-            "its own. Start it with torchrun, or set LOCAL_RANK to the index of the process on its machine."
+            f"LOCAL_RANK is not set and this process sees {count} {device_type} devices, so it is unknown which one to "
+            "use. Start the program with torchrun, or set LOCAL_RANK to the index of the process on its machine."
         )
 
 
@@ -170,7 +162,7 @@ def _check_backend(device_type: str, backend: str | None) -> None:
     wanted = dict(part.split(":") for part in backend.split(",")) if ":" in backend else {device_type: backend}
     if any(running.get(device) != name for device, name in wanted.items()):
         raise errors.MeshError(
-            f"backend={backend!r} but the default process group runs already, with {running}. Leave backend out, or "
+            f"backend={backend!r}, but the default process group exists already, with {running}. Omit backend, or "
             "destroy that group first."
         )
 

@@ -1,13 +1,13 @@
-"""Work for one rank: `rank_zero`, `main_process_first`, and a warning where a collective among them would wait for ever.
+"""rank_zero and main_process_first: run code on one rank, or on one rank before the others.
 
-    rank_zero              rank 0   fn() .......... goes on
-                           rank 1   goes on
+    rank_zero              rank 0   fn() .......... continues
+                           rank 1   continues
 
-    main_process_first     rank 0   block .. meet   goes on
-                           rank 1            meet   block ..  goes on
+    main_process_first     rank 0   block .. sync   continues
+                           rank 1            sync   block ..  continues
 
-Inside such a region a collective with a rank that is not in it can never end. The region listens to this rank's collectives while
-it lasts, so that a program without regions pays nothing.
+A collective inside such a region, with a rank that is not in it, would hang. So a region observes this rank's collectives and warns;
+outside of regions this costs nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import torch.distributed as dist
 
 from .. import errors
 from ..comm.call_site import user_call, user_line
-from ..comm.group import CollectiveRecord, Group, World, current_world
+from ..comm.current_world import current_world
+from ..comm.group import CollectiveRecord, Group
 from ..comm.process import ProcessWorld
+from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.verdict import Observation, Verdict
 from ..simulated.simulate import SimulatedWorld
@@ -43,14 +45,14 @@ def rank_zero(fn: None = None, *, local: bool = False) -> Callable[[Callable[Arg
 def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> Callable[..., Any]:
     """rank_zero(fn)(*args) -> fn(*args) on rank 0, None on the others, which do not wait.
 
-    Also as a decorator: `@sm.rank_zero`, or `@sm.rank_zero(local=True)`. Before the processes have met, the rank is the one that
-    torchrun or `launch` has set. A collective with other ranks inside fn would wait for ever: there is a warning, once for
-    each line.
+    Also a decorator: `@sm.rank_zero`, or `@sm.rank_zero(local=True)`. Before the default process group is started, the rank is the
+    one that torchrun or `launch` has set. A collective with other ranks inside fn would hang, so it causes a warning, once
+    per line.
 
     Args:
-        local: on one rank of each host, the one with LOCAL_RANK 0. Simulated ranks share one host.
+        local: run on one rank of each host, the one with LOCAL_RANK 0. Simulated ranks share one host.
 
-    Raises: LaunchEnvironmentError when local is true and the launcher has not told which ranks share this host.
+    Raises: LaunchEnvironmentError when local is true and the launcher has not set which ranks share this host.
     Communication: none.
 
     >>> import shardmesh as sm
@@ -67,7 +69,7 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
 
     @functools.wraps(fn)
     def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
-        rank, peers = _me_among(local)
+        rank, peers = _rank_and_peers(local)
         if rank != peers[0]:
             return None
         with _region(current_world(), name, peers[1:]):
@@ -78,18 +80,18 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
 
 @contextmanager
 def main_process_first(local: bool = False) -> Iterator[None]:
-    """with main_process_first(): rank 0 runs the block first, then all others do: it downloads, they find it done.
+    """with main_process_first(): run the block on rank 0, then on all other ranks; for example, rank 0 downloads, others use the cache.
 
-    What rank 0 raises, the others raise too, as `PeerError`, instead of running the block. However long rank 0 takes, it is no
-    stall. A collective inside the block would wait for ever: there is a warning, once for each line.
+    If rank 0 raises, the other ranks raise `PeerError` instead of running the block. However long rank 0 takes, it is not reported
+    as a stall. A collective inside the block would hang, so it causes a warning, once per line.
 
     Args:
-        local: on each host by itself, the rank with LOCAL_RANK 0 first. Simulated ranks share one host.
+        local: on each host, run the rank with LOCAL_RANK 0 first. Simulated ranks share one host.
 
     Raises:
-        PeerError: on the others, when the first rank raised.
-        LaunchEnvironmentError: the processes have not met yet, or local is true and the launcher has not told which ranks share
-            this host.
+        PeerError: on the other ranks, when the first rank raised.
+        LaunchEnvironmentError: the default process group is not started, or local is true and the launcher has not set which ranks
+            share this host.
     Communication: all_gather_object, of a few bytes, over all ranks (of the host).
 
     >>> import shardmesh as sm
@@ -101,25 +103,29 @@ def main_process_first(local: bool = False) -> Iterator[None]:
     [rank 1] download
     [None, None]
     """
-    rank, peers = _me_among(local)
+    rank, peers = _rank_and_peers(local)
     world = current_world()
-    _check_met(world)
-    group, place = world.group(peers), "{}:{}".format(*user_line())
-    name = f"main_process_first() at {place}"
+    launched = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
+    if launched is not None and launched[1] > 1:
+        raise errors.LaunchEnvironmentError(
+            f"main_process_first() before the default process group of the {launched[1]} processes is started, so no rank could wait for "
+            "rank 0. Call init_device_mesh or torch.distributed.init_process_group first."
+        )
+    group, line = world.group(peers), "{}:{}".format(*user_line())
+    name = f"main_process_first() at {line}"
     if rank == peers[0]:
-        with _telling(group, place), _paused(world), _region(world, name, peers[1:]):
+        with _sending_outcome(group, line), _paused(world), _region(world, name, peers[1:]):
             yield
     else:
-        _wait_for_first(group)
+        raised: Verdict | None = group.all_gather_object(None)[0]
+        if raised is not None:
+            raise raised.error()
         with _region(world, name, peers[:1]):
             yield
 
 
-# ----------------------------------------------------------------------------------------------------- who waits for whom
-
-
-def _me_among(local: bool) -> tuple[int, Sequence[int]]:
-    """This rank, and the ranks among which the first one is meant: those of the job, or of this host."""
+def _rank_and_peers(local: bool) -> tuple[int, Sequence[int]]:
+    """Return this rank, and the ranks of the job or of this host."""
     world = current_world()
     rank, size = world.rank, world.size
     if not isinstance(world, ProcessWorld):
@@ -130,49 +136,35 @@ def _me_among(local: bool) -> tuple[int, Sequence[int]]:
 
 
 def _of_this_host(rank: int) -> range:
-    """Launchers number the ranks of a host one after another."""
+    """Return the ranks of this host, which launchers number consecutively."""
     found = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if not all(text.isdecimal() for text in found):
         raise errors.LaunchEnvironmentError(
-            f"local=True, but LOCAL_RANK={found[0]!r} and LOCAL_WORLD_SIZE={found[1]!r} do not tell which ranks share this host. Start "
-            "the program with torchrun, or set both in every process."
+            f"local=True needs the ranks of this host, but LOCAL_RANK={found[0]!r} and LOCAL_WORLD_SIZE={found[1]!r} are not both set. "
+            "Start the program with torchrun, or set both in every process."
         )
     first = rank - int(found[0])
     return range(first, first + int(found[1]))
 
 
-def _check_met(world: World) -> None:
-    place = launch_environment() if isinstance(world, ProcessWorld) and world.size == 1 else None
-    if place is not None and place[1] > 1:
-        raise errors.LaunchEnvironmentError(
-            f"main_process_first() before the {place[1]} processes of this job have met: nobody could wait for rank 0. Call "
-            "init_device_mesh or torch.distributed.init_process_group first."
-        )
-
-
-def _wait_for_first(group: Group) -> None:
-    raised: Verdict | None = group.all_gather_object(None)[0]
-    if raised is not None:
-        raise raised.error()
-
-
 @contextmanager
-def _telling(group: Group, place: str) -> Iterator[None]:
-    """Lets the others go on, or tells them why not."""
+def _sending_outcome(group: Group, line: str) -> Iterator[None]:
+    """Send the other ranks None at the end of the block, or a verdict if it raises."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, errors.WatchError) and not isinstance(group.world, SimulatedWorld):  # which tells all by itself
-            group.all_gather_object(_raised(group.ranks[0], place, error))
+        # Both worlds report these errors to all ranks themselves.
+        if not isinstance(error, errors.WatchError) and not isinstance(group.world, SimulatedWorld):
+            group.all_gather_object(_verdict(group.ranks[0], line, error))
         raise
     group.all_gather_object(None)
 
 
-def _raised(rank: int, place: str, error: Exception) -> Verdict:
+def _verdict(rank: int, line: str, error: Exception) -> Verdict:
     kind = type(error).__name__
-    said = f"rank {rank} raised {kind} in main_process_first at {place}, so the others do not run it"
-    lines = [f"{said}: {error}", *(f"  | {line}" for line in "".join(traceback.format_exception(error)).splitlines())]
-    return Verdict("raised", (rank,), kind, (Observation(rank, "main_process_first", place),), "\n".join(lines))
+    summary = f"rank {rank} raised {kind} in main_process_first at {line}, so the other ranks do not run the block: {error}"
+    lines = [summary, *(f"  | {text}" for text in "".join(traceback.format_exception(error)).splitlines())]
+    return Verdict("raised", (rank,), kind, (Observation(rank, "main_process_first", line),), "\n".join(lines))
 
 
 def _paused(world: World) -> Any:
@@ -186,15 +178,15 @@ _warned: set[tuple[str, int]] = set()
 
 
 class _Region:
-    """A part of the program that some ranks do not run, or not now."""
+    """A block of the program that some ranks do not run, or run later; observes the collectives inside."""
 
     def __init__(self, world: World, name: str, absent: Sequence[int]) -> None:
         self._world, self._name, self._absent = world, name, frozenset(absent)
 
     def observe(self, record: CollectiveRecord) -> None:
-        """Warns of a collective with ranks that do not come to it."""
+        """Warn of a collective with ranks that are not in the region."""
         absent = sorted(self._absent.intersection(record.ranks))
-        if not absent or current_world() is not self._world:  # a world of its own inside: all of its ranks are here
+        if not absent or current_world() is not self._world:  # in another world, inside the region, no rank is absent
             return
         call = user_call()
         if (call.file, call.line) not in _warned:
@@ -205,13 +197,13 @@ class _Region:
         by = "" if name == record.op else f" by {name}"
         return (
             f"{record.op} over {self._world.axes_of(record.ranks)}{by} inside {self._name}: {ranks_text(absent)} will not call it "
-            f"while this rank is there, so it waits for ever. Do it before or after, on {ranks_text(record.ranks)} together."
+            f"while this rank is in the block, so it hangs. Call it before or after the block, on {ranks_text(record.ranks)} together."
         )
 
 
 @contextmanager
 def _region(world: World, name: str, absent: Sequence[int]) -> Iterator[None]:
-    """Inside, collectives with ranks that are absent are warned of."""
+    """Warn of collectives with absent ranks, inside the block."""
     listener = _Region(world, name, absent).observe
     world.observers.append(listener)
     try:

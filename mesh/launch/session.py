@@ -1,10 +1,10 @@
-"""A session: where the groups of a program begin and end, whatever ends it.
+"""session: close the process groups of a program at the end of a block, also after an error.
 
-    with sm.session():           rank 0   mesh, training ...... meet   close groups of some ranks, then the default group
-        mesh = ...               rank 1   mesh, training .. meet       the same, in the same order
+    with sm.session():           rank 0   mesh, training ...... sync   close groups of some ranks, then the default group
+        mesh = ...               rank 1   mesh, training .. sync       the same, in the same order
         train(mesh)
-                                 rank 0   mesh, training ..  PeerError: rank 1 raised ...        closes, waits for nobody
-                                 rank 1   mesh, raises       tells the others                    closes, waits for nobody
+                                 rank 0   mesh, training ..  PeerError: rank 1 raised ...        close without waiting
+                                 rank 1   mesh, raises       reports it to the others            close without waiting
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from torch.distributed import distributed_c10d
 
 from .. import errors
 from ..comm.call_site import user_line
-from ..comm.group import Group, World, current_world
+from ..comm.current_world import current_world
+from ..comm.group import Group
 from ..comm.process import ProcessGroup
+from ..comm.world import World
 from ..monitor.monitor import monitor_of
 from ..monitor.settings import settings, watchdog
 from ..monitor.termination import keep_groups, torch_groups
@@ -34,21 +36,21 @@ if TYPE_CHECKING:
 
 
 def session(timeout: float | None = None, stall_warn: float | None = None) -> Session:
-    """with session(): whatever ends the block, its process groups are closed, and no rank hangs.
+    """with session(): close the process groups at the end of the block, however it ends, so that no rank hangs.
 
-    At the end all ranks wait for each other; then each closes the groups that were made inside, in one order, and the default
-    process group, if it was started inside. After an error it first tells the other ranks, which raise `PeerError`, and waits for
-    nobody. SIGTERM, which else kills at once, raises SystemExit(143) inside, as Ctrl-C raises KeyboardInterrupt. Meshes and
-    tensors that outlive the session say so when they communicate; a new session, or a new mesh, starts afresh.
+    At the end all ranks wait for each other; then each closes the groups that were made inside, in the same order, and the default
+    process group, if it was started inside. After an error it reports the error to the other ranks, which raise `PeerError`, and
+    does not wait. SIGTERM, which otherwise kills at once, raises SystemExit(143) inside, as Ctrl-C raises KeyboardInterrupt. Meshes
+    and tensors that outlive the session raise an error when they communicate; make a new mesh, in a new session or without one.
 
     Args:
-        timeout: seconds that a rank may keep others waiting until that is an error, as in `watchdog`; inside only.
-        stall_warn: seconds until that is a warning.
+        timeout: seconds that a rank may keep others waiting before that is an error, as in `watchdog`; inside only.
+        stall_warn: seconds before that is a warning.
 
     Raises:
         ValueError: times that are not positive.
         WatchError: at the end, when the job has failed.
-    Communication: a barrier over all ranks, at an end without an error.
+    Communication: a barrier over all ranks, at the end of a block without an error.
 
     >>> import shardmesh as sm
     >>> with sm.session(timeout=600):
@@ -61,11 +63,11 @@ def session(timeout: float | None = None, stall_warn: float | None = None) -> Se
 
 
 class Session:
-    """What `session` returns.
+    """The context manager of `session`.
 
     Attributes:
         place: file:line where it was opened; "" before.
-        is_closed: whether it is over.
+        is_closed: whether it has ended.
     """
 
     def __init__(self, timeout: float | None, stall_warn: float | None) -> None:
@@ -78,13 +80,13 @@ class Session:
 
     def __enter__(self) -> Session:
         if self.place:
-            raise RuntimeError(f"{self!r} cannot be entered again: write `with session():` anew.")
+            raise RuntimeError(f"{self!r} cannot be entered again: write `with session():` to open a new one.")
         with ExitStack() as stack:
             stack.enter_context(_stalls(*self._times))
             stack.enter_context(ending_in_order())
             self._stack = stack.pop_all()
         self.place = "{}:{}".format(*user_line())
-        self._before = _There(current_world())
+        self._before = _Snapshot(current_world())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
@@ -111,7 +113,7 @@ class Session:
             watch.notified = True
         self._close(world, waiting=False)
         if watch is not None and not dist.is_initialized():
-            watch.depart()  # whatever was under way, nobody waits for it any more
+            watch.depart()  # no rank waits for this one's started collectives any more
 
     def _close(self, world: World, waiting: bool) -> None:
         self.is_closed = True
@@ -130,7 +132,7 @@ class Session:
                 stream.flush()
 
     def _retire(self, world: World, groups: Sequence[Group], meshes: Sequence[DeviceMesh]) -> None:
-        """What was made inside refuses to communicate from now on, and is made anew when it is asked for again."""
+        """Make groups and meshes of the session raise when they communicate, and forget them, so that new ones are made."""
         world.meshes = {key: mesh for key, mesh in world.meshes.items() if not _is_in(mesh, meshes)}
         world._groups = {key: group for key, group in world._groups.items() if not _is_in(group, groups)}
         world.epoch += 1
@@ -140,11 +142,11 @@ class Session:
             mesh.world, mesh._groups, mesh._torch = ClosedWorld(world, self._why(repr(mesh))), {}, None
 
     def _why(self, what: str) -> str:
-        return f"{what} belongs to the session that was opened at {self.place} and is closed: make a new mesh, and put the tensors on it."
+        return f"{what} belongs to the session that was opened at {self.place} and is closed: make a new mesh and move the tensors to it."
 
 
 class ClosedWorld(World):
-    """The world of a mesh whose session is closed: it has no groups."""
+    """The world of a mesh whose session is closed; asking for a group raises MeshError."""
 
     def __init__(self, world: World, why: str) -> None:
         super().__init__(world.rank, world.size)
@@ -159,7 +161,7 @@ class ClosedWorld(World):
 
 @contextmanager
 def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
-    """The times of `watchdog`, inside."""
+    """Set the times of `watchdog` inside the block."""
     here = settings()
     before = here.warn, here.timeout
     watchdog(warn, timeout)
@@ -169,8 +171,8 @@ def _stalls(timeout: float | None, warn: float | None) -> Iterator[None]:
         here.warn, here.timeout = before
 
 
-class _There:
-    """What there is when a session begins, so that it can tell what was made since."""
+class _Snapshot:
+    """The groups and meshes that exist at the start of a session, to find those made since."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -178,7 +180,7 @@ class _There:
         self._torch = [weakref.ref(handle) for handle in torch_groups()]
 
     def groups_since(self, world: World) -> list[Group]:
-        """Subgroups in the order of their ranks, those of all ranks last."""
+        """Return the groups made since: subgroups in the order of their ranks, those of all ranks last."""
         known = self._groups if world is self._world else []
         made = {id(group): group for group in world._groups.values() if not _is_in(group, known)}
         return sorted(made.values(), key=lambda group: (group.size == world.size, group.ranks))
@@ -188,11 +190,11 @@ class _There:
         return [mesh for mesh in world.meshes.values() if not _is_in(mesh, known)]
 
     def is_job_since(self) -> bool:
-        """Whether the default process group was started since."""
+        """Return whether the default process group was started since."""
         return dist.is_available() and dist.is_initialized() and self._is_since(dist.group.WORLD)
 
     def destroy_since(self, groups: Sequence[Group]) -> None:
-        """Destroys torch's groups that these have made, but for the default group."""
+        """Destroy torch's process groups of these groups that were made since, except the default group."""
         for group in groups:
             handle = group._channel and group._channel() if isinstance(group, ProcessGroup) else None
             if handle is not None and handle is not dist.group.WORLD and self._is_since(handle):
@@ -203,15 +205,15 @@ class _There:
 
 
 def _is_in(one: object, many: Sequence[object]) -> bool:
-    """By identity: equal meshes of different worlds are different ones."""
+    """Return whether `many` has this very object; equal meshes of different worlds are different objects."""
     return any(one is other for other in many)
 
 
 def _abandon_job() -> None:
-    """Ends the default group and all others without waiting for what is under way.
+    """End the default group and all others without waiting for their collectives.
 
-    A group of gloo's waits for its threads when it is taken apart, and those wait for ranks that may never come. So its groups
-    are kept for ever: a few threads that sleep. Other backends can break off what is under way.
+    Destroying a gloo group waits for its threads, which wait for ranks that may never answer. So gloo's groups are kept until the
+    process exits; they cost a few sleeping threads. Other backends can abort their collectives.
     """
     keep_groups()
     if "nccl" in dist.get_backend_config():

@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 from .. import errors
-from ..comm.group import World, current_world
+from ..comm.current_world import current_world
+from ..comm.world import World
 from ..simulated.output import callers_stdout
 from ..simulated.simulate import SimulatedWorld
 from .monitor import monitor_of

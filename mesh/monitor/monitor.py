@@ -40,7 +40,8 @@ from .verdict import Verdict
 from .watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from ..comm.group import Group, World
+    from ..comm.group import Group
+    from ..comm.world import World
     from .hosts.relay import Relay
 
 _SLICE, _LONG_SLICE = timedelta(milliseconds=10), timedelta(milliseconds=25)

@@ -1,1 +1,1 @@
-"""The simulated world: N ranks as threads of one process."""
+"""simulate: N ranks as threads of one process."""

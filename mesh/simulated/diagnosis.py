@@ -15,7 +15,7 @@ from ..monitor.verdict import Observation, Verdict, composed
 from ..text import ranks_text
 
 if TYPE_CHECKING:
-    from .rendezvous import Call
+    from .rendezvous import Arrival
 
 _FIELDS = ("operation", "agree", "layout", "lineage")
 
@@ -24,14 +24,14 @@ class BlockedRank(NamedTuple):
     """A blocked rank: its collective, the group, which of its ranks are missing, and the line in the program."""
 
     rank: int
-    call: Call
+    call: Arrival
     ranks: Sequence[int]
     missing: list[int]
     place: str | None
 
 
 def different_collectives(
-    problem: str, ranks: Sequence[int], calls: Sequence[Call], places: Sequence[str | None]
+    problem: str, ranks: Sequence[int], calls: Sequence[Arrival], places: Sequence[str | None]
 ) -> CollectiveMismatchError:
     blamed, field = _outliers(ranks, calls), _field(calls)
     who: dict[str, list[int]] = {}
@@ -50,11 +50,11 @@ def _blame(blamed: Sequence[int]) -> str:
     return f"; outlier: {ranks_text(blamed)}" if blamed else ""
 
 
-def _fields(call: Call) -> list[object]:
+def _fields(call: Arrival) -> list[object]:
     return [call.op, call.agree, call.note, call.lineage]
 
 
-def _field(calls: Sequence[Call]) -> str:
+def _field(calls: Sequence[Arrival]) -> str:
     first = _fields(calls[0])
     for call in calls:
         for name, one, other in zip(_FIELDS, first, _fields(call), strict=True):
@@ -63,7 +63,7 @@ def _field(calls: Sequence[Call]) -> str:
     return ""
 
 
-def _name_of_agreed(one: Call, other: Call) -> str:
+def _name_of_agreed(one: Arrival, other: Arrival) -> str:
     for mine, theirs in zip(one.agree, other.agree, strict=False):
         if mine != theirs:
             return _name_of_value(mine)
@@ -78,14 +78,14 @@ def _name_of_value(value: object) -> str:
     return "shape" if value.endswith("elements") else "reduction"
 
 
-def _outliers(ranks: Sequence[int], calls: Sequence[Call]) -> tuple[int, ...]:
+def _outliers(ranks: Sequence[int], calls: Sequence[Arrival]) -> tuple[int, ...]:
     parties = connected(list(zip(ranks, calls, strict=True)), lambda one, other: _alike(one[1], other[1]))
     if len(parties) == 1:
         return worst_correspondent(ranks, list(_messages(calls)))
     return minority([[rank for rank, _ in party] for party in parties])
 
 
-def _messages(calls: Sequence[Call]) -> Iterator[tuple[int, int, bool]]:
+def _messages(calls: Sequence[Arrival]) -> Iterator[tuple[int, int, bool]]:
     """Yield (place of the sender, of the receiver, whether both describe it alike) for each message that either of them describes."""
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
@@ -95,7 +95,7 @@ def _messages(calls: Sequence[Call]) -> Iterator[tuple[int, int, bool]]:
                     yield i, j, sent == expected
 
 
-def _amounts(sender: Call, receiver: Call, i: int, j: int) -> tuple[int, int]:
+def _amounts(sender: Arrival, receiver: Arrival, i: int, j: int) -> tuple[int, int]:
     """Return how much goes from one rank to the other, as each states; plus one where a message may be empty, so that 0 means none."""
     if sender.op == "all_to_all":
         return sender.buffers[3][j], receiver.buffers[2][i]
@@ -104,7 +104,7 @@ def _amounts(sender: Call, receiver: Call, i: int, j: int) -> tuple[int, int]:
     return (x.numel() + 1 if dst == j else 0), (out.numel() + 1 if src == i else 0)
 
 
-def _alike(one: Call, other: Call) -> bool:
+def _alike(one: Arrival, other: Arrival) -> bool:
     return _fields(one)[:3] == _fields(other)[:3] and not unlike(one.lineage, other.lineage)
 
 

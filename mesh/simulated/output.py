@@ -1,13 +1,13 @@
-"""What simulated ranks print: line by line, with the rank in front.
+"""The output of simulated ranks: whole lines, prefixed by the rank, in the order of ranks.
 
     rank 0   print("loss", end=" ")  ...  print(0.5)   ->   [rank 0] loss 0.5
     rank 1   print("loss", end=" ")  ...  print(0.5)   ->   [rank 1] loss 0.5
 
-While ranks run, `sys.stdout` belongs to the one that runs, as in a process of its own: it is exchanged together with the baton.
-So a rank may also redirect its own, and what leaves a rank goes where the caller's prints would have gone.
+Each rank has its own `sys.stdout`, which the scheduler installs while the rank runs, so a rank may also redirect it. Its lines are
+written to the caller's `sys.stdout`.
 
-The last rank to arrive at a collective goes on first. What it prints is held until the lower ranks of the collective have run to
-their next one, so that lines printed by all ranks come in the order of ranks.
+The last rank to arrive at a collective continues first. Its output is held until the lower ranks of the collective have reached
+their next one, so that lines printed by all ranks appear in the order of ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PRINTS = ("all", "first", "plain")
 
 
 class RankOutput:
-    """The `sys.stdout` of one rank: passes whole lines on, in one piece.
+    """The `sys.stdout` of one rank: writes whole lines to a stream.
 
-    In all else (encoding, isatty, fileno ...) it is the stream that it writes to. What ends in a carriage return is drawn over
-    by what follows, as on a terminal, so a progress bar leaves one line.
+    All other attributes (encoding, isatty, fileno ...) are those of the stream. Text after a carriage return replaces the text
+    before it, as on a terminal, so a progress bar leaves one line.
     """
 
     def __init__(self, stream: Any, prefix: str) -> None:
@@ -38,7 +38,8 @@ class RankOutput:
         *lines, rest = (self._line + text).split("\n")
         self._line = _last_drawn(rest)
         if lines:
-            whole = "".join(f"{self._prefix}{_drawn(line)}\n" for line in lines)
+            drawn = (_last_drawn(line).rstrip("\r") for line in lines)
+            whole = "".join(f"{self._prefix}{line}\n" for line in drawn)
             self.stream.write(whole) if self.held is None else self.held.append(whole)
         return len(text)
 
@@ -46,21 +47,21 @@ class RankOutput:
         self.write("".join(lines))
 
     def flush(self) -> None:
-        """Flushes the lines that are whole: half a line would be torn apart by the next rank."""
+        """Flush whole lines only: the next rank might print between the halves of a line."""
         self.stream.flush()
 
     def end_line(self) -> None:
-        """Passes on what stands in the last line, if anything does."""
+        """Write the last line if it has not ended."""
         if self._line:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Return the stream's descriptor, and hold nothing: who asks for it (`input`, a debugger, a child process) writes past us."""
+        """Return the stream's descriptor and release held lines: its user (`input`, a debugger, a child process) writes directly."""
         self.release()
         return self.stream.fileno()
 
     def release(self) -> None:
-        """Pass on what was held, and hold no more."""
+        """Write the held lines, and hold no more."""
         held, self.held = self.held, None
         if held:
             self.stream.write("".join(held))
@@ -70,7 +71,7 @@ class RankOutput:
 
 
 class RankOrder:
-    """Holds what a rank prints while lower ranks of its last collective have not gone on yet.
+    """Holds the output of a rank until the lower ranks of its last collective have run.
 
     Args:
         outputs: the `sys.stdout` of each rank; only a `RankOutput` is ever held.
@@ -78,17 +79,17 @@ class RankOrder:
 
     def __init__(self, outputs: Iterable[Any]) -> None:
         self._outputs = list(outputs)
-        self._before: dict[int, set[int]] = {}  # by rank that is held: the lower ranks that have still to run
+        self._before: dict[int, set[int]] = {}  # by held rank: the lower ranks that have not run yet
 
-    def ahead(self, rank: int, others: Iterable[int]) -> None:
-        """The rank goes on from a collective before these."""
+    def runs_before(self, rank: int, others: Iterable[int]) -> None:
+        """Hold the rank's output: it continues from a collective before these others."""
         output, lower = self._outputs[rank], {other for other in others if other < rank}
         if lower and isinstance(output, RankOutput):
             self._before.setdefault(rank, set()).update(lower)
             output.held = output.held or []
 
     def has_run(self, rank: int) -> None:
-        """The rank has come to its next collective, or to its end."""
+        """Release output that waited for this rank, which has reached its next collective or its end."""
         for held, lower in list(self._before.items()):
             lower.discard(rank)
             if not lower:
@@ -96,14 +97,14 @@ class RankOrder:
                 self._outputs[held].release()
 
     def end(self) -> None:
-        """Pass on all that is held."""
+        """Write all held output."""
         for rank in sorted(self._before):
             self._outputs[rank].release()
         self._before.clear()
 
 
-class Silence(RankOutput):
-    """The `sys.stdout` of a rank whose prints are left off."""
+class _Silence(RankOutput):
+    """The `sys.stdout` of a rank whose output is dropped."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream, "")
@@ -115,33 +116,29 @@ class Silence(RankOutput):
 def check_prints(prints: object) -> None:
     if prints not in PRINTS:
         raise errors.MeshError(
-            f"simulate(..., prints={prints!r}): write 'all' (every rank prints, its lines begin with [rank 0]), 'first' (rank 0 "
-            "prints, the others are silent) or 'plain' (every rank prints, nothing is added)."
+            f"simulate(..., prints={prints!r}): prints must be 'all' (every rank prints, with [rank 0] etc. before each line), 'first' "
+            "(only rank 0 prints) or 'plain' (every rank prints, nothing is added)."
         )
 
 
 def outputs(n: int, prints: str, stream: Any) -> list[Any]:
-    """The `sys.stdout` of each rank, given the caller's (None in a program without one)."""
+    """Return the `sys.stdout` of each rank, given the caller's (None if the program has none)."""
     if n == 1 or prints == "plain" or stream is None:
         return [stream] * n
     if prints == "first":
-        return [stream] + [Silence(stream)] * (n - 1)
+        return [stream] + [_Silence(stream)] * (n - 1)
     return [RankOutput(stream, f"[rank {rank}] ") for rank in range(n)]
 
 
 def callers_stdout(caller_is_rank: bool) -> Any:
-    """What the caller of `simulate` prints to: not that of a rank of another thread's run, unless the caller is one."""
+    """Return the `sys.stdout` of the caller of `simulate`, which is not that of a simulated rank unless the caller is one."""
     stream = sys.stdout
     while not caller_is_rank and isinstance(stream, RankOutput):
         stream = stream.stream
     return stream
 
 
-def _drawn(line: str) -> str:
-    return _last_drawn(line).rstrip("\r")
-
-
 def _last_drawn(line: str) -> str:
-    """What a terminal shows of a line that returned to its beginning; a return at the end still waits for its text."""
+    """Return what a terminal shows of a line with carriage returns; one at the end is kept, since its text follows."""
     body = line.rstrip("\r")
     return body.rpartition("\r")[2] + line[len(body) :]

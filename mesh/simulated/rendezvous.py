@@ -1,15 +1,15 @@
-"""Where simulated ranks meet: what must agree between them, and the data that moves.
+"""Rendezvous of simulated ranks at a collective: compare the arguments, then move the data.
 
-    rank 0   Call("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --.
-    rank 1   Call("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+--  move([call of 0, call of 1])
+    rank 0   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --.
+    rank 1   Arrival("all_reduce", agree=("sum", float32, "4 elements"), buffers=(x,))  --+--  move([arrival of 0, arrival of 1])
 
-All ranks' memory is this process's, so the last rank to arrive moves everybody's data.
+All ranks share the memory of one process, so the last rank to arrive moves the data of all.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,14 @@ _FOLD = {"sum": torch.add, "product": torch.mul, "max": torch.maximum, "min": to
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Arrival:
     """A rank's arrival at a collective.
 
     Attributes:
-        agree: what must agree between ranks.
-        note: what it belongs to, as text; must agree, too.
-        lineage: how the value was made; 0 where that is not known.
-        trace_buffer: the rank's ledger; None where nothing is noted down.
+        agree: arguments that must be equal on all ranks.
+        note: the `CommTag`, as text; must be equal on all ranks, too.
+        lineage: how the value was computed; 0 if unknown.
+        trace_buffer: the rank's ledger; None if nothing is recorded.
     """
 
     op: str
@@ -51,27 +51,27 @@ class Call:
         return f"{self.op}({', '.join(words)})" + (f" for {self.note}" if self.note else "")
 
 
-Move = Callable[[list[Call]], Any]
+Move = Callable[[list[Arrival]], Any]
 
 
-class Meeting:
-    """The ranks of one group on their way through one collective."""
+class Rendezvous:
+    """The ranks of one group at one collective, until the last of them arrives."""
 
     __slots__ = ("calls", "error", "result")
 
     def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, Arrival] = {}
         self.result: Any = None
         self.error: Exception | None = None
 
     def complete(self, ranks: tuple[int, ...], move: Move, place_of: Callable[[int], str | None]) -> None:
-        """Everybody is here: moves the data, or has the error that each of them raises."""
+        """Move the data, or set the error that every rank raises. Called when all ranks have arrived."""
         calls = [self.calls[r] for r in ranks]
         try:
             problem = _disagreement(ranks, calls)
             if problem is not None:
                 raise verdict.different_collectives(problem, ranks, calls, list(map(place_of, ranks)))
-            # Inference mode may write to both kinds of tensors; outside it, inference tensors refuse.
+            # In inference mode both inference tensors and others may be written; outside, inference tensors raise.
             with torch.inference_mode():
                 self.result = move(calls)
         except Exception as error:
@@ -82,8 +82,8 @@ def like(x: Tensor) -> tuple[torch.dtype, str]:
     return x.dtype, f"{x.numel()} elements"
 
 
-def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
-    """What does not fit between the calls, if anything."""
+def _disagreement(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
+    """Return how the ranks' calls differ, None if they agree."""
     first = calls[0]
     if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
         return "ranks call different collectives"
@@ -95,7 +95,7 @@ def _disagreement(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     return _wrong_pair(ranks, calls) if first.op == "permute" else None
 
 
-def _wrong_split(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
+def _wrong_split(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
             sent, expected = sender.buffers[3][j], receiver.buffers[2][i]
@@ -104,7 +104,7 @@ def _wrong_split(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     return None
 
 
-def _wrong_pair(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
+def _wrong_pair(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     for i, call in enumerate(calls):
         _, x, dst, src = call.buffers
         wrong = None if dst is None else _wrong_sent(ranks, calls, i, dst, x.numel())
@@ -116,7 +116,7 @@ def _wrong_pair(ranks: tuple[int, ...], calls: list[Call]) -> str | None:
     return None
 
 
-def _wrong_sent(ranks: tuple[int, ...], calls: list[Call], i: int, dst: int, sent: int) -> str | None:
+def _wrong_sent(ranks: tuple[int, ...], calls: list[Arrival], i: int, dst: int, sent: int) -> str | None:
     out, _, _, src = calls[dst].buffers
     if src != i:
         return f"rank {ranks[i]} sends to rank {ranks[dst]}, which expects from {_named(ranks, src)}"
@@ -129,65 +129,61 @@ def _named(ranks: tuple[int, ...], place: int | None) -> str:
     return "none" if place is None else f"rank {ranks[place]}"
 
 
-# Moving data: first all results, then all writes, because an out may overlap an x (as in an in-place all_gather).
+# Each move computes all results before it writes any, because an out may overlap an x (as in an in-place all_gather).
 
 
-def move_all_gather(calls: list[Call]) -> None:
-    everything = torch.cat([c.buffers[1].reshape(-1) for c in calls])
+def move_all_gather(calls: list[Arrival]) -> None:
+    gathered = torch.cat([c.buffers[1].reshape(-1) for c in calls])
     for c in calls:
-        c.buffers[0].view(-1).copy_(everything)
+        c.buffers[0].view(-1).copy_(gathered)
 
 
 def _fold(xs: list[Tensor], op: str) -> Tensor:
     return functools.reduce(_FOLD[op], xs)
 
 
-def move_reduce_scatter(calls: list[Call]) -> None:
+def move_reduce_scatter(calls: list[Arrival]) -> None:
     total = _fold([c.buffers[1].reshape(-1) for c in calls], calls[0].agree[0])
     for c, part in zip(calls, total.chunk(len(calls)) if total.numel() else [total] * len(calls), strict=True):
         c.buffers[0].view(-1).copy_(part)
 
 
-def move_all_reduce(calls: list[Call]) -> None:
+def move_all_reduce(calls: list[Arrival]) -> None:
     total = _fold([c.buffers[0].reshape(-1) for c in calls], calls[0].agree[0])
     for c in calls:
         c.buffers[0].view(-1).copy_(total)
 
 
-def move_all_to_all(calls: list[Call]) -> None:
+def move_all_to_all(calls: list[Arrival]) -> None:
     arrived: list[list[Tensor]] = [[] for _ in calls]
     for c in calls:
-        _post(c.buffers[1].reshape(-1), c.buffers[3], arrived)
+        x = c.buffers[1].reshape(-1)
+        if x.numel():
+            for part, inbox in zip(x.split(list(c.buffers[3])), arrived, strict=True):
+                if part.numel():  # among many ranks most are empty
+                    inbox.append(part)
     for c, flat in zip(calls, [torch.cat(parts) if parts else None for parts in arrived], strict=True):
         if flat is not None:
             c.buffers[0].view(-1).copy_(flat)
 
 
-def _post(x: Tensor, splits: Sequence[int], arrived: list[list[Tensor]]) -> None:
-    """Puts the parts of x before those they go to. Most are empty, among many ranks: those are left off."""
-    if x.numel():
-        for part, box in zip(x.split(list(splits)), arrived, strict=True):
-            if part.numel():
-                box.append(part)
-
-
-def move_broadcast(calls: list[Call]) -> None:
+def move_broadcast(calls: list[Arrival]) -> None:
     src = calls[0].buffers[1]
     for i, c in enumerate(calls):
         if i != src:
             c.buffers[0].copy_(calls[src].buffers[0])
 
 
-def move_permute(calls: list[Call]) -> None:
+def move_permute(calls: list[Arrival]) -> None:
     arrived = [None if c.buffers[3] is None else calls[c.buffers[3]].buffers[1].reshape(-1).clone() for c in calls]
     for c, flat in zip(calls, arrived, strict=True):
         if flat is not None:
             c.buffers[0].view(-1).copy_(flat)
 
 
-def move_nothing(calls: list[Call]) -> None:
-    """A barrier."""
+def move_nothing(calls: list[Arrival]) -> None:
+    """Do nothing: a barrier."""
 
 
-def move_bytes(calls: list[Call]) -> list[bytes]:
+def move_bytes(calls: list[Arrival]) -> list[bytes]:
     return [c.buffers[0] for c in calls]

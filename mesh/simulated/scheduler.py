@@ -1,11 +1,11 @@
-"""Who of the simulated ranks runs: the one that has the baton.
+"""Scheduler: choose which simulated rank runs. One rank runs at a time, until it blocks in a collective.
 
-    ready    [2 3]          may go on, in this order
-    running  1              until it blocks in a collective: then it waits, and 2 takes the baton
-    waiting  {0: meeting}   until the last rank of its group has come: then all of them are ready
+    ready    [2 3]             can run, in this order
+    running  1                 until it blocks in a collective: then it waits, and 2 runs
+    waiting  {0: rendezvous}   until the last rank of its group arrives: then all of them are ready
 
-With the baton go the things that a process has once and each rank must have of its own: the state of torch's CPU generator
-and `sys.stdout`.
+On each switch the scheduler also exchanges the state that a process has once and each rank must have of its own: the state of
+torch's CPU generator, and `sys.stdout`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 
 from .diagnosis import BlockedRank, no_rank_can_go_on
 from .output import RankOrder
-from .rendezvous import Call, Meeting, Move
+from .rendezvous import Arrival, Move, Rendezvous
 from .threads import RankEnded, Worker
 
 
-class Baton:
-    """Lets one rank run at a time. Only the holder touches the state, so nothing here is locked but the waiting.
+class Scheduler:
+    """Runs one rank at a time. Only the running rank changes the state, so it needs no locks but the ranks' gates.
 
     Attributes:
-        done: released when the run is over.
-        failure: what ended the run, if it did not end well.
-        running: the rank that has the baton.
-        inner: the baton of a simulation that the running rank runs.
-        abandoned: the caller has gone, so generator and `sys.stdout` are no longer the ranks' to exchange.
+        done: a lock, released when the run has ended.
+        failure: the error that ended the run, None if there was none.
+        running: the rank that runs.
+        inner: the scheduler of a simulation inside the running rank.
+        abandoned: the caller has returned, so generator and `sys.stdout` must not be exchanged any more.
     """
 
     def __init__(self, workers: Sequence[Worker], outputs: list[Any]) -> None:
@@ -42,19 +42,19 @@ class Baton:
         self.done = threading.Lock()
         self.done.acquire()
         self.ready: deque[int] = deque(range(size))
-        self.waiting: dict[int, tuple[tuple[int, ...], Meeting]] = {}
-        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.waiting: dict[int, tuple[tuple[int, ...], Rendezvous]] = {}
+        self.rendezvous: dict[tuple[int, ...], Rendezvous] = {}  # by the ranks of the group
         self.finished: set[int] = set()
         self.failure: BaseException | None = None
         self.running = -1
-        self.inner: Baton | None = None
+        self.inner: Scheduler | None = None
         self.abandoned = False
         self.generators = [torch.default_generator.get_state()] * size
         self.outputs = list(outputs)
         self.order = RankOrder(outputs)
 
-    def take(self, rank: int) -> None:
-        """Goes on when it is this rank's turn, with its own generator state and output, as a process has."""
+    def resume(self, rank: int) -> None:
+        """Install this rank's generator state and output, in its thread, when its turn has come."""
         self.running = rank
         if not self.abandoned:
             torch.default_generator.set_state(self.generators[rank])
@@ -62,14 +62,15 @@ class Baton:
         if self.failure is not None:
             raise RankEnded
 
-    def give(self, rank: int) -> None:
-        """Hands the baton to the next rank that can run, or ends the run."""
+    def suspend(self, rank: int) -> None:
+        """Save this rank's generator state and output, and let the next rank run."""
         if not self.abandoned:
             self.generators[rank] = torch.default_generator.get_state()
             self.outputs[rank] = sys.stdout
-        self.give_away()
+        self.run_next()
 
-    def give_away(self) -> None:
+    def run_next(self) -> None:
+        """Let the next rank that is ready run, or end the run if there is none."""
         if not self.ready and self.waiting:
             self._break_deadlock()
         if self.ready:
@@ -77,70 +78,67 @@ class Baton:
         else:
             self.done.release()
 
-    def meet(self, ranks: tuple[int, ...], rank: int, call: Call, move: Move) -> Any:
-        """Waits for the other ranks of the group; the last one moves the data. Returns what `move` returned."""
+    def run_collective(self, ranks: tuple[int, ...], rank: int, call: Arrival, move: Move) -> Any:
+        """Wait for the other ranks of the group; the last to arrive moves the data. Return the result of `move`."""
         if self.failure is not None:
             raise RankEnded
         self.order.has_run(rank)
-        meeting = self.meetings.get(ranks)
-        if meeting is None:
-            meeting = self.meetings[ranks] = Meeting()
-        meeting.calls[rank] = call
-        if len(meeting.calls) < len(ranks):
-            self._wait(ranks, rank, meeting)
+        here = self.rendezvous.get(ranks)
+        if here is None:
+            here = self.rendezvous[ranks] = Rendezvous()
+        here.calls[rank] = call
+        if len(here.calls) < len(ranks):
+            self.waiting[rank] = (ranks, here)
+            self.suspend(rank)
+            self.workers[rank].gate.acquire()
+            self.resume(rank)
         else:
-            meeting.complete(ranks, move, self._place_of)
-            self._part(ranks, meeting, others := [r for r in ranks if r != rank])
-            self.order.ahead(rank, others)
-        if meeting.error is not None:
-            raise copy.copy(meeting.error)  # one for each rank: a traceback is of one thread
-        return meeting.result
+            here.complete(ranks, move, self._line_of)
+            self._release(ranks, others := [r for r in ranks if r != rank])
+            self.order.runs_before(rank, others)
+        if here.error is not None:
+            raise copy.copy(here.error)  # a copy for each rank, since each adds its own traceback
+        return here.result
 
-    def _wait(self, ranks: tuple[int, ...], rank: int, meeting: Meeting) -> None:
-        self.waiting[rank] = (ranks, meeting)
-        self.give(rank)
-        self.workers[rank].gate.acquire()
-        self.take(rank)
-
-    def _part(self, ranks: tuple[int, ...], meeting: Meeting, others: Sequence[int]) -> None:
-        """The meeting is over: those who waited in it may go on."""
-        for r in others:
+    def _release(self, ranks: tuple[int, ...], waiting: Sequence[int]) -> None:
+        """Make the ranks that waited in this group ready."""
+        for r in waiting:
             del self.waiting[r]
-        self.ready.extend(others)
-        del self.meetings[ranks]
+        self.ready.extend(waiting)
+        del self.rendezvous[ranks]
 
-    def _place_of(self, rank: int) -> str | None:
-        return self.workers[rank].place()
+    def _line_of(self, rank: int) -> str | None:
+        return self.workers[rank].line()
 
     def _break_deadlock(self) -> None:
         waits = [
-            BlockedRank(r, meeting.calls[r], ranks, [m for m in ranks if m not in meeting.calls], self._place_of(r))
-            for r, (ranks, meeting) in sorted(self.waiting.items())
+            BlockedRank(r, here.calls[r], ranks, [m for m in ranks if m not in here.calls], self._line_of(r))
+            for r, (ranks, here) in sorted(self.waiting.items())
         ]
         error = no_rank_can_go_on(waits, sorted(self.finished))
-        for ranks, meeting in list(self.meetings.items()):
-            meeting.error = error
-            self._part(ranks, meeting, list(meeting.calls))
+        for ranks, here in list(self.rendezvous.items()):
+            here.error = error
+            self._release(ranks, list(here.calls))
 
     def finish(self, rank: int) -> None:
         self.finished.add(rank)
         self.order.has_run(rank)
-        self.give(rank)
+        self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:
-        """Ends the run: every rank that waits or has not started is woken to unwind."""
+        """End the run with an error: wake every rank that waits or has not started, so that it unwinds."""
         if self.failure is None:
             self.failure = error
             if note is not None:
                 error.add_note(note)
             self.ready.extend(self.waiting)
             self.waiting.clear()
-            self.meetings.clear()
+            self.rendezvous.clear()
 
     def interrupt(self, error: BaseException) -> None:
-        """Ends the run from outside: ranks that wait unwind at once, the running one at its next bytecode.
+        """End the run from the caller's thread: ranks that wait unwind at once, the running one at its next bytecode.
 
-        Where the running rank simulates others, it is one of those that runs.
+        If the running rank runs a simulation itself, the running rank of that one is interrupted.
         """
         self.fail(error)
         for worker in self.workers:
@@ -151,7 +149,7 @@ class Baton:
             self.workers[self.running].interrupt()
 
     def abandon(self) -> None:
-        """What is left of the run goes on without the caller: it must leave the process's state alone."""
+        """Stop exchanging the state of the process: the caller has returned while some ranks still run."""
         self.abandoned = True
         if self.inner is not None:
             self.inner.abandon()

@@ -1,8 +1,8 @@
-"""N ranks as threads of this process, one running at a time: the same program, real numbers, no launcher.
+"""simulate: run N ranks as threads of this process, one at a time, with real data and no launcher.
 
-A baton goes round (`baton.py`). A rank runs until it blocks in a collective, then the next rank that can run goes on. The last
-rank to arrive at a collective moves the data of all of them (`meeting.py`). So a run is deterministic, needs no locking, and
-cannot hang: when no rank can run and some wait, that is an error which says who waits for whom, and at which line.
+A rank runs until it blocks in a collective, then the next one that can run continues (`scheduler.py`). The last rank to arrive at a
+collective moves the data of all of them (`rendezvous.py`). So a run is deterministic, needs no locking, and cannot hang: if no rank
+can run and some wait, every rank raises an error that lists which ranks wait for which, and at which line.
 """
 
 from __future__ import annotations
@@ -21,99 +21,101 @@ from torch import Tensor
 
 from .. import errors
 from ..comm.call_site import _INNER
-from ..comm.group import Group, Observer, World, activate, active_world, current_world
+from ..comm.current_world import current_world
+from ..comm.group import Group, Observer
 from ..comm.work import DONE, Work
+from ..comm.world import World, activate, active_world
 from ..monitor.settings import settings
 from . import rendezvous
 from .output import RankOutput, callers_stdout, check_prints, outputs
-from .rendezvous import Call, Move, like
-from .scheduler import Baton
-from .threads import RankEnded, dismiss, hire
+from .rendezvous import Arrival, Move, like
+from .scheduler import Scheduler
+from .threads import RankEnded, acquire, release
 
 _settings = settings()
-# The system may give a signal to any thread, and Python's main thread, which has to handle it, goes on waiting for a lock.
-_TO_LOOK = 0.2  # seconds after which it looks
-_TO_UNWIND = 1.0  # seconds that ranks have after Ctrl-C; one that sleeps or computes longer is left behind
+# The operating system may deliver a signal to any thread, which does not wake Python's main thread, the one that must handle it.
+_POLL_S = 0.2  # between looks of the main thread for a signal
+_UNWIND_S = 1.0  # for the ranks to unwind after Ctrl-C; one that sleeps or computes longer is left running
 
 
 class SimulatedWorld(World):
     """The world of one rank of `simulate`."""
 
-    def __init__(self, rank: int, size: int, baton: Baton, observers: list[Observer]) -> None:
+    def __init__(self, rank: int, size: int, scheduler: Scheduler, observers: list[Observer]) -> None:
         super().__init__(rank, size, observers)
-        self.baton = baton
+        self.scheduler = scheduler
 
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
         return SimulatedGroup(self, ranks)
 
 
 class SimulatedGroup(Group):
-    """Group over threads of this process."""
+    """Group over simulated ranks."""
 
-    __slots__ = ("_baton",)
+    __slots__ = ("_scheduler",)
 
     def __init__(self, world: SimulatedWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
-        self._baton = world.baton
+        self._scheduler = world.scheduler
 
-    def _meet(self, call: Call, move: Move) -> Any:
+    def _run(self, call: Arrival, move: Move) -> Any:
         if _settings.mode != "off":
-            note = self.world.carried.note
-            text, lineage = "" if note is None else note.text, self.world.carried.lineage
+            tag = self.world.comm_context.tag
+            text, lineage = "" if tag is None else tag.text, self.world.comm_context.lineage
             call = replace(call, note=text, lineage=lineage, trace_buffer=self.world.trace_buffer)
-        return self._baton.meet(self.ranks, self.world.rank, call, move)
+        return self._scheduler.run_collective(self.ranks, self.world.rank, call, move)
 
-    def _move(self, call: Call, move: Move, async_op: bool) -> Work | None:
-        self._meet(call, move)
+    def _move(self, call: Arrival, move: Move, async_op: bool) -> Work | None:
+        self._run(call, move)
         return DONE if async_op else None
 
     def _all_gather(self, out: Tensor, x: Tensor, async_op: bool) -> Work | None:
-        return self._move(Call("all_gather", like(x), (out, x)), rendezvous.move_all_gather, async_op)
+        return self._move(Arrival("all_gather", like(x), (out, x)), rendezvous.move_all_gather, async_op)
 
     def _reduce_scatter(self, out: Tensor, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(Call("reduce_scatter", (op, *like(x)), (out, x)), rendezvous.move_reduce_scatter, async_op)
+        return self._move(Arrival("reduce_scatter", (op, *like(x)), (out, x)), rendezvous.move_reduce_scatter, async_op)
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work | None:
-        return self._move(Call("all_reduce", (op, *like(x)), (x,)), rendezvous.move_all_reduce, async_op)
+        return self._move(Arrival("all_reduce", (op, *like(x)), (x,)), rendezvous.move_all_reduce, async_op)
 
     def _all_to_all(
         self, out: Tensor, x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, async_op: bool
     ) -> Work | None:
         even = [x.numel() // self.size] * self.size
-        call = Call("all_to_all", (x.dtype,), (out, x, out_splits or even, in_splits or even))
+        call = Arrival("all_to_all", (x.dtype,), (out, x, out_splits or even, in_splits or even))
         return self._move(call, rendezvous.move_all_to_all, async_op)
 
     def _broadcast(self, x: Tensor, src: int, async_op: bool) -> Work | None:
-        return self._move(Call("broadcast", (*like(x), f"src={src}"), (x, src)), rendezvous.move_broadcast, async_op)
+        return self._move(Arrival("broadcast", (*like(x), f"src={src}"), (x, src)), rendezvous.move_broadcast, async_op)
 
     def _permute(self, out: Tensor, x: Tensor, dst: int | None, src: int | None, async_op: bool) -> Work | None:
-        return self._move(Call("permute", (x.dtype,), (out, x, dst, src)), rendezvous.move_permute, async_op)
+        return self._move(Arrival("permute", (x.dtype,), (out, x, dst, src)), rendezvous.move_permute, async_op)
 
     def _barrier(self) -> None:
-        self._meet(Call("barrier", (), ()), rendezvous.move_nothing)
+        self._run(Arrival("barrier", (), ()), rendezvous.move_nothing)
 
     def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        return self._meet(Call("all_gather_object", (), (data,)), rendezvous.move_bytes)
+        return self._run(Arrival("all_gather_object", (), (data,)), rendezvous.move_bytes)
 
 
 def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Callable[..., list[Any]]]:
     """simulate(n)(fn)(*args, **kwargs) -> [result of rank 0, ..., result of rank n-1].
 
-    Runs fn on n ranks of this process, with real data and real collectives, forward and backward. All ranks see the
-    same argument objects, the grad mode, autocast and context variables of the caller, and each its own copy of torch's
-    CPU random state. Ranks run one at a time and switch only inside collectives, so results are deterministic.
+    Run fn on n ranks in threads of this process, with real data and real collectives, forward and backward. All ranks get the
+    same argument objects and the caller's grad mode, autocast and context variables; each has its own copy of torch's CPU random
+    state. Ranks run one at a time and switch only inside collectives, so results are deterministic.
 
         simulate(2)(fn)(x):   rank 0  fn(x) ---- all_reduce .... fn(x) ends -> results[0]
                               rank 1  ......... fn(x) all_reduce fn(x) ends -> results[1]
 
     Args:
         n: the number of ranks.
-        prints: what becomes of what ranks print: "all" passes it on line by line, `[rank 3] ` in front; "first" passes on what
-            rank 0 prints, as it is; "plain" leaves everything as it is. A single rank prints as it always does.
+        prints: which output of the ranks is printed: "all" prints every rank's lines, prefixed with `[rank 3] `; "first" only
+            those of rank 0, without a prefix; "plain" everything, without a prefix. A single rank has no prefix.
 
-    Raises: MeshError when n < 1 or prints is none of these. What a rank raises ends all ranks and is raised here, with a note
-        naming the rank; CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when
-        ranks wait for others that finished or wait elsewhere: both show the line of each rank.
+    Raises: MeshError when n < 1 or prints is none of these. An error of one rank ends all ranks and is raised here, with a note
+        naming the rank. CollectiveMismatchError when ranks of a group call different collectives; DeadlockError when
+        ranks wait for others that finished or wait elsewhere; both show the line of each rank.
     Communication: none; memory is copied between the ranks' tensors.
 
     >>> import torch
@@ -127,7 +129,7 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
     [6.0, 6.0, 6.0, 6.0]
     """
     if not isinstance(n, int) or n < 1:
-        raise errors.MeshError(f"simulate({n!r}): write the number of ranks, a positive integer.")
+        raise errors.MeshError(f"simulate({n!r}): the number of ranks must be a positive integer.")
     check_prints(prints)
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -137,9 +139,9 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
             if failure is None:
                 return results
             try:
-                raise failure.with_traceback(_readable(failure))
+                raise failure.with_traceback(_readable_traceback(failure))
             finally:
-                del failure  # it holds this frame, which must not hold it
+                del failure  # its traceback refers to this frame: avoid a reference cycle
 
         return run
 
@@ -147,91 +149,79 @@ def simulate(n: int, prints: str = "all") -> Callable[[Callable[..., Any]], Call
 
 
 def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseException | None]:
-    """The results, and what ended the run if it did not end well. Generator, output and world are the caller's again."""
+    """Return the results, and the error that ended the run if any. Restores the caller's generator and output."""
     caller = active_world()
     before = callers_stdout(isinstance(caller, SimulatedWorld))
-    workers, results = hire(n), [None] * n
-    baton = Baton(workers, outputs(n, prints, before))
+    workers, results = acquire(n), [None] * n
+    scheduler = Scheduler(workers, outputs(n, prints, before))
     observers, modes = current_world().observers, _Modes()
     for rank, worker in enumerate(workers):
-        world = SimulatedWorld(rank, n, baton, list(observers))
+        world = SimulatedWorld(rank, n, scheduler, list(observers))
         worker.name = f"rank {rank} of simulate({n})"
         context: Any = contextvars.copy_context()
         worker.job = functools.partial(context.run, _run_rank, world, fn, results, modes)
-    with _inside(caller, baton):
+    try:
+        if isinstance(caller, SimulatedWorld):
+            caller.scheduler.inner = scheduler  # so that Ctrl-C finds the thread that runs
         try:
-            _wait_for(baton)
-            torch.default_generator.set_state(baton.generators[0])
+            _wait_for(scheduler)
+            torch.default_generator.set_state(scheduler.generators[0])
         finally:
             sys.stdout = before
-            baton.order.end()
-            dismiss(workers, failed=baton.failure is not None)
-    return results, baton.failure
-
-
-@contextmanager
-def _inside(caller: World | None, baton: Baton) -> Iterator[None]:
-    """While a simulated rank simulates, its own baton knows, so that Ctrl-C finds the thread that runs."""
-    if isinstance(caller, SimulatedWorld):
-        caller.baton.inner = baton
-    try:
-        yield
+            scheduler.order.end()
+            release(workers, failed=scheduler.failure is not None)
     finally:
         if isinstance(caller, SimulatedWorld):
-            caller.baton.inner = None
+            caller.scheduler.inner = None
+    return results, scheduler.failure
 
 
-def _wait_for(baton: Baton) -> None:
-    """Until all ranks have ended. After Ctrl-C they unwind; one that takes too long over it goes on without us."""
+def _wait_for(scheduler: Scheduler) -> None:
+    """Wait until all ranks have ended. After Ctrl-C they unwind; a rank that takes too long is left running."""
     try:
-        baton.give_away()
-        while not baton.done.acquire(timeout=_TO_LOOK):
+        scheduler.run_next()
+        while not scheduler.done.acquire(timeout=_POLL_S):
             pass
     except BaseException as interrupt:
-        baton.interrupt(interrupt)
+        scheduler.interrupt(interrupt)
         try:
-            baton.done.acquire(timeout=_TO_UNWIND)
+            scheduler.done.acquire(timeout=_UNWIND_S)
         finally:
-            baton.abandon()
+            scheduler.abandon()
 
 
 def _run_rank(world: SimulatedWorld, fn: Callable[[], Any], results: list[Any], modes: _Modes) -> None:
-    baton, rank = world.baton, world.rank
-    output = baton.outputs[rank]
+    scheduler, rank = world.scheduler, world.rank
+    output = scheduler.outputs[rank]
 
     def program() -> None:
-        baton.take(rank)
+        scheduler.resume(rank)
         with modes.applied():
             results[rank] = fn()
 
     activate(world)
-    _run_guarded(baton, rank, program)
+    _run_guarded(scheduler, rank, program)
     if isinstance(output, RankOutput):
-        _run_guarded(baton, rank, output.end_line)
+        _run_guarded(scheduler, rank, output.end_line)
     activate(None)
-    baton.finish(rank)
+    scheduler.finish(rank)
 
 
-def _run_guarded(baton: Baton, rank: int, part: Callable[[], Any]) -> None:
-    """Whatever happens in a rank, the baton goes on."""
+def _run_guarded(scheduler: Scheduler, rank: int, part: Callable[[], Any]) -> None:
+    """Run a part of a rank; an error in it ends the simulation and does not propagate."""
     try:
         part()
     except RankEnded:
         pass
     except BaseException as error:
-        baton.fail(_from_user(error), f"raised on rank {rank} of simulate({baton.size})")
+        found = error.__traceback__
+        while found is not None and found.tb_frame.f_code.co_filename == __file__:  # begin the traceback in the program
+            found = found.tb_next
+        scheduler.fail(error.with_traceback(found), f"raised on rank {rank} of simulate({scheduler.size})")
 
 
-def _from_user(error: BaseException) -> BaseException:
-    """The error with a traceback that begins in the program, not in this file."""
-    found = error.__traceback__
-    while found is not None and found.tb_frame.f_code.co_filename == __file__:
-        found = found.tb_next
-    return error.with_traceback(found)
-
-
-def _readable(error: BaseException) -> TracebackType | None:
-    """The traceback of an error; of one that names the ranks' lines itself, without what lies inside the library."""
+def _readable_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error; if the error itself names the ranks' lines, without frames of the library."""
     last = found = error.__traceback__
     if isinstance(error, errors.CollectiveMismatchError | errors.DeadlockError):
         while found is not None:
@@ -243,7 +233,7 @@ def _readable(error: BaseException) -> TracebackType | None:
 
 
 class _Modes:
-    """The caller's torch modes that live in the thread."""
+    """The caller's torch modes that are local to its thread."""
 
     def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
@@ -258,7 +248,7 @@ class _Modes:
     @contextmanager
     def applied(self) -> Iterator[None]:
         with ExitStack() as stack:
-            # Backward runs in the calling thread on every device: a device thread shared by ranks could not wait.
+            # Run backward in the calling thread on every device: a device thread shared by ranks could not wait for one of them.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             if self.inference:
                 stack.enter_context(torch.inference_mode())

@@ -1,4 +1,4 @@
-"""Threads that run simulated ranks, kept from one run to the next, and where in the user's program they are."""
+"""The threads of simulated ranks, which are reused from run to run."""
 
 from __future__ import annotations
 
@@ -12,42 +12,39 @@ from ..comm.call_site import _INNER, frame_of_thread
 
 
 class RankEnded(BaseException):
-    """Unwinds a rank because the run is over. Not an Exception, so that no handler of the program keeps it."""
+    """Unwinds a rank because the run has ended. Not an Exception, so that handlers of the program do not catch it."""
 
 
 class Worker(threading.Thread):
-    """A thread that runs one rank after another: making a thread takes longer than many a simulated program.
+    """A thread that runs one rank after another, since starting a thread takes longer than many simulated programs.
 
-    It waits at its gate, which is the one where its rank waits for the baton.
+    Both the idle worker and its rank, in a collective, wait at `gate`, a lock that the scheduler releases.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.gate = threading.Lock()
         self.gate.acquire()
-        self.job: Callable[[], None] = _nothing
+        self.job: Callable[[], None] = _do_nothing
         self.last = False
         self.start()
 
     def run(self) -> None:
         while not self.last:
             self.gate.acquire()
-            # Taken first: when the last rank has passed the baton on, the next run may give this worker a job at once.
-            job, self.job = self.job, _nothing
+            # Read before the job ends: then the next run may give this worker a job at once.
+            job, self.job = self.job, _do_nothing
             trace = sys.gettrace()
             try:
                 job()
             except RankEnded:
-                return  # an interrupt that came when the rank had just ended
+                return  # interrupted when the rank had just ended
             if sys.gettrace() is not trace:  # a debugger of this rank must not trace the next one
                 sys.settrace(trace)
             del job  # an idle worker must not keep the arguments of its last rank alive
 
-    def place(self) -> str | None:
-        """file:line of the user's program where this thread is now, None outside it.
-
-        The stack is read when somebody asks, which is when a run has gone wrong: nothing is noted down on the way.
-        """
+    def line(self) -> str | None:
+        """Return file:line of the user's program where this thread is now, None outside it. Used in error messages only."""
         frame = frame_of_thread(self.ident)
         while frame is not None and frame.f_code.co_filename.startswith(_INNER):
             frame = frame.f_back
@@ -56,13 +53,13 @@ class Worker(threading.Thread):
         return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def interrupt(self) -> None:
-        """Unwinds what runs here, at its next bytecode."""
+        """Raise RankEnded in this thread, at its next bytecode."""
         if self.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(RankEnded))
 
 
-def _nothing() -> None:
-    """What an idle worker has to do."""
+def _do_nothing() -> None:
+    """The job of an idle worker."""
 
 
 _idle: list[Worker] = []
@@ -70,17 +67,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)  # threads do not survive a fork
 
 
-def hire(n: int) -> list[Worker]:
+def acquire(n: int) -> list[Worker]:
+    """Return n workers that have no job, idle ones first."""
     return [_idle.pop() if _idle else Worker() for _ in range(n)]
 
 
-def dismiss(workers: Iterable[Worker], *, failed: bool) -> None:
-    """Keeps them for the next run, those that are not at their last job; after a failure none, since what torch keeps for a
-    thread (a mode that was left by an exception) may be anything."""
-    staying = [worker for worker in workers if not worker.last]
+def release(workers: Iterable[Worker], *, failed: bool) -> None:
+    """Keep the workers for the next run, or end them after a failure: an exception may have left torch's state of a thread (modes)
+    in disorder."""
+    running = [worker for worker in workers if not worker.last]
     if not failed:
-        _idle.extend(staying)
+        _idle.extend(running)
         return
-    for worker in staying:
+    for worker in running:
         worker.last = True
         worker.gate.release()

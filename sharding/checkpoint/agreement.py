@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ...mesh.comm.group import Group, World
+from ...mesh.comm.group import Group
 from ...mesh.comm.null import NullWorld
+from ...mesh.comm.world import World
 from ...mesh.errors import WatchError
 
 T = TypeVar("T")

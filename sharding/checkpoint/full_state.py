@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...mesh.comm.group import World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.layout import Layout
 from ..layout.spec import P

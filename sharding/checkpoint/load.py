@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...mesh.comm.group import Group, World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
 from ...mesh.comm.process import ProcessGroup, ProcessWorld
+from ...mesh.comm.world import World
 from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import Box, box_shape, box_size, full_box
-from ...mesh.comm.group import World
+from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...mesh.comm.group import Group, World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
 from ...mesh.comm.process import ProcessWorld
+from ...mesh.comm.world import World
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import agree, everyone, everywhere

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.box import full_box, slices
-from ...mesh.comm.group import World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .agreement import CheckpointError, agree, everyone, everywhere

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...mesh.comm.group import World, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
 from .agreement import everyone, everywhere
 from .prepare import prepared
 from .saving import Saving

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...mesh.comm.group import World
+from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..layout.spec import Sharding
 from ..tensor.sharded_tensor import ShardedTensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Self
 
-from ...mesh.comm.group import CollectiveRecord, Observer, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import CollectiveRecord, Observer
 from ..debug.visualize import visualize
 from ..tensor.sharded_tensor import ShardedTensor
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ...mesh.comm.call_site import _OURS, _TORCH
-from ...mesh.comm.group import current_world
+from ...mesh.comm.current_world import current_world
 from ...mesh.monitor.monitor import monitor_of
 from ..layout.layout import Layout, dtype_name
 from ..ops.plain_operands import tensors_in

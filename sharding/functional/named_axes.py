@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...mesh.comm.group import Group, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
 from ...mesh.comm.transforms import outside_of_transforms
 from ...mesh.device_mesh import DeviceMesh
 from ..tensor.autograd import engine_hooks

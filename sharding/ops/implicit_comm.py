@@ -18,8 +18,10 @@ import warnings
 from types import TracebackType
 
 from ...mesh.comm.call_site import user_call
-from ...mesh.comm.group import CollectiveRecord, Observer, World, current_world
-from ...mesh.comm.report import described
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import CollectiveRecord, Observer
+from ...mesh.comm.report import describe
+from ...mesh.comm.world import World
 from ...mesh.errors import ImplicitCommError
 
 MODES = ("allow", "warn", "forbid")
@@ -70,7 +72,7 @@ class _ImplicitCommObserver:
         call = user_call()
         if call.operator is None:
             return
-        text = f"{described(call, record)}: implicit communication"
+        text = f"{describe(call, record)}: implicit communication"
         if self.mode == "forbid":
             raise ImplicitCommError(
                 f"{call.place}: {text}, which implicit('forbid') refuses. Nothing has moved. {call.operator.advice}, or allow it "

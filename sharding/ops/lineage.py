@@ -93,7 +93,7 @@ def root(layout: Layout) -> int:
         return 0
     line = " ".join(_lines())
     stamp, collectives = layout.stamp, world.trace_buffer.words[Header.RECORDS]
-    roots = world.carried.roots
+    roots = world.comm_context.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:
         world.trace_buffer.note_line(zlib.crc32(repr((line, stamp)).encode()))
@@ -146,7 +146,7 @@ class comm_context:
     __slots__ = ("_before", "_context", "_lineage")
 
     def __init__(self, world: Any, lineage: int) -> None:
-        self._context = world.carried
+        self._context = world.comm_context
         self._lineage = lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
 
     def __enter__(self) -> None:
@@ -166,5 +166,5 @@ class backward_comm_context(comm_context):
     __slots__ = ()
 
     def __init__(self, world: Any, lineage: int) -> None:
-        self._context, loss = world.carried, world.carried.lineage
+        self._context, loss = world.comm_context, world.comm_context.lineage
         self._lineage = packed((unpacked(lineage) * _FACTOR + unpacked(loss)) & _ALL) if loss else lineage

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...mesh.comm.call_site import user_line
-from ...mesh.comm.group import World
+from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.compare import ReplicaError, compare
 from ..debug.replicas.copies import Copy

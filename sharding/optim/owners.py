@@ -19,7 +19,7 @@ from torch import Tensor
 from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, slices
 from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import Note
+from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.monitor.recording.trace_buffer import stable_hash
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
@@ -82,12 +82,12 @@ class Owners:
                 into[unit.tensor][index].copy_(piece)
 
     def _run(self, run: Callable[[list[Tensor]], Any], tensors: list[Tensor], way: str) -> list[Tensor]:
-        carried = self.group.world.carried
-        carried.note = Note(f"{self._name} {way}")
+        context = self.group.world.comm_context
+        context.tag = CommTag(f"{self._name} {way}")
         try:
             return run(tensors)
         finally:
-            carried.note = None
+            context.tag = None
 
     def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[[list[Tensor]], Any]:
         """One for all units, of which each has the transfers of all ranks, and this rank's box before and after."""

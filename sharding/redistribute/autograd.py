@@ -235,7 +235,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.src_grad, ctx.dst_grad = src_grad, dst_grad
         ctx.path = call_path() if dst_grad is not None and not src.has_empty_part else None
         ctx.src, ctx.dst, ctx.dtype, ctx.backward_dtype = src, dst, local.dtype, backward_dtype
-        ctx.lineage = src.mesh.world.carried.lineage  # type: ignore[attr-defined]
+        ctx.lineage = src.mesh.world.comm_context.lineage  # type: ignore[attr-defined]
         out = runner(src, dst)(local) if ready is None else ready()
         return out.view_as(out) if out is local else out
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ...mesh.comm.group import current_world
+from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.ledger.profiler import named
-from ...mesh.monitor.recording.recorder import Note
+from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.monitor.recording.trace_buffer import stable_hash
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
@@ -70,7 +70,7 @@ class ManyRunner:
         segments = [_segments(p) for p in plans]
         self._dtypes = [p.dst.dtype for p in plans]
         depth = max(map(len, segments), default=0)
-        self._carried, self._note = _world_of(plans).carried, _note(plans)
+        self._comm_context, self._note = _world_of(plans).comm_context, _note(plans)
         self.stages = [_Stage([s[k] if k < len(s) else () for s in segments]) for k in range(depth)]
 
     @property
@@ -78,19 +78,19 @@ class ManyRunner:
         """Number of collectives that this rank takes part in."""
         return sum(len(stage.buckets) for stage in self.stages)
 
-    def start(self, tensors: list[Tensor], *, own: bool = False, note: Note | None = None) -> Callable[[], list[Tensor]]:
+    def start(self, tensors: list[Tensor], *, own: bool = False, note: CommTag | None = None) -> Callable[[], list[Tensor]]:
         """Everything but waiting for the last stage; call what comes back for the results. `note`: what it is for, in place of layouts."""
         note = note or self._note
         tensors, fresh = list(tensors), [own] * len(tensors)
         under_way: list[tuple[list[int], Pending]] = []
-        self._carried.note = note
+        self._comm_context.tag = note
         try:
             with named(note):
                 for stage in self.stages:
                     _finish(under_way, tensors, fresh)
                     under_way = stage.start(tensors, fresh)
         finally:
-            self._carried.note = None
+            self._comm_context.tag = None
 
         def wait() -> list[Tensor]:
             _finish(under_way, tensors, fresh)
@@ -104,10 +104,11 @@ def _world_of(plans: Sequence[Plan]) -> Any:
     return current_world() if not plans else getattr(plans[0].src.mesh, "world", None)
 
 
-def _note(plans: Sequence[Plan]) -> Note:
+def _note(plans: Sequence[Plan]) -> CommTag:
     """The first few, and a number that depends on all."""
     moves = [f"{p.src} -> {p.dst.spec}" for p in plans]
-    return Note(f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {stable_hash(str(moves)):x})")
+    digest = stable_hash(str(moves))
+    return CommTag(f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {digest:x})")
 
 
 def _finish(under_way: Sequence[tuple[list[int], Pending]], tensors: list[Tensor], fresh: list[bool]) -> None:

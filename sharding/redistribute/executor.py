@@ -20,7 +20,7 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.symmetric_memory import STAGING_BYTES
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.ledger.profiler import named
-from ...mesh.monitor.recording.recorder import Note
+from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
 from ..layout.layout import Layout, chunk
 from .packed_collectives import (
@@ -61,7 +61,7 @@ class Runner:
         calls: for each of them a function of the local tensor, or a collective.
     """
 
-    __slots__ = ("_carried", "_dtype", "_note", "_only", "_runs", "_without_values", "calls", "steps")
+    __slots__ = ("_comm_context", "_dtype", "_note", "_only", "_runs", "_without_values", "calls", "steps")
 
     def __init__(self, plan: Plan) -> None:
         self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
@@ -76,7 +76,7 @@ class Runner:
         self._only = self._runs[0] if len(self._runs) == 1 else None
         self._dtype = plan.dst.dtype
         self._without_values = plan.dst if device_mesh(plan.src).device_type != "meta" else None  # what parts on "meta" become
-        self._carried, self._note = device_mesh(plan.src).world.carried, Note(f"{plan.src} -> {plan.dst.spec}")
+        self._comm_context, self._note = device_mesh(plan.src).world.comm_context, CommTag(f"{plan.src} -> {plan.dst.spec}")
 
     def __call__(self, local: Tensor) -> Tensor:
         if local.is_meta and self._without_values is not None:  # nothing to move
@@ -87,12 +87,12 @@ class Runner:
         return self._noted(local)
 
     def _noted(self, local: Tensor) -> Tensor:
-        carried = self._carried
-        carried.note = self._note
+        context = self._comm_context
+        context.tag = self._note
         try:
             return self._run(local)
         finally:
-            carried.note = None
+            context.tag = None
 
     def _run(self, local: Tensor) -> Tensor:
         if self._only is not None:
@@ -103,7 +103,7 @@ class Runner:
         return local if local.dtype is self._dtype else local.to(self._dtype)
 
     def start(
-        self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None, note: Note | None = None
+        self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None, note: CommTag | None = None
     ) -> Callable[[], Tensor]:
         """Everything but waiting for the last collective; call what comes back for the result.
 
@@ -116,12 +116,12 @@ class Runner:
             out: where to put the result.
             note: what it belongs to, where the caller knows that better than by the layouts.
         """
-        note = self._carried.note = note or self._note
+        note = self._comm_context.tag = note or self._note
         try:
             with named(note):
                 return self._start(tensors, own, out)
         finally:
-            self._carried.note = None
+            self._comm_context.tag = None
 
     def _start(self, tensors: list[Tensor], own: bool, out: Tensor | None) -> Callable[[], Tensor]:
         last = max((i for i, call in enumerate(self.calls) if isinstance(call, Collective)), default=-1)

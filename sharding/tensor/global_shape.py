@@ -17,12 +17,12 @@ from ...kernels.box import box_shape
 from ...mesh.comm.call_site import call_path
 from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import Note
+from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
 
-_NOTE = Note('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
+_NOTE = CommTag('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
 
 
 class _KnownShapes:
@@ -84,12 +84,12 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
     Raises:
         RuntimeError: on every rank, if ranks exchange them for different calls.
     """
-    carried = group.world.carried
-    before, carried.note = carried.note, _NOTE
+    context = group.world.comm_context
+    before, context.tag = context.tag, _NOTE
     try:
         told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape))
     finally:
-        carried.note = before
+        context.tag = before
     if len({number for number, *_ in told}) > 1:
         by_rank = ", ".join(f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in zip(group.ranks, told, strict=True))
         raise RuntimeError(

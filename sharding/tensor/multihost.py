@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...mesh.comm.group import Group, current_world
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
 from ...mesh.comm.process import ProcessGroup, ProcessWorld
 from ...mesh.device_mesh import DeviceMesh
 from ...mesh.launch.preemption import reached_preemption

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import laws
 from ...kernels import random as philox
-from ...mesh.comm.group import World, current_world
+from ...kernels.random import distributions
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
 from ...mesh.monitor.recording.trace_buffer import Header
 from ..layout.layout import Layout
 from ..ops.lineage import drawn
@@ -207,7 +208,7 @@ def _permutation(shape: Any, box: Any, seed: int, stream: int, dtype: torch.dtyp
 
 
 def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) -> Tensor:
-    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random` or `kernels.laws`.
+    """Return this rank's part of the next random tensor; `distribution` is one of `kernels.random` or `kernels.random.distributions`.
 
     Ranks outside the mesh draw too, an empty part, so that the position is the same on all ranks.
     """
@@ -218,11 +219,11 @@ def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) 
     return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
 
 
-def units(layout: Layout) -> laws.Units:
+def units(layout: Layout) -> distributions.Units:
     """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each element of this rank's part."""
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
-    return lambda part: laws.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
+    return lambda part: distributions.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mesh.comm.group import current_world
+from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, told_apart

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...mesh.device_mesh import DeviceMesh, unpickled_mesh
+from ...mesh.device_mesh import DeviceMesh, unpickle_mesh
 from ..layout.layout import Layout, make_layout
 from ..layout.named_sharding import NamedSharding
 from ..layout.spec import P, Placement, SpecLike, make_spec
@@ -357,7 +357,7 @@ def _rebuild(local: Tensor, layout: Layout, requires_grad: bool, is_param: bool)
 
 
 # For `torch.load` with weights_only=True.
-torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickled_mesh])
+torch.serialization.add_safe_globals([_rebuild, make_layout, make_spec, unpickle_mesh])
 
 def _called_by(func: Any) -> bool:
     """Whether the method that calls this was called by `func`, or by a comprehension in it."""

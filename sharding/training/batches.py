@@ -107,7 +107,7 @@ class Batches:
                 yield self._placed(batch, (), _row_count(batch))
             return
         group = self.mesh.group(self._axes)
-        order = sorted(range(group.size), key=lambda i: self.mesh.place_along(self._axes, group.ranks[i]))
+        order = sorted(range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i]))
         for batch in join(self.loader, self.mesh, self._axes, mode="empty"):
             mine = _row_count(batch)
             told = group.all_gather_object(mine)
@@ -144,7 +144,7 @@ def _sampler_of(loader: Any) -> DistributedSampler | None:
 def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
     """Raises: ValueError where the sampler deals samples to others than the ranks along the axes."""
     ranks = mesh.size(axes) if axes else 1
-    place = mesh.place_along(axes)
+    place = mesh.index_along(axes)
     alike = sampler.axes is None or sampler.num_replicas == 1 or sampler.axes == axes
     if sampler.num_replicas != ranks or sampler.rank != place or not alike:
         dealt = f"{sampler.num_replicas} ranks" + (f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}")

@@ -76,7 +76,7 @@ class DistributedSampler(Sampler[int]):
         if num_replicas is None or rank is None:
             mesh = given_or_current(mesh)
             self.axes = data_axes("DistributedSampler", mesh, axes)
-            num_replicas, rank = mesh.size(self.axes), mesh.place_along(self.axes)
+            num_replicas, rank = mesh.size(self.axes), mesh.index_along(self.axes)
         if not 0 <= rank < num_replicas:
             raise ValueError(f"DistributedSampler(num_replicas={num_replicas}, rank={rank}): ranks are 0 to {num_replicas - 1}")
         self.num_replicas, self.rank = num_replicas, rank

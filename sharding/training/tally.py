@@ -21,7 +21,7 @@ from torch import Tensor
 from ...mesh.abstract_mesh import joined
 from ...mesh.comm.group import Group
 from ...mesh.device_mesh import DeviceMesh
-from ...mesh.monitor.recording.recorder import Note
+from ...mesh.monitor.recording.recorder import CommTag
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..ops.lineage import comm_context, mixed, seed_of
@@ -51,12 +51,12 @@ class Tally:
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
         world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_part(x.mesh)]
-        world.carried.note = Note(f"{op} over {len(tensors)} tensors")
+        world.comm_context.tag = CommTag(f"{op} over {len(tensors)} tensors")
         try:
             with comm_context(world, mixed(_TALLY, sharded)):
                 self.group.all_reduce(values, op)
         finally:
-            world.carried.note = None
+            world.comm_context.tag = None
         return values
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.comm.group import active_world
+from shardmesh.mesh.comm.world import active_world
 
 def value(k, n=N):
     return torch.sin(torch.arange(n * n, dtype=torch.float64) * 0.37 + k).view(n, n)

@@ -49,7 +49,7 @@ def simulated(program: Program, *, odd: bool = True, moved: list[Moved] | None =
     def one_rank() -> Any:
         world: Any = current_world()
         if moved is not None and world.rank == 0:
-            world.baton.meet = _noting(world.baton.meet, moved)
+            world.scheduler.run_collective = _noting(world.scheduler.run_collective, moved)
         result = run(program, mesh_of(program), world.rank, odd and program.odd == world.rank)
         called.append(world.trace_buffer.words[Header.RECORDS])
         return result

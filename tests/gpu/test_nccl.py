@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardmesh as sm
+from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.mesh.comm.dtype_encoding import NATIVE
-from shardmesh.mesh.comm.group import current_world
 from tests.mesh.comm.collectives import DTYPES, as_bytes, rank_values
 from tests.sharding.test_real_ranks import _train
 

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmesh.kernels import laws, random, symmetric
+from shardmesh.kernels import random, symmetric
 from shardmesh.kernels.backend import using_kernels
 from shardmesh.kernels.box import Box
 from shardmesh.kernels.copy import compile_pack, compile_unpack, pack_many, unpack_many
 from shardmesh.kernels.quantize import compile_dequantize, compile_quantize, record_bytes
+from shardmesh.kernels.random import distributions
 from shardmesh.kernels.reduce import compile_combine
 from shardmesh.kernels.symmetric import (
     MAX_PROGRAMS,
@@ -154,7 +155,7 @@ DRAWS: dict[str, Call] = {
     "uniform bfloat16": lambda: random.uniform(SHAPE, chunks(SHAPE, 1)[1], dtype=torch.bfloat16, **DRAWN),
     "normal float32": lambda: random.normal(SHAPE, chunks(SHAPE, 0)[1], dtype=torch.float32, **DRAWN),
     "bernoulli": lambda: random.bernoulli_mask(SHAPE, chunks(SHAPE, 1)[1], p=0.1, **DRAWN),
-    "exponential float32": lambda: laws.exponential(SHAPE, chunks(SHAPE, 1)[1], dtype=torch.float32, rate=1.0, **DRAWN),
+    "exponential float32": lambda: distributions.exponential(SHAPE, chunks(SHAPE, 1)[1], dtype=torch.float32, rate=1.0, **DRAWN),
 }
 
 

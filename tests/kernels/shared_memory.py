@@ -73,7 +73,7 @@ class Workers:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "pytest", "shardmesh.kernels.symmetric_triton"])
+        context.set_forkserver_preload([__name__, "pytest", "shardmesh.kernels.symmetric.symmetric_triton"])
         with pytest.MonkeyPatch.context() as patch:  # the server takes the environment of its first child
             patch.setenv("TRITON_INTERPRET", "1")
             patch.setenv("OMP_NUM_THREADS", "1")
@@ -203,7 +203,7 @@ def hasten_interpreter() -> None:
     from triton.language import standard
     from triton.runtime import interpreter
 
-    from shardmesh.kernels.symmetric_triton import all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import all_reduce
 
     scopes = [interpreter._patch_lang(fn.fn) for fn in (all_reduce, standard.zeros)]  # they name the language differently
     interpreter._patch_lang = lambda fn: scopes[0] and type(scopes[0])()

@@ -122,7 +122,7 @@ def test_draws_are_stored_together(target, name):
 @pytest.mark.parametrize("name", {**ALL_REDUCES, **RECORDS, **PULLS})
 def test_memory_of_peers_is_read_16_bytes_at_a_time(target, name):
     for launch in launched(target, name):
-        if launch.kernel != "meeting":
+        if launch.kernel != "barrier":
             assert 128 in launch.loads
             assert set(launch.loads) <= {32, 64, 128}  # narrow ones: tables, epochs
             assert set(launch.stores) <= {32, 128} | ({64} if name in RECORDS else set())  # epochs and flags; codes
@@ -140,7 +140,7 @@ def test_codes_are_stored_8_at_a_time(target, name):
 @pytest.mark.parametrize("name", CALLS)
 def test_every_rounding_is_torchs(target, name):
     for launch in launched(target, name):
-        assert not launch.fuses or launch.kernel == "meeting"  # which has no arithmetic
+        assert not launch.fuses or launch.kernel == "barrier"  # which has no arithmetic
         if target == "sm_90" and name not in {**QUANTIZE, **RECORDS}:  # where the kernel itself asks for one, which rounds nothing
             assert launch.those(r"fma\..*") == []
 
@@ -151,7 +151,7 @@ def test_nothing_is_approximate(name):
     assert launch.those(r"\w+\.(approx|full)\..*") == []
 
 
-# -- meetings ----------------------------------------------------------------------------------------------------------
+# -- barriers ----------------------------------------------------------------------------------------------------------
 
 # A barrier makes what all threads of a program did before it happen before what one of them does after it.
 BARRIER = {"sm_90": r"bar\.sync|barrier\.sync.*", "gfx942": r"s_barrier"}
@@ -160,15 +160,15 @@ ACQUIRE = {"sm_90": r"atom\.(global\.)?sys\.(global\.)?acquire\..*", "gfx942": r
 
 
 @pytest.mark.parametrize("name", {**ALL_REDUCES, **RECORDS, **PULLS})
-def test_what_is_written_before_a_meeting_is_read_after_it(target, name):
-    meetings = [launch for launch in launched(target, name) if launch.those(RELEASE[target])]
-    assert len(meetings) == (2 if name in PULLS else 1)
-    for launch in meetings:
+def test_what_is_written_before_a_barrier_is_read_after_it(target, name):
+    barriers = [launch for launch in launched(target, name) if launch.those(RELEASE[target])]
+    assert len(barriers) == (2 if name in PULLS else 1)
+    for launch in barriers:
         order = [kind_of(target, one) for one in launch.those("|".join([BARRIER[target], RELEASE[target], ACQUIRE[target]]))]
         rounds = 2 if "two shots" in name else 1
         assert order.count("release") == rounds
         assert order.count("acquire") >= rounds
-        if target == "sm_90" or launch.kernel != "meeting":  # which is one wave, and needs no barrier
+        if target == "sm_90" or launch.kernel != "barrier":  # which is one wave, and needs no barrier
             assert all(order[i - 1] == "barrier" for i, one in enumerate(order) if one == "release")
             assert order[-1] == "barrier"
 

@@ -91,7 +91,7 @@ def test_contiguous_dims_merge_into_one():
 @pytest.mark.parametrize(
     ("box", "says"),
     [
-        (((0, 2),), "has 1 dims, not 2"),
+        (((0, 2),), "has 1 dims, but the tensor.s shape .* has 2"),
         (((0, 2), (1, 4)), "spans 1:4 in dim 1, which is not inside 0:3"),
         (((2, 1), (0, 3)), "spans 2:1 in dim 0"),
         (((-1, 1), (0, 3)), "spans -1:1 in dim 0"),

@@ -296,13 +296,13 @@ def test_one_part_of_a_buffer_may_be_read_twice():
 
 
 def test_bad_offsets():
-    with pytest.raises(ValueError, match=r"4 boxes with the offsets \[0, 8\]: give one for each box"):
+    with pytest.raises(ValueError, match=r"4 boxes with the offsets \[0, 8\]: give one per box"):
         compile_pack((4, 8), COLUMNS, [0, 8])
-    with pytest.raises(ValueError, match="0 or more"):
+    with pytest.raises(ValueError, match="each >= 0"):
         compile_unpack((4, 8), COLUMNS, [-1, 8, 16, 24])
     with pytest.raises(ValueError, match=r"takes 0:8 of the flat buffer, and box .* starts at 7"):
         compile_pack((4, 8), COLUMNS, [0, 7, 16, 24])
-    with pytest.raises(ValueError, match="give it the buffer to write to, as out="):
+    with pytest.raises(ValueError, match="pass the buffer to write to as out="):
         compile_pack((4, 8), COLUMNS, [0, 9, 18, 27])(torch.zeros(4, 8))
     with pytest.raises(ValueError, match=r"at least 35,\), not one of shape \(34,\)"):
         compile_pack((4, 8), COLUMNS, [0, 9, 18, 27])(torch.zeros(4, 8), torch.zeros(34))

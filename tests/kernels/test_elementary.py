@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardmesh.kernels.elementary import cos_sin_turns, log
+from shardmesh.kernels.random.elementary import cos_sin_turns, log
 
 PI = np.longdouble("3.14159265358979323846264338327950288")
 

@@ -364,16 +364,16 @@ WHOLE = ((0, 4),)
 @pytest.mark.parametrize(
     ("compile_one", "message"),
     [
-        (lambda: compile_quantize((4,), [WHOLE], "int4"), "there is no transport 'int4': choose one of 'int8', 'fp8'"),
+        (lambda: compile_quantize((4,), [WHOLE], "int4"), "unknown transport 'int4': choose one of 'int8', 'fp8'"),
         (lambda: compile_quantize((4,), [WHOLE], "int8", block=100), "blocks of 100 elements: choose a power of two"),
         (lambda: compile_quantize((4,), [((0, 5),)], "int8"), "which is not inside 0:4"),
-        (lambda: compile_quantize((4,), [WHOLE], "int8", [8]), "cannot begin at byte 8: give multiples of 16"),
-        (lambda: compile_quantize((4,), [WHOLE], "int8", [-16]), "cannot begin at byte -16"),
+        (lambda: compile_quantize((4,), [WHOLE], "int8", [8]), "cannot start at byte 8: starts must be multiples of 16"),
+        (lambda: compile_quantize((4,), [WHOLE], "int8", [-16]), "cannot start at byte -16"),
         (lambda: compile_quantize((4,), [WHOLE], "int8", [0, 160]), "1 boxes with the offsets"),
         (lambda: compile_quantize((4,), [WHOLE] * 2, "int8", [0, 128]), "bytes 0:144, and another starts at 128"),
-        (lambda: compile_dequantize((4,), {WHOLE: [0, 144]}, "int8", "max"), "added up, not combined by 'max'"),
+        (lambda: compile_dequantize((4,), {WHOLE: [0, 144]}, "int8", "max"), "only be summed, not combined by 'max'"),
         (lambda: compile_dequantize((4,), {WHOLE: []}, "int8"), "has no record"),
-        (lambda: compile_dequantize((4,), {WHOLE: [4]}, "int8"), "cannot begin at byte 4"),
+        (lambda: compile_dequantize((4,), {WHOLE: [4]}, "int8"), "cannot start at byte 4"),
         (lambda: compile_dequantize((4,), {((0, 5),): [0]}, "fp8"), "which is not inside 0:4"),
     ],
 )

@@ -8,10 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmesh.kernels import laws, random
 from shardmesh.kernels.box import full_box, slices
-from shardmesh.kernels.elementary import exp
-from shardmesh.kernels.random import bernoulli_mask, box_index, integers, normal, philox4x32, philox_uint32, uniform
+from shardmesh.kernels.random import (
+    bernoulli_mask,
+    box_index,
+    distributions,
+    draw,
+    integers,
+    normal,
+    philox,
+    philox4x32,
+    philox_uint32,
+    uniform,
+)
+from shardmesh.kernels.random.elementary import exp
 
 ONES = 0xFFFFFFFF
 KNOWN_ANSWERS = [  # Random123, tests/kat_vectors: philox4x32 10
@@ -45,12 +55,12 @@ DRAWS = {
     "integers i64": lambda shape, box, device="cpu": integers(
         shape, box, SEED, STREAM, -(2**40), 2**50, torch.int64, device
     ),
-    "exponential f32": lambda shape, box, device="cpu": laws.exponential(shape, box, SEED, STREAM, torch.float32, device, 0.5),
-    "exponential f64": lambda shape, box, device="cpu": laws.exponential(shape, box, SEED, STREAM, torch.float64, device, 2.0),
-    "gumbel f64": lambda shape, box, device="cpu": laws.gumbel(shape, box, SEED, STREAM, torch.float64, device),
-    "cauchy f64": lambda shape, box, device="cpu": laws.cauchy(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
-    "log-normal f64": lambda shape, box, device="cpu": laws.log_normal(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
-    "geometric i64": lambda shape, box, device="cpu": laws.geometric(shape, box, SEED, STREAM, torch.int64, device, 1e-3),
+    "exponential f32": lambda shape, box, device="cpu": distributions.exponential(shape, box, SEED, STREAM, torch.float32, device, 0.5),
+    "exponential f64": lambda shape, box, device="cpu": distributions.exponential(shape, box, SEED, STREAM, torch.float64, device, 2.0),
+    "gumbel f64": lambda shape, box, device="cpu": distributions.gumbel(shape, box, SEED, STREAM, torch.float64, device),
+    "cauchy f64": lambda shape, box, device="cpu": distributions.cauchy(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
+    "log-normal f64": lambda shape, box, device="cpu": distributions.log_normal(shape, box, SEED, STREAM, torch.float64, device, 1.0, 2.0),
+    "geometric i64": lambda shape, box, device="cpu": distributions.geometric(shape, box, SEED, STREAM, torch.int64, device, 1e-3),
     "integers u8": lambda shape, box, device="cpu": integers(shape, box, SEED, STREAM, 3, 256, torch.uint8, device),
 }
 
@@ -58,18 +68,18 @@ DRAWS = {
 def counted(shape, box, device, mean):
     """Parameters that grow with the position from 0 to twice the mean, and numbers for them."""
     rate = box_index(shape, box, device).to(torch.float64) * (2 * mean / max(1, math.prod(shape)))
-    return rate, lambda part: laws.unit(shape, box, SEED, 1, part, device)
+    return rate, lambda part: distributions.unit(shape, box, SEED, 1, part, device)
 
 
 def binomial(shape, box, device="cpu"):
     p, units = counted(shape, box, device, 0.5)
-    return laws.binomial(torch.full_like(p, 100), p, units)
+    return distributions.binomial(torch.full_like(p, 100), p, units)
 
 
 BY_ELEMENT = {
-    "poisson of 0 to 10": lambda shape, box, device="cpu": laws.poisson(*counted(shape, box, device, 5.0)),
-    "poisson of 0 to 1000": lambda shape, box, device="cpu": laws.poisson(*counted(shape, box, device, 500.0)),
-    "bernoulli by element": lambda shape, box, device="cpu": laws.bernoulli(*counted(shape, box, device, 0.5)),
+    "poisson of 0 to 10": lambda shape, box, device="cpu": distributions.poisson(*counted(shape, box, device, 5.0)),
+    "poisson of 0 to 1000": lambda shape, box, device="cpu": distributions.poisson(*counted(shape, box, device, 500.0)),
+    "bernoulli by element": lambda shape, box, device="cpu": distributions.bernoulli(*counted(shape, box, device, 0.5)),
     "binomial": binomial,
 }
 EVERY = {**DRAWS, **BY_ELEMENT}
@@ -164,7 +174,7 @@ def test_tiles_do_not_show(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
     at_once = EVERY[name](shape, box)
     for blocks in (1, 6, 16, 50):
-        monkeypatch.setattr(random, "BLOCKS_AT_ONCE_CPU", blocks)
+        monkeypatch.setattr(draw, "BLOCKS_AT_ONCE_CPU", blocks)
         assert torch.equal(EVERY[name](shape, box), at_once)
 
 
@@ -172,7 +182,7 @@ def test_tiles_do_not_show(name, monkeypatch):
 def test_numpy_and_torch_agree(name, monkeypatch):
     shape, box = (5, 7, 30), ((1, 4), (2, 6), (3, 28))
     by_numpy = EVERY[name](shape, box)
-    monkeypatch.setattr(random, "BLOCKS_IN_NUMPY", -1)
+    monkeypatch.setattr(philox, "BLOCKS_IN_NUMPY", -1)
     assert torch.equal(EVERY[name](shape, box), by_numpy)
 
 
@@ -239,47 +249,48 @@ def test_the_definition_of_normal(dtype, bits):
 def test_the_rarest_words_give_finite_normals(dtype, bits, monkeypatch):
     for word, radius in ((0, math.sqrt(2 * bits * math.log(2))), (ONES, 0)):
         words = torch.full((1, 1, 4), word)
-        monkeypatch.setattr(random, "philox_blocks", lambda seed, stream, block, words=words: words)
+        monkeypatch.setattr(draw, "philox_blocks", lambda seed, stream, block, words=words: words)
         assert normal((1,), ((0, 1),), 0, 0, dtype, "cpu").item() == pytest.approx(radius, rel=1e-6)
 
 
-def test_the_definition_of_the_other_laws():
+def test_the_definition_of_the_other_distributions():
     words = philox_uint32(3, 4, torch.arange(128)).tolist()
     longs = [low | high << 32 for low, high in zip(words[::2], words[1::2], strict=True)]
     u = [(long >> 11 | 1) * 2.0**-53 for long in longs]
     wanted = {
-        laws.unit: (lambda u: u, (0,)),
-        laws.exponential: (lambda u: -math.log(u) / 2.5, (2.5,)),
-        laws.gumbel: (lambda u: -math.log(-math.log(u)), ()),
-        laws.cauchy: (lambda u: 1 + 2 * math.tan(math.pi * (u - 0.5)), (1.0, 2.0)),
-        laws.geometric: (lambda u: 1 + math.floor(math.log(u) / math.log(0.75)), (0.25,)),
+        distributions.unit: (lambda u: u, (0,)),
+        distributions.exponential: (lambda u: -math.log(u) / 2.5, (2.5,)),
+        distributions.gumbel: (lambda u: -math.log(-math.log(u)), ()),
+        distributions.cauchy: (lambda u: 1 + 2 * math.tan(math.pi * (u - 0.5)), (1.0, 2.0)),
+        distributions.geometric: (lambda u: 1 + math.floor(math.log(u) / math.log(0.75)), (0.25,)),
     }
     for law, (formula, parameters) in wanted.items():
-        dtypes = () if law is laws.unit else (torch.float64,)
-        arguments = (*parameters, "cpu") if law is laws.unit else (*dtypes, "cpu", *parameters)
+        dtypes = () if law is distributions.unit else (torch.float64,)
+        arguments = (*parameters, "cpu") if law is distributions.unit else (*dtypes, "cpu", *parameters)
         drawn = law((64,), ((0, 64),), 3, 4, *arguments)
         np.testing.assert_allclose(drawn, [formula(x) for x in u], rtol=1e-12, atol=1e-12)
     z = whole(normal, 64, torch.float64, seed=3, stream=4)
-    np.testing.assert_allclose(laws.log_normal((64,), ((0, 64),), 3, 4, torch.float64, "cpu", 0.5, 2), np.exp(z * 2 + 0.5), rtol=1e-14)
+    drawn = distributions.log_normal((64,), ((0, 64),), 3, 4, torch.float64, "cpu", 0.5, 2)
+    np.testing.assert_allclose(drawn, np.exp(z * 2 + 0.5), rtol=1e-14)
 
 
 def test_extreme_words_give_finite_numbers(monkeypatch):
     for word in (0, ONES):
-        monkeypatch.setattr(random, "philox_blocks", lambda seed, stream, block, word=word: torch.full((1, 1, 4), word))
+        monkeypatch.setattr(draw, "philox_blocks", lambda seed, stream, block, word=word: torch.full((1, 1, 4), word))
         box = ((0, 1),)
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            assert 0 < laws.exponential((1,), box, 0, 0, dtype, "cpu", 1.0).item() < 40
-            assert math.isfinite(laws.gumbel((1,), box, 0, 0, dtype, "cpu").item())
-        assert math.isfinite(laws.cauchy((1,), box, 0, 0, torch.float64, "cpu", 0, 1).item())
-        assert 1 <= laws.geometric((1,), box, 0, 0, torch.uint8, "cpu", 1e-9).item() <= 255
-        assert 0 < laws.unit((1,), box, 0, 0, 5, "cpu").item() < 1
+            assert 0 < distributions.exponential((1,), box, 0, 0, dtype, "cpu", 1.0).item() < 40
+            assert math.isfinite(distributions.gumbel((1,), box, 0, 0, dtype, "cpu").item())
+        assert math.isfinite(distributions.cauchy((1,), box, 0, 0, torch.float64, "cpu", 0, 1).item())
+        assert 1 <= distributions.geometric((1,), box, 0, 0, torch.uint8, "cpu", 1e-9).item() <= 255
+        assert 0 < distributions.unit((1,), box, 0, 0, 5, "cpu").item() < 1
 
 
 def test_parts_of_a_stream_are_other_streams():
     box = ((0, 1000),)
-    parts = [laws.unit((1000,), box, 0, 1, part, "cpu") for part in range(3)]
+    parts = [distributions.unit((1000,), box, 0, 1, part, "cpu") for part in range(3)]
     assert torch.cat(parts).unique().numel() == 3000
-    assert torch.equal(parts[2], laws.unit((1000,), box, 0, 1 + (2 << 40), 0, "cpu"))
+    assert torch.equal(parts[2], distributions.unit((1000,), box, 0, 1 + (2 << 40), 0, "cpu"))
 
 
 def test_exp_and_log_factorial():
@@ -287,13 +298,13 @@ def test_exp_and_log_factorial():
     np.testing.assert_allclose(exp(x), np.exp(x.numpy()), rtol=2.3e-16 * 2)
     assert exp(torch.tensor([0.0, -1e4, 1e4], dtype=torch.float64)).tolist() == [1, 0, math.inf]
     k = torch.arange(2000, dtype=torch.float64)
-    np.testing.assert_allclose(laws.log_factorial(k), [math.lgamma(i + 1) for i in range(2000)], rtol=3e-15, atol=1e-15)
+    np.testing.assert_allclose(distributions.log_factorial(k), [math.lgamma(i + 1) for i in range(2000)], rtol=3e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize(("n", "p", "result"), [(0, 0.5, 0), (7, 0, 0), (7, 1, 7), (10**6, 1, 10**6), (-3, 0.5, 0)])
 def test_binomials_without_chance(n, p, result):
     n, p = (torch.full((50,), float(v), dtype=torch.float64) for v in (n, p))
-    assert set(laws.binomial(n, p, lambda part: laws.unit((50,), ((0, 50),), 0, 1, part, "cpu")).tolist()) == {result}
+    assert set(distributions.binomial(n, p, lambda part: distributions.unit((50,), ((0, 50),), 0, 1, part, "cpu")).tolist()) == {result}
 
 
 def test_complex_numbers_are_neighbouring_real_ones():

@@ -10,15 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmesh.kernels import laws, random
+from shardmesh.kernels import random
 from shardmesh.kernels.backend import using_kernels
 from shardmesh.kernels.box import Box, box_size
-from shardmesh.kernels.elementary import over, sqrt
+from shardmesh.kernels.random import distributions, philox
+from shardmesh.kernels.random.elementary import over, sqrt
 from tests.kernels.device import DEVICE
 from tests.kernels.test_random import BY_ELEMENT
 from tests.tiers import examples
 
-random_triton = pytest.importorskip("shardmesh.kernels.random_triton", exc_type=ImportError)
+random_triton = pytest.importorskip("shardmesh.kernels.random.random_triton", exc_type=ImportError)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -89,12 +90,12 @@ draws = st.one_of(
     drawn(random.normal, dtype=st.sampled_from(COMPLEX), std=positive),
     drawn(random.bernoulli_mask, p=st.floats(0, 1) | st.sampled_from([0.0, 1.0])),
     integers(),
-    drawn(laws.unit, part=st.integers(0, 100)),
-    drawn(laws.exponential, dtype=floats, rate=positive),
-    drawn(laws.gumbel, dtype=floats),
-    drawn(laws.cauchy, dtype=floats, median=centers, sigma=positive),
-    drawn(laws.log_normal, dtype=floats, mean=centers, std=positive),
-    drawn(laws.geometric, dtype=st.sampled_from((*WHOLE, *FLOATS)), p=st.floats(1e-4, 0.9999) | st.just(1e-18)),
+    drawn(distributions.unit, part=st.integers(0, 100)),
+    drawn(distributions.exponential, dtype=floats, rate=positive),
+    drawn(distributions.gumbel, dtype=floats),
+    drawn(distributions.cauchy, dtype=floats, median=centers, sigma=positive),
+    drawn(distributions.log_normal, dtype=floats, mean=centers, std=positive),
+    drawn(distributions.geometric, dtype=st.sampled_from((*WHOLE, *FLOATS)), p=st.floats(1e-4, 0.9999) | st.just(1e-18)),
 )
 words = st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**32 - 1, 2**63, 2**64 - 1]) | st.integers(2**64, 2**70)
 
@@ -157,8 +158,8 @@ def test_nothing_else_is_written(place, per_block):
     shape, box = PLACES[place]
     end = 100 + box_size(box)
     space = torch.full((end + 2000,), 2.0, device=DEVICE)
-    law = random.Law("uniform", per_block, torch.clone, (1.0, 0.0, 0.0, 1.0))
-    random_triton.launch(space[100:end], random.rows_of(shape, box), 0, 1, law)
+    distribution = philox.Distribution("uniform", per_block, torch.clone, (1.0, 0.0, 0.0, 1.0))
+    random_triton.launch(space[100:end], philox.rows_of(shape, box), 0, 1, distribution)
     assert space[100:end].max() <= 1
     assert (space[:100] == 2).all()
     assert (space[end:] == 2).all()

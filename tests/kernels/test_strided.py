@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shardmesh.kernels import strided, strided_views
 from shardmesh.kernels.box import row_major_strides
 from shardmesh.kernels.copy import compile_pack
-from shardmesh.kernels.strided import Placed, Table, View, divisor, make_tables
+from shardmesh.kernels.strided import PlacedView, Table, View, divisor, make_tables
 from tests.kernels.drawn import chunks, grids, offsets, shapes
 from tests.tiers import examples
 
@@ -135,7 +135,7 @@ def placements(draw):
         order = draw(st.permutations(range(len(shape))))
         steps = row_major_strides([shape[d] + draw(st.sampled_from([0, 0, 1])) for d in order])
         strides = tuple(steps[order.index(d)] for d in range(len(shape)))
-        placed += [Placed(tensor, view) for view in pack._views_for(strides)]
+        placed += [PlacedView(tensor, view) for view in pack._views_for(strides)]
     return placed
 
 
@@ -213,7 +213,7 @@ def partner(view: View, flat):
 def test_huge(case, to_flat):
     """Some programs move what belongs together, in numbers that fit; all together as many elements as there are."""
     view = view_of(*HUGE[case])
-    tables = make_tables([Placed(0, view)], to_flat, (2, 2))
+    tables = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     assert sum(table.elements for table in tables) == math.prod(view.sizes)
     draw = random.Random(0)
     for table in tables:
@@ -224,9 +224,9 @@ def test_huge(case, to_flat):
 
 
 def test_wide_where_32_bits_do_not_suffice():
-    (table,) = make_tables([Placed(0, View((64, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
+    (table,) = make_tables([PlacedView(0, View((64, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
     assert table.kind.wide
-    (table,) = make_tables([Placed(0, View((31, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
+    (table,) = make_tables([PlacedView(0, View((31, 1 << 10), (1 << 26, 1), 0, (1 << 10, 1), 0))], True, (2, 2))
     assert not table.kind.wide
 
 
@@ -237,7 +237,7 @@ def test_too_many_programs_are_refused():
         mock.patch.object(strided, "MAX_PROGRAMS", 1000),
         pytest.raises(ValueError, match="programs; one launch has at most 1000"),
     ):
-        make_tables([Placed(0, view)], True, (4, 4))
+        make_tables([PlacedView(0, view)], True, (4, 4))
 
 
 # -- what the tables are for -------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_too_many_programs_are_refused():
 )
 def test_units_of_a_tile(shape, unit, dst_unit):
     parts = 6 if shape[1] == 18 else 8
-    (table,) = make_tables([Placed(0, view_of(shape, 1, parts))], True, (2, 2))
+    (table,) = make_tables([PlacedView(0, view_of(shape, 1, parts))], True, (2, 2))
     assert (table.kind.tiled, table.kind.unit, table.kind.dst_unit) == (True, unit, dst_unit)
 
 
@@ -258,7 +258,7 @@ def test_units_of_a_tile(shape, unit, dst_unit):
 def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
     """Of 2-byte elements, packed for 8 peers and back: hardly a program touches a sector that another has to touch, too."""
     view = view_of((2048, 8 * run), 1, 8)
-    (table,) = make_tables([Placed(0, view)], to_flat, (2, 2))
+    (table,) = make_tables([PlacedView(0, view)], to_flat, (2, 2))
     ((row, first, stop),) = rows_of(table)
     sectors = [0, 0]
     for program in range(first, stop):
@@ -271,14 +271,14 @@ def test_programs_of_short_runs_take_whole_lines_of_both_sides(run, to_flat):
 
 @pytest.mark.parametrize(("run", "group"), [(1001, 128), (128, 128), (2001, 128), (63, 1), (130, 1), (1024, 1)])
 def test_groups_leave_few_lanes_without_work(run, group):
-    (table,) = make_tables([Placed(0, View((64, run), (run + (run % 8 > 0), 1), 0, (run, 1), 0))], True, (2, 2))
+    (table,) = make_tables([PlacedView(0, View((64, run), (run + (run % 8 > 0), 1), 0, (run, 1), 0))], True, (2, 2))
     assert table.kind.group == (group if run % 8 else 1)
 
 
 def test_equal_views_share_tables():
     view = view_of((64, 64), 1, 8)
     key = (True, (4, 4), 16, True)
-    tables = [strided.remembered([view], key, lambda: make_tables([Placed(0, view)], *key)) for _ in range(2)]
+    tables = [strided.remembered([view], key, lambda: make_tables([PlacedView(0, view)], *key)) for _ in range(2)]
     assert tables[0] is tables[1]
     assert tables[0][0].on(torch.device("cpu"))[0] is tables[0][0].on(torch.device("cpu"))[0]
 

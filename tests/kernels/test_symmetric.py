@@ -59,7 +59,7 @@ def all_reduce(peers: Peers, two_shot: bool, x: Tensor, out: Tensor, epilogue: E
 
 def use_programs(count: int) -> None:
     """A grid of at most so many programs, for the rest of the process: for several rounds without much work."""
-    from shardmesh.kernels import symmetric_triton
+    from shardmesh.kernels.symmetric import symmetric_triton
 
     symmetric_triton.MAX_PROGRAMS = count
 
@@ -360,7 +360,7 @@ def start_at(peers: Peers, epoch: int) -> None:
 
 
 def test_epochs_may_run_over():
-    from shardmesh.kernels.symmetric_triton import EPOCHS
+    from shardmesh.kernels.symmetric.symmetric_triton import EPOCHS
 
     with Ranks(2) as ranks:
         ranks(start_at, EPOCHS.value - 4)
@@ -392,7 +392,7 @@ def test_a_missing_rank_is_named_on_all_others(call, args):
             replies = ranks(call, *args, without=[2])
             for rank in (0, 1, 3):
                 assert isinstance(replies[rank], SymmetricMemoryError)
-                assert f"rank 2 of the group of 4 did not arrive: rank {rank} looked" in str(replies[rank])
+                assert f"rank 2 of the group of 4 did not arrive: rank {rank} polled" in str(replies[rank])
 
 
 def test_several_missing_ranks_are_named():
@@ -429,14 +429,14 @@ def test_a_late_rank_gets_the_right_result_and_then_an_error():
 
 def launches_after_giving_up(peers: Peers, two_shot: bool) -> tuple[list[float], list[int], bool]:
     """As an accelerator runs what was launched before the host knew."""
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce, launch_meeting
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce, launch_barrier
 
     with pytest.raises(SymmetricMemoryError):
         small_sum(peers, two_shot)
     peers.error.zero_()
     before, out = peers.buffer.clone(), torch.full((4,), 7.0)
     launch_all_reduce(peers, torch.ones(4), out, None, two_shot)
-    launch_meeting(peers)
+    launch_barrier(peers)
     return out.tolist(), peers.error.tolist(), torch.equal(peers.buffer, before)
 
 
@@ -478,7 +478,7 @@ def test_records_that_cannot_be(alone):
             symmetric.one_shot_all_reduce(alone, x, given, AsRecord("int8"))
     with pytest.raises(ValueError, match=r"AsRecord.* of torch.int32: float16"):
         symmetric.two_shot_all_reduce(alone, x.int(), out, AsRecord("int8"))
-    with pytest.raises(ValueError, match=r"rows of 24 in AsRecord.*: a block would lie in two rows"):
+    with pytest.raises(ValueError, match=r"rows of 24 in AsRecord.*: a block would span two rows"):
         symmetric.two_shot_all_reduce(alone, x, out, AddNorm(x, x[0], 1e-5, x, AsRecord("int8")))
 
 
@@ -497,7 +497,7 @@ def test_pulls_that_cannot_be(alone):
         symmetric.all_gather(alone, torch.ones(2, dtype=torch.int8), torch.ones(2), 0)
     with pytest.raises(ValueError, match="float64 cannot be scaled"):
         symmetric.reduce_scatter(alone, *[torch.ones(2, dtype=torch.float64)] * 2, 0, 0.3)
-    with pytest.raises(ValueError, match="complex128 is not read from peers"):
+    with pytest.raises(ValueError, match="complex128 cannot be pulled from peers"):
         symmetric.all_gather(alone, *[torch.ones(2, dtype=torch.complex128)] * 2, 0)
     with pytest.raises(ValueError, match="the dims must differ"):
         symmetric.all_to_all(alone, torch.ones(2, 2), torch.ones(2, 2), 1, -1)
@@ -531,7 +531,7 @@ def test_simulated_ranks_keep_all_of_their_memory():
 
 def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20) -> list[Peers]:
     """Ranks whose programs, one for each multiprocessor at most, are on the device together."""
-    from shardmesh.kernels import symmetric_triton
+    from shardmesh.kernels.symmetric import symmetric_triton
 
     most = torch.cuda.get_device_properties(0).multi_processor_count // size
     monkeypatch.setattr(symmetric_triton, "MAX_PROGRAMS", min(most, symmetric.MAX_PROGRAMS))
@@ -542,7 +542,7 @@ def on_one_gpu(size: int, monkeypatch: pytest.MonkeyPatch, spins: int = 1 << 20)
 @pytest.mark.parametrize("two_shot", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_one_launch_for_all_ranks(size, two_shot, monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(size, monkeypatch)
     for call, length in enumerate([1, 1000, 1 << 16, (1 << 20) + 3, 64] * 10):
@@ -559,7 +559,7 @@ def test_one_launch_for_all_ranks(size, two_shot, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["int8", "fp8"])
 def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(4, monkeypatch)
     for length in (1, 4097, 1 << 18):
@@ -576,7 +576,7 @@ def test_records_of_all_ranks_in_one_launch(transport, monkeypatch):
 
 @pytest.mark.gpu
 def test_norms_of_all_ranks_in_one_launch(monkeypatch):
-    from shardmesh.kernels.symmetric_triton import launch_all_reduce
+    from shardmesh.kernels.symmetric.symmetric_triton import launch_all_reduce
 
     ranks = on_one_gpu(4, monkeypatch)
     x, residual = torch.randn(2, 4, 100, 4096, device="cuda", dtype=torch.bfloat16)

@@ -79,10 +79,10 @@ def test_a_name_that_flatten_gave_is_an_axis_of_slices() -> None:
 
 def test_a_part_may_not_give_a_name_that_the_whole_has_for_another_axis() -> None:
     mesh = AbstractMesh((2, 3, 4), ("a", "b", "c"))
-    with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' already stands for \('a',\)"):
+    with pytest.raises(MeshError, match=r"flatten\(\('b', 'c'\)\): the name 'a' is already used for \('a',\)"):
         mesh["b", "c"].flatten(name="a")
     mesh["a", "b"].flatten(name="n")
-    with pytest.raises(MeshError, match=r"'n' already stands for \('a', 'b'\)"):
+    with pytest.raises(MeshError, match=r"'n' is already used for \('a', 'b'\)"):
         mesh["b", "c"].flatten(name="n")
     assert mesh["b", "c"].flatten(name="m") == mesh["m"]  # what was refused left nothing behind
 
@@ -110,13 +110,13 @@ def test_errors_are_also_of_the_class_that_torch_raises() -> None:
     [
         (lambda m: m.size("x"), r"unknown axis 'x': the mesh has axes \['a', 'b'\]"),
         (lambda m: m["x"], "unknown axis 'x'"),
-        (lambda m: m[0], "write a name or a tuple of names"),
+        (lambda m: m[0], "must be a name or a tuple of names"),
         (lambda m: m["a", "a"], r"axis 'a' is used twice in \('a', 'a'\)"),
         (lambda m: m[()], "no axis given"),
         (lambda m: m.size(2), "axis 2 is out of range"),
-        (lambda m: m.flatten(("a", "b"), name="a"), r"'a' already stands for \('a',\)"),
+        (lambda m: m.flatten(("a", "b"), name="a"), r"'a' is already used for \('a',\)"),
         (lambda m: [m.flatten(axes, name="n") for axes in ("ab", "ba")], "unknown axis 'ab'"),
-        (lambda m: [m.flatten(tuple(axes), name="n") for axes in ("ab", "ba")], r"'n' already stands for \('a', 'b'\)"),
+        (lambda m: [m.flatten(tuple(axes), name="n") for axes in ("ab", "ba")], r"'n' is already used for \('a', 'b'\)"),
     ],
 )  # fmt: skip
 def test_errors(make: object, message: str) -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardmesh as sm
-from shardmesh.mesh.comm.group import World, current_world
+from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.context import get_mesh, given_or_current, set_mesh
 from shardmesh.mesh.errors import MeshError
 from tests.sharding.ranks import every_rank

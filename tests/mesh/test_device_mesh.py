@@ -114,7 +114,7 @@ def test_ranks_outside_a_mesh() -> None:
         assert mesh["b"].ranks.tolist() == [4, 0]
         assert mesh["b"].coordinate is None
         for call in (lambda: mesh.group("a"), lambda: mesh.get_local_rank("a")):
-            with pytest.raises(MeshError, match=r"rank 2 lies outside DeviceMesh\(cpu, a=2, b=2\)"):
+            with pytest.raises(MeshError, match=r"rank 2 is outside DeviceMesh\(cpu, a=2, b=2\)"):
                 call()
 
     on_rank(2, 5, fn)
@@ -127,9 +127,9 @@ def test_ranks_outside_a_mesh() -> None:
         (lambda: init_device_mesh("cpu", (2, 2)), r"needs 4 ranks, but the world has 6.*product is 6.*DeviceMesh\("),
         (lambda: init_device_mesh("cpu", (2, 3), axis_names=("a",)), "has 2 axes, but the names given are"),
         (lambda: init_device_mesh("cpu", (2, 3), axis_names=("a", "a")), "used twice"),
-        (lambda: init_device_mesh("cpu", (6,), axis_names=("a",), mesh_dim_names=("b",)), "two words for one thing"),
+        (lambda: init_device_mesh("cpu", (6,), axis_names=("a",), mesh_dim_names=("b",)), "differ, but both name the axes"),
         (lambda: init_device_mesh("cpu", (-6,)), "positive integers"),
-        (lambda: init_device_mesh("gpu", (6,)), "device type 'gpu': write one that torch knows"),
+        (lambda: init_device_mesh("gpu", (6,)), "device type 'gpu': must be one that torch knows"),
         (lambda: init_device_mesh("cuda:0", (6,)), "without an index"),
         (lambda: DeviceMesh("cpu", [0, 9]), r"ranks \[9\] do not exist: the world has 6"),
         (lambda: DeviceMesh("cpu", [0, 1, 0]), r"ranks \[0\] appear more than once"),

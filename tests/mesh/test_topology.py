@@ -162,7 +162,7 @@ def test_topologies_are_values() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link(0.0, 1e9), r"Link\(latency=0.0\): write a positive"),
+        (lambda: Link(0.0, 1e9), r"Link\(latency=0.0\): must be a positive"),
         (lambda: Link(1e-6, float("inf")), "bandwidth=inf"),
         (lambda: Topology(*LINKS[:2], memory=-1.0), "memory=-1.0"),
         (lambda: nodes_of(node_size=0), "node_size=0.*at least 1"),
@@ -179,5 +179,5 @@ def test_errors(make: object, message: str) -> None:
 
 
 def test_what_is_not_a_topology() -> None:
-    with pytest.raises(TypeError, match="write a Topology"):
+    with pytest.raises(TypeError, match="must be a Topology"):
         AbstractMesh((2,)).topology = 8  # type: ignore[assignment]

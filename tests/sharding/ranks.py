@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 import shardmesh as sm
-from shardmesh.mesh.comm.group import CollectiveRecord, current_world
+from shardmesh.mesh.comm.current_world import current_world
+from shardmesh.mesh.comm.group import CollectiveRecord
 from tests.device import DEVICE, made_here
 
 AXES = ("a", "b", "c", "d")

@@ -16,7 +16,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import Layout, P, Partial, Replicate, Shard
 from shardmesh.kernels.box import box_shape, box_size, slices
-from shardmesh.mesh.comm.group import current_world
+from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.layout.spec import KINDS, Cut, as_spec, placements_to_spec, spec_to_placements
 from shardmesh.sharding.redistribute.plan import without_trivial_axes
 from tests.device import DEVICE

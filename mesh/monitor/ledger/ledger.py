@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ...comm.group import current_world
+from ...comm.current_world import current_world
 from ...text import columns
 from ..recording.call_text import call_text, fields_of
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict

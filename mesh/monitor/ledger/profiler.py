@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from torch.autograd import profiler
 
 if TYPE_CHECKING:
-    from ..recording.recorder import Note
+    from ..recording.recorder import CommTag
 
 _NOTHING = nullcontext()  # may be entered many times
 
 
-def named(note: Note) -> AbstractContextManager[object]:
+def named(note: CommTag) -> AbstractContextManager[object]:
     """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does nothing while no profiler runs."""
     if not profiler._is_profiler_enabled:
         return _NOTHING

@@ -47,7 +47,7 @@ _LOW48 = (1 << 48) - 1
 _HASH = (1 << 16) - 1
 
 
-class Note:
+class CommTag:
     """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
 
     __slots__ = ("text",)
@@ -56,7 +56,7 @@ class Note:
         self.text = text
 
     def __repr__(self) -> str:
-        return f"Note({self.text!r})"
+        return f"CommTag({self.text!r})"
 
 
 class _CachedCall:
@@ -93,7 +93,7 @@ class Recorder:
     """
 
     __slots__ = (
-        "_calls", "_carried", "_data", "_numbers", "_tag", "buffer", "called", "caller", "group", "key", "monitor", "number", "others",
+        "_calls", "_comm_context", "_data", "_numbers", "_tag", "buffer", "called", "caller", "group", "key", "monitor", "number", "others",
         "row", "settled", "words", "world",
     )  # fmt: skip
     needs_rendezvous, is_channel = True, False
@@ -101,7 +101,7 @@ class Recorder:
     def __init__(self, group: Group, buffer: TraceBuffer, monitor: Monitor | None) -> None:
         self.group, self.buffer, self.monitor, self.world = group, buffer, monitor, group.world
         self.words: Any = buffer.words
-        self._data, self._numbers, self._carried = buffer.data, buffer.numbers, group.world.carried
+        self._data, self._numbers, self._comm_context = buffer.data, buffer.numbers, group.world.comm_context
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
         self._calls: dict[Any, _CachedCall] = {}
         self.number = self._tag = 0
@@ -119,10 +119,10 @@ class Recorder:
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        monitor, carried, words = self.monitor, self._carried, self.words
+        monitor, context, words = self.monitor, self._comm_context, self.words
         if monitor is not None and monitor.alarm[0]:
             monitor = monitor.checked()
-        note = carried.note
+        note = context.tag
         call = self._calls.get((op, how, dtype, size, note))
         if call is None:
             call = self._new_call(op, how, dtype, size, note)
@@ -139,7 +139,7 @@ class Recorder:
             except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
-        lineage = carried.lineage
+        lineage = context.lineage
         _pack_record(
             self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
             self._tag | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
@@ -171,7 +171,7 @@ class Recorder:
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
         """Publish and compare the splits of an all_to_all that no layouts describe. Raises: WatchError where ranks differ."""
-        if self.monitor is None or self.row is None or self._carried.note is not None or len(sent) > MOST_SPLITS:
+        if self.monitor is None or self.row is None or self._comm_context.tag is not None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
         self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
@@ -200,7 +200,7 @@ class Recorder:
         found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
         self.others = [(buffer.words, row_of(number)) for buffer, number in found if number is not None]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _CachedCall:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _CachedCall:
         if self.row is None and not self._calls:
             self._claim_row()
         fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]

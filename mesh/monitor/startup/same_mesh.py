@@ -28,7 +28,7 @@ from ..verdict import Observation, Verdict, composed
 from .rank_info import file_store_fault
 
 if TYPE_CHECKING:
-    from ...comm.group import World
+    from ...comm.world import World
     from ...device_mesh import DeviceMesh
 
 _TO_COME_S = 0.3  # how long to wait for other ranks before votes decide which are the outliers

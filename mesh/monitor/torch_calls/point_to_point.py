@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..diagnosis import verdict_text
 from ..diagnosis.members import member, members
 from ..recording.job_directory import is_near
-from ..recording.recorder import Note, Recorder, _CachedCall
+from ..recording.recorder import CommTag, Recorder, _CachedCall
 from ..recording.trace_buffer import Header, stable_hash
 from .recorder import _SOON, TorchRecorder
 
@@ -85,7 +85,7 @@ class MessageRecorder(TorchRecorder):
         if sent is not None and expected is not None and sent.sent > expected.received:
             raise monitor.failed(verdict_text.too_large(self, sequence, found))
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: Note | None) -> _CachedCall:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _CachedCall:
         call = super()._new_call(op, how, dtype, size, note)
         call.fingerprint = _ALIKE
         return call

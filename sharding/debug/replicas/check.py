@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ....mesh.comm.group import current_world
+from ....mesh.comm.current_world import current_world
 from ....mesh.context import get_mesh
 from ....mesh.device_mesh import DeviceMesh
 from .compare import ReplicaError, compare

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mesh.comm.group import World, current_world
+from ....mesh.comm.current_world import current_world
+from ....mesh.comm.world import World
 from ....mesh.context import given_or_current
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep

@@ -120,7 +120,7 @@ class _RingAttention(torch.autograd.Function):
         for here, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
             attend(seen, q, *here, blocks, ring.scale)
         out = seen.mix.to(q.dtype)
-        ctx.ring, ctx.lineage = ring, ring.world.carried.lineage
+        ctx.ring, ctx.lineage = ring, ring.world.comm_context.lineage
         ctx.save_for_backward(q, k, v, out, seen.lse)
         return out
 

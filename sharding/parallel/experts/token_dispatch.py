@@ -243,7 +243,7 @@ def exchange(rows: Tensor, peers: Peers, arriving: Sequence[int], leaving: Seque
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, peers: Peers, arriving: Sequence[int], leaving: Sequence[int]) -> Tensor:
-        ctx.way, ctx.lineage = (peers, leaving, arriving), peers.mesh.world.carried.lineage
+        ctx.way, ctx.lineage = (peers, leaving, arriving), peers.mesh.world.comm_context.lineage
         out = rows.new_empty(sum(arriving), *rows.shape[1:])
         width = math.prod(rows.shape[1:])
         peers.group.all_to_all(out, rows.contiguous(), [n * width for n in arriving], [n * width for n in leaving])

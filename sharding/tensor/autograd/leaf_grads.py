@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....mesh.comm.group import World, current_world
-from ....mesh.monitor.recording.recorder import Note
+from ....mesh.comm.current_world import current_world
+from ....mesh.comm.world import World
+from ....mesh.monitor.recording.recorder import CommTag
 from ...layout.layout import Layout, told_apart
 from ...ops.lineage import comm_context, mixed, seed_of, unpacked
 from ...redistribute.autograd import redistribute_grad, redistribute_local
@@ -163,7 +164,7 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
-def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, *, donate: bool = False) -> None:
+def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: CommTag, *, donate: bool = False) -> None:
     """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are in `.grad` when it ends.
 
     Args:
@@ -176,7 +177,7 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note, 
     reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note, donate), unpacked(world.carried.lineage)))
+        reducer.started.append((mine, _start_bucket(mine, given, note, donate), unpacked(world.comm_context.lineage)))
     reducer.flush_at_end()
 
 
@@ -252,7 +253,7 @@ def _reduce(leaves: Sequence[ShardedTensor]) -> None:
             reduced = [_reduce_alone(leaf, grad) for leaf, grad in members]
         for (leaf, _), grad in zip(members, reduced, strict=True):
             leaf._local.grad = None
-            _accumulate(leaf, grad, unpacked(leaf.mesh.world.carried.lineage))
+            _accumulate(leaf, grad, unpacked(leaf.mesh.world.comm_context.lineage))
 
 
 def _call_hooks(leaves: Sequence[ShardedTensor]) -> None:
@@ -284,7 +285,7 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 
 
 def _start_bucket(
-    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: Note | None, donate: bool
+    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: CommTag | None, donate: bool
 ) -> Callable[[], list[Tensor]]:
     layouts = [
         leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
@@ -293,7 +294,7 @@ def _start_bucket(
     world = leaves[0].mesh.world
     known = [_whole_origin(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
-    with comm_context(world, mixed(unpacked(world.carried.lineage), leaves)):
+    with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
         donate = donate and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
         wait = many_runner(pairs).start([origin for origin, _ in known], own=donate, note=note)
     return lambda: [

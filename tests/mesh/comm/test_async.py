@@ -194,8 +194,8 @@ def test_a_mismatch_says_who(
     [
         ({"dst": 2, "src": None}, "dst=2, src=None on rank 0 .* from 0 to 1"),
         ({"dst": None, "src": -1}, "src=-1"),
-        ({"dst": 0, "src": 1}, "either both or none of them is this rank"),
-        ({"dst": None, "src": 0}, "either both or none of them is this rank"),
+        ({"dst": 0, "src": 1}, "if one of them is this rank, both must be"),
+        ({"dst": None, "src": 0}, "if one of them is this rank, both must be"),
     ],
 )
 def test_bad_places(places: dict[str, int | None], message: str) -> None:

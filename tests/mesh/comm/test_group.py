@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardmesh.mesh import CollectiveError, CollectiveRecord, Group, MeshError, current_world, simulate
-from shardmesh.mesh.comm.group import REDUCTIONS
+from shardmesh.mesh.comm.checks import REDUCTIONS
 from tests.mesh.comm.collectives import DTYPES, REDUCE, as_bytes, rank_values
 from tests.tiers import examples
 

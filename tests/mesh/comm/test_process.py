@@ -236,7 +236,7 @@ def test_errors_say_the_same_on_every_rank(world4: Pool) -> None:
         "but the group given for it has ranks",
         "1 groups for the 2 axes",
         "(dp=3, tp=2) needs 6 ranks, but the world has 4. Either start 6 processes",
-        "backend='mpi' but the default process group runs already, with {",
+        "backend='mpi', but the default process group exists already, with {",
         "ranks [4] do not exist: the world has 4",
         "unknown reduction 'avg'",
     ]

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.launch import preemption
-from shardmesh.mesh.launch.preemption import _Across, ending_in_order, reached_preemption
+from shardmesh.mesh.launch.preemption import _StoreAgreement, ending_in_order, reached_preemption
 from tests.pool import Pool
 
 PATIENCE_S = 60.0
@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 def forget_everything() -> None:
     """The process is as it was before anybody asked."""
     preemption.forget(current_world())
-    preemption._notice, preemption._asked = "", False
+    preemption._notice, preemption._is_listening = "", False
     preemption._reset()
 
 
@@ -53,7 +53,7 @@ class Job:
         self.stopped: list[int | None] = [None] * self.size
         self.steps: list[list[int]] = [[] for _ in range(self.size)]
         store = HashStore()
-        self.parts = [_Across(store, r, self.size, self.has_notice(r), lambda: None) for r in range(self.size)]
+        self.parts = [_StoreAgreement(store, r, self.size, self.has_notice(r), lambda: None) for r in range(self.size)]
 
     def has_notice(self, rank: int):
         after = self.notice_after.get(rank, float("inf"))
@@ -81,7 +81,7 @@ class Job:
 
 @pytest.mark.parametrize("seed", range(25))
 def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_LOOK_S", 0.02)
+    monkeypatch.setattr(preemption, "_NOTICE_POLL_S", 0.02)
     job = Job(seed)
     job.run()
     assert job.stopped[0] is not None
@@ -90,8 +90,8 @@ def test_all_ranks_stop_in_the_same_step(seed: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_that_never_asks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preemption, "_PATIENCE_S", 0.1)
-    part = _Across(HashStore(), 0, 3, lambda: True, lambda: None)
+    monkeypatch.setattr(preemption, "_STEP_TIMEOUT_S", 0.1)
+    part = _StoreAgreement(HashStore(), 0, 3, lambda: True, lambda: None)
     part.reached(0, 1)
     with pytest.raises(RuntimeError, match="ranks 1, 2 have not called it"):
         for _ in range(int(PATIENCE_S / 0.01)):
@@ -104,7 +104,7 @@ def test_ranks_that_wait_hear_of_a_failed_job() -> None:
     def check() -> None:
         raise ConnectionError("rank 1 died")
 
-    part = _Across(HashStore(), 0, 2, lambda: True, check)
+    part = _StoreAgreement(HashStore(), 0, 2, lambda: True, check)
     with pytest.raises(ConnectionError, match="rank 1 died"):
         for _ in range(int(PATIENCE_S / 0.01)):
             time.sleep(0.01)
@@ -121,7 +121,7 @@ def test_without_a_notice_a_call_asks_nobody() -> None:
             return False
 
     store = Counting()
-    part = _Across(store, 0, 2, lambda: False, lambda: None)
+    part = _StoreAgreement(store, 0, 2, lambda: False, lambda: None)
     assert not any(part.reached(0, step) for step in range(10_000))
     assert store.asked <= 1 + 10  # once a second, on a machine that may be very slow
     part.stop()
@@ -154,7 +154,7 @@ def test_a_file_is_a_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_steps_must_grow() -> None:
     reached_preemption(99)
-    with pytest.raises(ValueError, match=r"reached_preemption\(0\) after reached_preemption\(99\): pass a number that grows"):
+    with pytest.raises(ValueError, match=r"reached_preemption\(0\) after reached_preemption\(99\): step must not decrease"):
         reached_preemption(0)
 
 

@@ -121,7 +121,7 @@ def test_the_fake_backend_counts_groups() -> None:
 def test_a_backend_that_does_not_fit_the_running_group() -> None:
     init_device_mesh("cpu", (1,), backend="gloo")
     init_device_mesh("cpu", (1,), backend="cpu:gloo")
-    with pytest.raises(MeshError, match=r"backend='nccl' but the default process group runs already.*gloo"):
+    with pytest.raises(MeshError, match=r"backend='nccl', but the default process group exists already.*gloo"):
         init_device_mesh("cpu", (1,), backend="nccl")
 
 

@@ -50,13 +50,14 @@ def test_before_the_processes_have_met_the_launcher_tells_the_rank(monkeypatch: 
     set_hosts(monkeypatch, rank, str(rank % 2))
     assert greet("ann") == ("ann" if rank == 0 else None)
     assert (on_each_host() is None) == (rank % 2 == 1)
-    with pytest.raises(LaunchEnvironmentError, match="before the 4 processes of this job have met"), main_process_first():
+    text = "before the default process group of the 4 processes is started"
+    with pytest.raises(LaunchEnvironmentError, match=text), main_process_first():
         pytest.fail("the block must not run")
 
 
 def test_hosts_that_nobody_has_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     set_hosts(monkeypatch, 1, None)
-    with pytest.raises(LaunchEnvironmentError, match=r"LOCAL_RANK=''.*do not tell which ranks share this host"):
+    with pytest.raises(LaunchEnvironmentError, match=r"LOCAL_RANK=''.*are not both set"):
         on_each_host()
 
 

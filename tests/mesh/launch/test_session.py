@@ -314,7 +314,7 @@ def test_sigterm_to_launch(tmp_path: Path, asks: str) -> None:
             program.kill()
     if asks == "asks":
         assert (program.returncode, out) == (0, "the same step: True\n"), err
-        assert "has to stop (SIGTERM): all ranks will, in the same step" in err
+        assert "is being preempted (SIGTERM): all ranks will stop in the same step" in err
     else:
         assert program.returncode == 143, err
         assert "SIGTERM has ended 2 of 2 ranks" in err

@@ -16,7 +16,7 @@ from shardmesh.mesh.comm.null import NullWorld
 from shardmesh.mesh.monitor.diagnosis import diagnose
 from shardmesh.mesh.monitor.monitor import Monitor
 from shardmesh.mesh.monitor.recording.job_directory import JobDirectory
-from shardmesh.mesh.monitor.recording.recorder import Note, Recorder
+from shardmesh.mesh.monitor.recording.recorder import CommTag, Recorder
 from shardmesh.mesh.monitor.recording.trace_buffer import Header, RankState
 from shardmesh.mesh.monitor.settings import monotonic_ns
 from shardmesh.mesh.monitor.verdict import Verdict
@@ -32,7 +32,7 @@ class Hand:
         self.monitor = Monitor(self.world, JobDirectory(JOB, rank, size))
         self.rank, self.buffer, self.everyone = rank, self.monitor.buffer, tuple(range(size))
         self._seats: dict[tuple[int, ...], Recorder] = {}
-        self._notes: dict[str, Note] = {}
+        self._notes: dict[str, CommTag] = {}
 
     def recorder(self, ranks: tuple[int, ...] | None = None) -> Recorder:
         """Where it writes down its collectives, without waiting for anybody."""
@@ -55,8 +55,8 @@ class Hand:
         moved: int = 16,
     ) -> int:
         """Comes to a collective; the number of its record."""
-        carried = self.world.carried
-        carried.lineage, carried.note = lineage, self._notes.setdefault(note, Note(note)) if note else None
+        context = self.world.comm_context
+        context.lineage, context.tag = lineage, self._notes.setdefault(note, CommTag(note)) if note else None
         return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, route)
 
     def block(self, record: int, seconds: float = 10.0) -> None:

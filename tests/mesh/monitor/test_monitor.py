@@ -49,7 +49,7 @@ def _as_it_was() -> Iterator[None]:
 def watched(hand: Hand, op: str = "all_reduce", how: str = "sum", size: int = 4, lineage: int = 0) -> None:
     """The rank calls a collective of all with its watch, which compares and waits as it would."""
     recorder = next((s for s in hand.monitor.recorders), None) or hand.monitor.add_recorder(hand.world.group(hand.everyone))
-    hand.world.carried.lineage = lineage
+    hand.world.comm_context.lineage = lineage
     recorder.enter(op, how, torch.float32, size, 16, 16)
 
 

@@ -148,7 +148,7 @@ def test_one_rank_prints_as_always(prints: str) -> None:
 
 @pytest.mark.parametrize("prints", ["none", None, 3, [0]])
 def test_unknown_choices(prints: object) -> None:
-    with pytest.raises(MeshError, match="write 'all'"):
+    with pytest.raises(MeshError, match="prints must be 'all'"):
         simulate(2, prints=prints)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import Layout, P, ShardedTensor
-from shardmesh.mesh.comm.group import current_world
+from shardmesh.mesh.comm.current_world import current_world
 from shardmesh.sharding.checkpoint.load import load
 from shardmesh.sharding.checkpoint.save import save
 from tests.device import DEVICE, made_here

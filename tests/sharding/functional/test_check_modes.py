@@ -8,7 +8,7 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.comm.group import current_world
+from shardmesh.mesh.comm.current_world import current_world
 from tests.sharding.functional.helpers import put, same, values
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh
 

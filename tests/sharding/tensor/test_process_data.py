@@ -332,7 +332,7 @@ def test_a_bare_spec_is_enough(mesh):
 def test_what_is_wrong_with_a_bare_spec(mesh):
     plain = torch.ones(4)
     for call in (lambda: sm.zeros((4,), P("a")), lambda: sm.device_put(plain, P("a")), lambda: sm.from_local(plain, P("a"))):
-        with pytest.raises(TypeError, match="give the mesh that the tensor lies on"):
+        with pytest.raises(TypeError, match="give the mesh of the tensor"):
             call()
     for call in (
         lambda: sm.device_put(torch.ones(4), P("a"), P()),

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .....kernels import laws
-from .....kernels.random import limits
+from .....kernels.random import distributions, limits
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ....tensor import random
@@ -91,22 +90,22 @@ def _uniform_(x: Any, a: float = 0, b: float = 1, *, generator: Any = None, **en
 
 @handler("exponential_")
 def _exponential_(x: Any, lambd: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, laws.exponential), lambd)
+    return _fill(x, generator, partial(random.draw, distributions.exponential), lambd)
 
 
 @handler("cauchy_")
 def _cauchy_(x: Any, median: float = 0, sigma: float = 1, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, laws.cauchy), median, sigma)
+    return _fill(x, generator, partial(random.draw, distributions.cauchy), median, sigma)
 
 
 @handler("log_normal_")
 def _log_normal_(x: Any, mean: float = 1, std: float = 2, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, laws.log_normal), mean, std)
+    return _fill(x, generator, partial(random.draw, distributions.log_normal), mean, std)
 
 
 @handler("geometric_")
 def _geometric_(x: Any, p: float, *, generator: Any = None) -> Any:
-    return _fill(x, generator, partial(random.draw, laws.geometric), p)
+    return _fill(x, generator, partial(random.draw, distributions.geometric), p)
 
 
 @handler("random_")
@@ -150,12 +149,12 @@ def _as_operand(p: Tensor, like: Any) -> Any:
 # -- one distribution for each element ---------------------------------------------------------------------------------
 
 
-def _draw(layout: Layout, law: Callable[..., Tensor], *sources: Any) -> Any:
-    """Return `law(parts..., units)` in this layout, which the sources have too. They get gradients of zero, as in torch."""
+def _draw(layout: Layout, distribution: Callable[..., Tensor], *sources: Any) -> Any:
+    """Return `distribution(parts..., units)` in this layout, which the sources have too. They get gradients of zero, as in torch."""
     units = random.units(layout)
 
     def values(*locals: Tensor) -> Tensor:
-        drawn = law(*[local.detach() for local in locals], units).to(layout.dtype)
+        drawn = distribution(*[local.detach() for local in locals], units).to(layout.dtype)
         return sum((_nothing_of(local) for local in locals if local.requires_grad), start=drawn)
 
     return from_parts(layout, values, *sources)
@@ -208,9 +207,9 @@ def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> 
     return from_parts(layout, values, reduce_pending(input))
 
 
-def _truths(p: Tensor, units: laws.Units) -> Tensor:
+def _truths(p: Tensor, units: distributions.Units) -> Tensor:
     _demand((p >= 0) & (p <= 1), "bernoulli: expected probabilities between 0 and 1, and this rank holds others")
-    return laws.bernoulli(p, units)
+    return distributions.bernoulli(p, units)
 
 
 @decomposition("poisson", when=lambda a: _check_floating("poisson", a.input))
@@ -220,9 +219,9 @@ def _poisson(input: Any, generator: Any = None) -> Any:
     return _draw(x._layout, _counts, x)
 
 
-def _counts(rate: Tensor, units: laws.Units) -> Tensor:
+def _counts(rate: Tensor, units: distributions.Units) -> Tensor:
     _demand(rate >= 0, "poisson: expected rates of at least 0, and this rank holds others")
-    return laws.poisson(rate, units)
+    return distributions.poisson(rate, units)
 
 
 def _check_sharded(name: str, *tensors: Any) -> None:
@@ -242,7 +241,7 @@ def _binomial_applies(a: Any) -> bool:
 def _binomial(count: Any, prob: Any, generator: Any = None) -> Any:
     _no_generator(generator)
     count, prob = _aligned(count.detach(), prob)
-    return _draw(count._layout, laws.binomial, count, prob)
+    return _draw(count._layout, distributions.binomial, count, prob)
 
 
 def _normal_applies(a: Any) -> bool:
@@ -299,12 +298,12 @@ def _multinomial(input: Any, num_samples: int, replacement: bool = False, *, gen
     return from_parts(layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x)
 
 
-def _chosen(weights: Tensor, units: laws.Units, count: int, replacement: bool) -> Tensor:
+def _chosen(weights: Tensor, units: distributions.Units, count: int, replacement: bool) -> Tensor:
     _demand((weights >= 0) & weights.isfinite(), "multinomial: expected finite weights of at least 0, and this rank holds others")
     enough = (weights > 0).sum(-1) >= (1 if replacement else count)
     _demand(enough, "multinomial: a row on this rank has too few weights above 0")
     if replacement:
-        return laws.categories(weights, units(0))
+        return distributions.categories(weights, units(0))
     return (-units(0).log() / weights).topk(count, largest=False)[1]
 
 
@@ -320,7 +319,7 @@ def _gumbel_applies(a: Any) -> bool:
 def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
     """Return the softmax of perturbed logits; with `hard`, its one-hot maximum with the gradient of the softmax."""
     layout = without_pending(logits._layout)
-    noise = ShardedTensor._make(random.draw(laws.gumbel, layout), layout)
+    noise = ShardedTensor._make(random.draw(distributions.gumbel, layout), layout)
     soft = ((logits + noise) / tau).softmax(dim)
     return _one_hot_maximum(soft.detach(), dim) - soft.detach() + soft if hard else soft
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import Note
+from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_locals
 from ....tensor.autograd import leaf_grads
@@ -120,9 +120,9 @@ def put_together(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]
     return found
 
 
-def summing(unit: str, count: int, unused: Sequence[str]) -> Note:
+def summing(unit: str, count: int, unused: Sequence[str]) -> CommTag:
     """What a sum of gradients is for."""
-    return Note(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
+    return CommTag(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
 
 
 def _without(paths: Sequence[str]) -> str:

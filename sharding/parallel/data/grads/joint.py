@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import Note
+from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....ops.lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
@@ -83,7 +83,7 @@ class Joint:
         homes = tuple([part.places for part in parts if part.places is not None])
         self._together.update(dict.fromkeys(homes, homes if len(homes) == len(parts) else ()))
         leaves = [x for part in parts for x in part.leaves]
-        note = Note("; ".join(summing(part.unit, len(part.leaves), part.missing).text for part in parts))
+        note = CommTag("; ".join(summing(part.unit, len(part.leaves), part.missing).text for part in parts))
         with comm_context(leaves[0].mesh.world, mixed(_SUMMING, leaves)):
             leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, donate=all(part.own for part in parts))
 

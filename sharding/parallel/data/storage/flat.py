@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .....mesh.device_mesh import DeviceMesh
-from .....mesh.monitor.recording.recorder import Note
+from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.autograd import runner
@@ -63,7 +63,7 @@ class FlatBucket:
     @cached_property
     def _part(self) -> int:
         """The number of this rank's piece."""
-        return self.mesh.place_along(self.axes)
+        return self.mesh.index_along(self.axes)
 
     def shards_in(self, shard: Tensor) -> list[Tensor]:
         """This rank's part of each parameter, as views of its piece."""
@@ -109,7 +109,7 @@ class FlatBucket:
         length = copies * self.cutting.length
         return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
 
-    def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], note: Note) -> Callable[[], Tensor]:
+    def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], note: CommTag) -> Callable[[], Tensor]:
         """Launch the all_gather of a buffer that is split over the axes `before`, and then over `after`; call what comes back for it.
 
         Communication: one all_gather.
@@ -158,7 +158,7 @@ class FlatBucket:
             torch._foreach_copy_([place for place, _ in given], [grad for _, grad in given])
         return whole
 
-    def start_reduce(self, whole: Tensor, note: Note) -> Callable[[], Tensor]:
+    def start_reduce(self, whole: Tensor, note: CommTag) -> Callable[[], Tensor]:
         """Sum buffers of gradients over the axes; call what comes back for this rank's piece of the sum.
 
         Communication: one reduce_scatter over the axes.

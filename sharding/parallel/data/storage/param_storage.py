@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....mesh.monitor.recording.recorder import Note
+from .....mesh.monitor.recording.recorder import CommTag
 from ....tensor.sharded_tensor import ShardedTensor
 from ..slot import Options
 from .flat import FlatBucket
@@ -37,7 +37,7 @@ class Levels:
         self._held: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._coming: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
-        self._note = Note(f"{name}: gather {len(flat.bases)} parameters")
+        self._note = CommTag(f"{name}: gather {len(flat.bases)} parameters")
         self._lay_out(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
     # -- at rest -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 import shardmesh as sm
 from shardmesh.mesh import init_device_mesh, null_world
 from shardmesh.mesh.monitor.ledger.profiler import named
-from shardmesh.mesh.monitor.recording.recorder import Note
+from shardmesh.mesh.monitor.recording.recorder import CommTag
 
 
 def test_each_redistribution_has_a_name() -> None:
@@ -28,5 +28,5 @@ def test_each_redistribution_has_a_name() -> None:
 
 
 def test_without_a_profiler_nothing_is_made() -> None:
-    with named(Note("a")) as first, named(Note("b")) as second:
+    with named(CommTag("a")) as first, named(CommTag("b")) as second:
         assert first is second is None

@@ -14,7 +14,8 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh import current_world, null_world, simulate
 from shardmesh.mesh.comm.call_site import user_frame
-from shardmesh.mesh.comm.group import Group, World
+from shardmesh.mesh.comm.group import Group
+from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import guard as set_guard

@@ -34,7 +34,7 @@ def test_slices_of_one_mesh(form):
         made, plain, x = make(), make(), torch.randn(8, 5, dtype=torch.float64)
         sm.parallelize_module(made, tp, PLAN)
         WRAP[form](made, dp)
-        place, places = dp.place_along(dp.axis_names), dp.size()
+        place, places = dp.index_along(dp.axis_names), dp.size()
         for _ in range(2):
             made(x.chunk(places)[place]).square().mean().backward()
             plain(x).square().mean().backward()

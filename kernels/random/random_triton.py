@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..number_triton import cast
+from ..strided import divisor
+from ..strided_triton import NO_FUSION, quotient
 from . import elementary
-from .number_triton import cast
-from .random import MULTIPLIERS, WEYL, Law, Rows, halves
-from .strided import divisor
-from .strided_triton import NO_FUSION, quotient
+from .philox import MULTIPLIERS, WEYL, Distribution, Rows, halves
 
 LANES = 256  # blocks of a program; with more, rows of several dims take too many registers
 MAX_LANES = 1 << 31  # that can be told apart by 32-bit divisions
@@ -143,7 +143,7 @@ def cos_sin_turns(x):
     return cos, tl.where((turned & 2) != 0, sin * -1.0, sin)
 
 
-# -- laws: two numbers m, n of a block, of 32 or 64 bits, and parameters -> two elements -------------------------------
+# -- distributions: two numbers m, n of a block, of 32 or 64 bits, and parameters -> two elements -------------------------------
 
 
 @triton.jit
@@ -258,9 +258,9 @@ def geometric_of(m, failure, largest):
     return tl.minimum(tl.floor(log(inside(m)) / double(failure)) + 1, double(largest))
 
 
-_LAWS = {
-    law.__name__: law
-    for law in (uniform, normal, bernoulli, integers, unit, exponential, gumbel, cauchy, log_normal, geometric)
+_DISTRIBUTIONS = {
+    distribution.__name__: distribution
+    for distribution in (uniform, normal, bernoulli, integers, unit, exponential, gumbel, cauchy, log_normal, geometric)
 }
 
 # -- the kernel --------------------------------------------------------------------------------------------------------
@@ -284,10 +284,10 @@ _ANY_VALUE = ["k0", "k1", "s0", "s1", "a", "b", "c", "d", "origin", "count", "le
 def draw(
     out, dims, k0: tl.int64, k1: tl.int64, s0: tl.int64, s1: tl.int64,
     a: tl.int64, b: tl.int64, c: tl.int64, d: tl.int64, origin: tl.int64, count: tl.int64, length: tl.int64, skipped, total,
-    LAW: tl.constexpr, PER_BLOCK: tl.constexpr, DIMS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+    DISTRIBUTION: tl.constexpr, PER_BLOCK: tl.constexpr, DIMS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """A lane makes one block of a row; `dims` is `_table`. FLAT: what lanes make lies in order, after what is skipped."""
+    """A lane makes one block of a row; `dims` is `_table`. FLAT: the elements of all lanes are consecutive, after those skipped."""
     first = tl.program_id(0).to(tl.int64) * LANES
     place = first + tl.arange(0, LANES)
     if not WIDE:
@@ -303,9 +303,9 @@ def draw(
     place = place.to(tl.int64)
     w0, w1, w2, w3 = philox(k0, k1, s0, s1, (start >> (PER_BLOCK // 2)) + place)
     if PER_BLOCK == 4:
-        x, y = LAW(tl.join(w0, w2), tl.join(w1, w3), a, b, c, d)
+        x, y = DISTRIBUTION(tl.join(w0, w2), tl.join(w1, w3), a, b, c, d)
     else:
-        x, y = LAW(number(w0, w1), number(w2, w3), a, b, c, d)
+        x, y = DISTRIBUTION(number(w0, w1), number(w2, w3), a, b, c, d)
     values = tl.join(cast(x, out.dtype.element_ty), cast(y, out.dtype.element_ty))
     if FLAT:
         at = first * PER_BLOCK - skipped + tl.arange(0, LANES * PER_BLOCK)
@@ -317,23 +317,23 @@ def draw(
         tl.store(out + at, tl.reshape(values, (LANES, PER_BLOCK)), mask=inside)
 
 
-def launch(out: Tensor, rows: Rows, seed: int, stream: int, law: Law) -> None:
-    """`launch(out, rows, seed, stream, law)`: fills `out`, contiguous and not empty, with the numbers of these rows."""
-    blocks, flat, skipped = _blocks(rows, law.per_block)
+def launch(out: Tensor, rows: Rows, seed: int, stream: int, distribution: Distribution) -> None:
+    """`launch(out, rows, seed, stream, distribution)`: fill `out`, contiguous and not empty, with the numbers of these rows."""
+    blocks, flat, skipped = _blocks(rows, distribution.per_block)
     lanes = rows.count * blocks
     programs = -(-lanes // LANES)
     wide = programs * LANES >= MAX_LANES
-    parameters = [*map(_bits, law.parameters), 0, 0, 0, 0][:4]
-    dims = _table(rows, blocks, out.device) if rows.sizes else out  # or anything: it is not looked at
+    parameters = [*map(_bits, distribution.parameters), 0, 0, 0, 0][:4]
+    dims = _table(rows, blocks, out.device) if rows.sizes else out  # any tensor: it is not read
     draw[(programs,)](
         out, dims, *halves(seed), *halves(stream), *parameters, rows.origin, rows.count, rows.length, skipped, out.numel(),
-        LAW=_LAWS[law.name], PER_BLOCK=law.per_block, DIMS=len(rows.sizes), FLAT=flat, WIDE=wide, LANES=LANES,
-        num_warps=4, **NO_FUSION,
+        DISTRIBUTION=_DISTRIBUTIONS[distribution.name], PER_BLOCK=distribution.per_block, DIMS=len(rows.sizes),
+        FLAT=flat, WIDE=wide, LANES=LANES, num_warps=4, **NO_FUSION,
     )  # fmt: skip
 
 
 def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
-    """How many blocks are made for each row; whether all of their elements lie in order; how many elements come before `out`."""
+    """Return the blocks of each row, whether all of their elements are consecutive, and the number of elements before `out`."""
     if any(stride % per_block for stride in rows.strides):
         return (2 * (per_block - 1) + rows.length) // per_block, False, 0  # enough for any offset
     offset = rows.origin % per_block
@@ -343,7 +343,7 @@ def _blocks(rows: Rows, per_block: int) -> tuple[int, bool, int]:
 
 @lru_cache(maxsize=1024)
 def _table(rows: Rows, blocks: int, device: torch.device) -> Tensor:
-    """(size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first, on the device."""
+    """Return (size, its divisor, stride) of the blocks of a row and of each dim of rows, the fastest first, on the device."""
     dims = [(blocks, 0), *zip(reversed(rows.sizes), reversed(rows.strides), strict=True)]
     return torch.tensor([(size, *_divisor(size), stride) for size, stride in dims], dtype=torch.int64).to(device)
 
@@ -353,7 +353,7 @@ def _divisor(size: int) -> tuple[int, int]:
 
 
 def _bits(parameter: float) -> int:
-    """As a signed number of 64 bits."""
+    """Return the parameter as a signed 64-bit integer."""
     if isinstance(parameter, float):
         return struct.unpack("q", struct.pack("d", parameter))[0]
     return (parameter + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,6 +1,6 @@
-"""Random numbers of more distributions that belong to an element's place in the global tensor, as in `random.py`.
+"""More distributions: exponential, Gumbel, Cauchy, log-normal, geometric; and those with parameters per element.
 
-A distribution with plain parameters is drawn like those of `random.py`: element i has two words, of which 52 bits make
+With scalar parameters they are drawn like those of `basic_distributions.py`: element i has two words, of which 52 bits give
 u = (2 m + 1) / 2**53, which is neither 0 nor 1.
 
 | draw | value |
@@ -13,8 +13,8 @@ u = (2 m + 1) / 2**53, which is neither 0 nor 1.
 
 All of it is float64 by the functions of `elementary.py`, so that CPU and GPU agree, then rounded to the result's dtype.
 
-Where each element has its own parameters (`bernoulli`, `poisson`, `binomial`, `categories`), the draw is a function of these and of
-one or several u for each element; `Units` gives them.
+With parameters per element (`bernoulli`, `poisson`, `binomial`, `categories`) a draw is a function of these and of one or several u
+per element, which `Units` returns.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .box import Box
+from ..box import Box
+from .draw import box_muller, by_blocks, top53
 from .elementary import cos_sin_turns, exp, log, over, sqrt
-from .random import Law, box_muller, by_blocks, top53
+from .philox import Distribution
 
-Units = Callable[[int], Tensor]  # number of the draw -> float64 in (0, 1), one for each element
+Units = Callable[[int], Tensor]  # number of the draw -> float64 in (0, 1), one per element
 PARTS_FROM = 40  # streams above 2**40 are further draws of those below
 
 SMALL_MEAN = 10  # Hörmann's rejection needs a mean of at least 10
-NEGLIGIBLE = 2.0**-70  # what is this rare is no longer looked for
+NEGLIGIBLE = 2.0**-70  # inversion stops at events rarer than this
 
 
 def _inside(words: Tensor) -> Tensor:
-    """Numbers in (0, 1), two of each block: [..., 4] -> [..., 2]."""
+    """Return numbers in (0, 1), two per block: [..., 4] -> [..., 2]."""
     return (top53(words) | 1).to(torch.float64) * 2.0**-53
 
 
-_UNIT = Law("unit", 2, _inside)
+_UNIT = Distribution("unit", 2, _inside)
 
 
 def unit(shape: Sequence[int], box: Box, seed: int, stream: int, part: int, device: torch.device | str) -> Tensor:
@@ -58,12 +59,12 @@ def exponential(
         ValueError: rate is not positive, or the dtype not floating point.
     """
     _check("exponential", dtype, rate > 0, f"rate is {rate}; give rate > 0")
-    least = torch.finfo(dtype).tiny  # what is drawn may be divided by
+    least = torch.finfo(dtype).tiny  # so that results can be divided by
 
     def make(words: Tensor) -> Tensor:
         return over(log(_inside(words)), -rate).to(dtype).clamp_min_(least)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Law("exponential", 2, make, (float(rate), least)))
+    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("exponential", 2, make, (float(rate), least)))
 
 
 def gumbel(
@@ -71,15 +72,15 @@ def gumbel(
 ) -> Tensor:
     """`gumbel(shape, box, ...) -> [box shape]`: standard Gumbel numbers, always finite."""
     _check("gumbel", dtype)
-    law = Law("gumbel", 2, lambda words: (-log(-log(_inside(words)))).to(dtype))
-    return by_blocks(shape, box, seed, stream, dtype, device, law)
+    distribution = Distribution("gumbel", 2, lambda words: (-log(-log(_inside(words)))).to(dtype))
+    return by_blocks(shape, box, seed, stream, dtype, device, distribution)
 
 
 def cauchy(
     shape: Sequence[int], box: Box, seed: int, stream: int, dtype: torch.dtype, device: torch.device | str,
     median: float, sigma: float,
 ) -> Tensor:  # fmt: skip
-    """`cauchy(shape, box, ...) -> [box shape]`: half of the numbers lie within sigma of the median.
+    """`cauchy(shape, box, ...) -> [box shape]`: half of the numbers are within sigma of the median.
 
     Raises:
         ValueError: sigma is not positive, or the dtype not floating point.
@@ -90,7 +91,7 @@ def cauchy(
         cos, sin = cos_sin_turns(_inside(words) / 2)
         return (cos / sin * -sigma + median).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Law("cauchy", 2, make, (float(median), float(sigma))))
+    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("cauchy", 2, make, (float(median), float(sigma))))
 
 
 def log_normal(
@@ -109,7 +110,7 @@ def log_normal(
         normal = box_muller(numbers[..., ::2].contiguous(), numbers[..., 1::2].contiguous(), 53)
         return exp(normal * std + mean).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Law("log_normal", 2, make, (float(std), float(mean))))
+    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("log_normal", 2, make, (float(std), float(mean))))
 
 
 def geometric(
@@ -117,7 +118,7 @@ def geometric(
 ) -> Tensor:
     """`geometric(shape, box, ...) -> [box shape]`: trials up to the first success, at least 1.
 
-    Numbers beyond the dtype's largest become that.
+    Larger numbers than the dtype's largest are clamped to it.
 
     Raises:
         ValueError: p is not in (0, 1), or the dtype complex or bool.
@@ -132,7 +133,7 @@ def geometric(
     def make(words: Tensor) -> Tensor:
         return over(log(_inside(words)), failure).floor_().add_(1).clamp_(max=largest).to(dtype)
 
-    return by_blocks(shape, box, seed, stream, dtype, device, Law("geometric", 2, make, (failure, largest)))
+    return by_blocks(shape, box, seed, stream, dtype, device, Distribution("geometric", 2, make, (failure, largest)))
 
 
 def _largest_double(whole: int) -> float:
@@ -150,7 +151,7 @@ def _check(name: str, dtype: torch.dtype, sound: bool = True, advice: str = "") 
 
 
 def bernoulli(p: Tensor, units: Units) -> Tensor:
-    """`bernoulli(p) -> bool`: True with the element's own probability."""
+    """`bernoulli(p) -> bool`: True with each element's own probability."""
     return units(0) < p.to(torch.float64)
 
 
@@ -178,7 +179,7 @@ def binomial(count: Tensor, p: Tensor, units: Units) -> Tensor:
     """`binomial(count, p) -> float64`: successes among `count` trials.
 
     Small means by inversion, large ones by rejection (Hörmann, "The generation of binomial random variates", 1993, algorithm
-    BTRS without its short cuts). No trials where `count` is negative; p is taken into [0, 1].
+    BTRS without its short cuts). No trials where `count` is negative; p is clamped to [0, 1].
     """
     n, p = count.to(torch.float64).floor().clamp_min(0), p.to(torch.float64).clamp(0, 1)
     rarer = torch.where(p > 0.5, 1 - p, p)
@@ -203,7 +204,7 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
     at_mode = log_factorial(mode) + log_factorial(n - mode)
 
     def log_likelihood(k: Tensor) -> Tensor:
-        """Over that of the mode."""
+        """Return the log-likelihood relative to the mode."""
         inside = k.minimum(n)
         found = at_mode - log_factorial(inside) - log_factorial(n - inside) + (inside - mode) * log_odds
         return torch.where(k > n, -torch.inf, found)
@@ -212,7 +213,7 @@ def _many_of(n: Tensor, p: Tensor, mean: Tensor, units: Units) -> Tensor:
 
 
 def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tensor:
-    """The least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) * ratio(k)."""
+    """Return the least k with P(0) + ... + P(k) >= u, where P(0) is `first` and P(k) = P(k - 1) * ratio(k)."""
     k, number, likely, rest = torch.zeros_like(u), 0, first, u - first
     while bool((wanted := (rest > 0) & (likely > NEGLIGIBLE)).any()):
         number += 1
@@ -225,7 +226,7 @@ def _inverted(u: Tensor, first: Tensor, ratio: Callable[[int], Tensor]) -> Tenso
 def _rejected(
     wanted: Tensor, units: Units, a: Tensor, b: Tensor, center: Tensor, alpha: Tensor, log_likelihood: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Whole numbers by transformed rejection: a new pair of u for every try, whichever elements still want one."""
+    """Return whole numbers by transformed rejection; each try draws a new pair of u for all elements."""
     found, number = torch.zeros_like(a), 0
     while bool(wanted.any()):
         number += 2
@@ -239,7 +240,7 @@ def _rejected(
 
 
 def log_factorial(k: Tensor) -> Tensor:
-    """log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF 5.11.1), to 2e-14."""
+    """Return log(k!) of whole float64 numbers: a table up to 9, then Stirling's series (DLMF 5.11.1), to 2e-14."""
     table = torch.tensor([math.log(math.factorial(i)) for i in range(10)], dtype=torch.float64, device=k.device)
     n = k.clamp_min(10)
     r = 1 / n

@@ -1,9 +1,9 @@
-"""log, exp, cos/sin and sqrt that give the same bits on every device: float64 additions, multiplications, one division, bit moves.
+"""log, exp, cos/sin and sqrt with the same bits on every device, from float64 additions, multiplications, one division and bit shifts.
 
 A library's log or cos differs in the last bit between CPU and GPU, and on the CPU even between the vector loop and its
 tail, so it would make a number depend on where it is computed. These are fdlibm's polynomials (`e_log.c`, `e_exp.c`,
 `k_sin.c`, `k_cos.c`: Sun Microsystems 1993, error below 1 ulp) evaluated by Horner's rule, each operation rounded on its own.
-A fused multiply-add anywhere would change the bits: a compiled form must switch contraction off.
+A fused multiply-add would change the bits, so compiled kernels must disable contraction.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ FRACTION_BITS = 0x000FFFFFFFFFFFFF
 
 
 def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """c0 + x * (c1 + x * (c2 + ...))"""
+    """Return c0 + x * (c1 + x * (c2 + ...))."""
     total = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         total.mul_(x).add_(coefficient)
@@ -61,7 +61,7 @@ def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
 
 
 def over(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once; by a number, torch on a GPU multiplies with the rounded reciprocal."""
+    """Return x / divisor, rounded once. (With a Python number torch multiplies by the rounded reciprocal on a GPU.)"""
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 

@@ -1,11 +1,11 @@
-"""Kernels on memory that several ranks read: meetings and all-reduces. (Pulls are `strided_triton.move_rows`.)
+"""Triton kernels on memory that several ranks read: barriers and all-reduces. (Pulls are `strided_triton.move_rows`.)
 
-    meeting       tell every peer's same program, wait for it
-    all_reduce    x -> own region; meet; sum over the peers' regions -> (own region; meet; peers' regions ->) epilogue -> out,
+    barrier       signal every peer's same program, wait for its signal
+    all_reduce    x -> own region; barrier; sum over the peers' regions -> (own region; barrier; peers' regions ->) epilogue -> out,
                   as numbers or, a half to a quarter of the bytes, as the codes and scales of `quantize.py`
 
-Bytes moved and when it wins: `symmetric.py`. Peers' memory is read in units of 16 bytes for each lane, whatever the length of
-x: regions have room for whole pieces, so that only x and `out` need a mask that knows it.
+For bytes moved and when it is fast see the package's docstring. Peers' memory is read in units of 16 bytes per lane, for any length
+of x: regions have room for whole pieces, so only accesses of x and `out` need a mask.
 """
 
 # The language of kernels is not quite Python:
@@ -20,15 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .number_triton import cast, widened
-from .quantize import LARGEST
-from .quantize_triton import encoded, units_of
-from .strided_triton import AT_ONCE, NO_FUSION
-from .strided_views import next_power_of_two
-from .symmetric import MAX_PROGRAMS, MAX_RANKS, UNIT, AddNorm, Epilogue, Peers, record_of
+from ..number_triton import cast, widened
+from ..quantize_format import LARGEST
+from ..quantize_triton import encoded, units_of
+from ..strided_triton import AT_ONCE, NO_FUSION
+from ..strided_views import UNIT, next_power_of_two
+from .epilogue import AddNorm, Epilogue, record_of
+from .peers import MAX_PROGRAMS, MAX_RANKS, Peers
 
 THREADS = 512
-# What the compiler takes by itself may be 64 registers, and then not all fit.
+# By default the compiler may limit itself to 64 registers, too few for the loads in flight.
 OPTIONS: dict[str, Any] = {"num_warps": THREADS // 64} if torch.version.hip else {"num_warps": THREADS // 32, "maxnreg": 128}
 PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 SLOTS = tl.constexpr(MAX_RANKS)
@@ -36,12 +37,12 @@ EPOCHS = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def meet(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
-    """Tells the same program of every rank that this one has come to `epoch`, and waits for each to come to it, too.
+def signal_and_wait(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
+    """Signal the same program of every rank that this one has reached `epoch`, and wait until each has reached it.
 
-    What any thread wrote before is seen by every thread of the peers after: the barriers make one thread's release and
-    acquire, in the scope of the system, count for the program. Epochs are counted modulo EPOCHS, and their distance tells
-    which is behind.
+    What any thread wrote before is visible to every thread of the peers after: the debug barriers extend one thread's release and
+    acquire, in the scope of the system, to the program. Epochs are counted modulo EPOCHS; their difference shows which is
+    behind.
     """
     peer = tl.arange(0, PEERS)
     known = peer < SIZE
@@ -52,12 +53,12 @@ def meet(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr)
     tl.debug_barrier()
     tl.atomic_xchg(theirs, epoch, mask=known, sem="release", scope="sys")
     late = known
-    missing, looks = SIZE, 0
-    while (missing > 0) & (looks < spins):
-        told = tl.atomic_add(mine, 0, mask=known, sem="acquire", scope="sys")
-        late = known & (((told - epoch) & (EPOCHS - 1)) >= EPOCHS // 2)
+    missing, polls = SIZE, 0
+    while (missing > 0) & (polls < spins):
+        reached = tl.atomic_add(mine, 0, mask=known, sem="acquire", scope="sys")
+        late = known & (((reached - epoch) & (EPOCHS - 1)) >= EPOCHS // 2)
         missing = tl.sum(late.to(tl.int32))
-        looks += 1
+        polls += 1
     tl.debug_barrier()
     tl.store(error + peer, 1, mask=late)
     return missing == 0
@@ -65,29 +66,29 @@ def meet(pads, error, me, epoch, spins, SIZE: tl.constexpr, PEERS: tl.constexpr)
 
 @triton.jit
 def advanced(epoch, arrived):
-    """Two meetings further, or one, to an odd number, which stands for "failed" and stays."""
+    """Return the epoch two barriers later; after a failure the next odd number, which stays."""
     return tl.where(arrived, (epoch + 2) % EPOCHS, epoch | 1)
 
 
 @triton.jit
-def meeting(pads, epochs, error, rank, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
+def barrier(pads, epochs, error, rank, spins, SIZE: tl.constexpr, PEERS: tl.constexpr):
     epoch = tl.load(epochs)
     if (epoch & 1) == 0:
-        arrived = meet(pads, error, rank, epoch + 1, spins, SIZE, PEERS)
+        arrived = signal_and_wait(pads, error, rank, epoch + 1, spins, SIZE, PEERS)
         tl.store(epochs, advanced(epoch, arrived))
 
 
 @triton.jit
 def region_of(buffers, peer, start, like):
-    """Where a region of a peer begins, as a pointer like the given one."""
+    """Return the start of a region of a peer, as a pointer of the type of `like`."""
     return tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(like.dtype.element_ty)), 16) + start
 
 
 @triton.jit
 def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sum of a piece over all ranks, in their order; rounded to the dtype of x, so that two shots are as one.
+    """Return the sum of a piece over all ranks, in their order, rounded to the dtype of x, so that two shots equal one.
 
-    `size` is SIZE: a number that the compiler does not know keeps it from loading all at once where that is too much.
+    `size` is SIZE at run time: the compiler does not unroll a loop over it, which for many ranks would need too many registers.
     """
     total = widened(tl.load(region_of(buffers, 0, start, like) + lane, mask=held))
     if SIZE <= AT_ONCE:
@@ -101,7 +102,7 @@ def summed(buffers, start, lane, held, like, size, SIZE: tl.constexpr, AT_ONCE: 
 
 @triton.jit
 def normed(value, residual, added, weight, at, lane, inside, eps, PIECE: tl.constexpr):
-    """Residual sum, which is written, and norm of a row; in float32."""
+    """Write the residual sum of a row and return its norm, in float32."""
     value = widened(value) + widened(tl.load(residual + at + lane, mask=inside))
     value = cast(value, added.dtype.element_ty)
     tl.store(added + at + lane, value, mask=inside)
@@ -115,9 +116,9 @@ def store_record(
     record, value, at, n, LANES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """A piece as codes and scales, in their places of the record of all n elements; `value` is 0 behind the last of them.
+    """Write a piece as codes and scales into the record of all n elements; `value` is 0 after the last of them.
 
-    The scales are filled up to a multiple of 16 bytes by the program that has the last piece.
+    The program of the last piece pads the scales to a multiple of 16 bytes.
     """
     code, scale = encoded(tl.reshape(widened(value), (LANES // BLOCK, BLOCK // VECTOR, VECTOR)), LARGEST)
     first, local = at // BLOCK, tl.arange(0, LANES // BLOCK)
@@ -135,7 +136,7 @@ def finished(
     value, out, residual, added, weight, at, lane, n, eps,
     LANES: tl.constexpr, PIECE: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue on one piece: residual sum and norm of a row; cast, or record of the result in x's dtype."""
+    """Apply the epilogue to one piece: residual sum and norm of a row; then cast, or write a record."""
     inside = (lane < PIECE) & (lane < n - at)
     result = normed(value, residual, added, weight, at, lane, inside, eps, PIECE) if NORM else value
     if BLOCK:
@@ -152,9 +153,9 @@ def all_reduce(
     AT_ONCE: tl.constexpr, TWO_SHOT: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Program p works on the pieces p, p + programs, ...: as many in a round as its region has room for.
+    """Program p reduces the pieces p, p + programs, ...: in each round as many as its region has room for.
 
-    The second grid axis is for ranks that one launch simulates, whose tensors lie one after the other.
+    The second grid axis is for ranks that one launch simulates; their tensors are consecutive.
     """
     program, programs, simulated = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     me, shift = rank + simulated, simulated.to(tl.int64) * n
@@ -173,13 +174,13 @@ def all_reduce(
         for i in range(0, count):
             at = (first + i * programs).to(tl.int64) * PIECE
             tl.store(own + i * STRIDE + lane, tl.load(x + at + lane, mask=(lane < PIECE) & (lane < n - at)), mask=held)
-        arrived = meet(pads, error, me, epoch + 1, spins, SIZE, PEERS)
+        arrived = signal_and_wait(pads, error, me, epoch + 1, spins, SIZE, PEERS)
         if TWO_SHOT:  # noqa: SIM102 - a constant, and what is not
             if arrived:
-                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):  # read by nobody else before the meeting
+                for i in range((me + SIZE - program % SIZE) % SIZE, count, SIZE):  # no other rank reads these before the barrier
                     value = summed(buffers, start + i * STRIDE, lane, held, x, size, SIZE, AT_ONCE)
                     tl.store(own + i * STRIDE + lane, value, mask=held)
-                arrived = meet(pads, error, me, epoch + 2, spins, SIZE, PEERS)
+                arrived = signal_and_wait(pads, error, me, epoch + 2, spins, SIZE, PEERS)
         if arrived:
             for i in range(0, count):
                 at = (first + i * programs).to(tl.int64) * PIECE
@@ -199,19 +200,19 @@ def all_reduce(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def launch_meeting(peers: Peers) -> None:
-    """`launch_meeting(peers)`: what is launched later runs after every peer has come here."""
-    meeting[1,](peers.pads, peers.epochs, peers.error, peers.rank, peers.spins, **_group(peers), num_warps=1)
+def launch_barrier(peers: Peers) -> None:
+    """`launch_barrier(peers)`: make later launches run after every peer has reached this point."""
+    barrier[1,](peers.pads, peers.epochs, peers.error, peers.rank, peers.spins, **_group(peers), num_warps=1)
 
 
 def launch_all_reduce(
     peers: Peers, x: Tensor, out: Tensor, epilogue: Epilogue | None, two_shot: bool, ranks: int = 1
 ) -> None:
-    """`launch_all_reduce(peers, x, out, epilogue, two_shot)`.
+    """`launch_all_reduce(peers, x, out, epilogue, two_shot)`: launch an all-reduce into `out`.
 
     Args:
-        ranks: how many this launch is for, `peers` being the first of `symmetric.simulated_peers`; tensors are then the
-            contiguous stack of all ranks' tensors (except the weight).
+        ranks: number of ranks that this launch simulates; `peers` is then the first of `simulated_peers`, and tensors are the
+            contiguous stacks of all ranks' tensors (except the weight).
     """
     n = x.numel() // ranks
     if not n:
@@ -239,7 +240,7 @@ def launch_all_reduce(
 
 
 def _format(epilogue: Epilogue | None, itemsize: int) -> dict[str, Any]:
-    """Of the record as which the result leaves, with 16 bytes of it for a thread at a time; zeros where there is none."""
+    """Return the constants of the record format, 16 bytes per thread at a time; zeros without a record."""
     record = record_of(epilogue)
     if record is None:
         return {"LARGEST": 0, "BLOCK": 0, "VECTOR": 0}
@@ -247,7 +248,7 @@ def _format(epilogue: Epilogue | None, itemsize: int) -> dict[str, Any]:
 
 
 def _at_once(lanes: int, itemsize: int) -> int:
-    """Parts of a piece that fit into a thread's 128 registers together, beside the piece's sum and its epilogue."""
+    """Return the number of parts of a piece that fit into a thread's 128 registers, next to the sum and the epilogue."""
     each = max(1, lanes // THREADS)
     return max(1, min(AT_ONCE.value, 4 * (112 - 2 * each) // (each * itemsize)))
 

@@ -1,0 +1,84 @@
+"""all_gather, all_to_all and reduce_scatter of tensors that are cut as `torch.chunk` does, as pulls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+from torch import Tensor
+
+from ..box import Box, box_shape, box_size, full_box
+from ..copy import Pack, compile_pack
+from .peers import Peers
+from .pull import Pull, exchange
+
+
+def all_gather(peers: Peers, x: Tensor, out: Tensor, dim: int) -> Tensor:
+    """`all_gather(peers, x, out, dim) -> out`: concatenate the ranks' x, chunks of out as `torch.chunk` cuts it."""
+    return _exchanged(peers, _gather(tuple(out.shape), dim, peers.rank, peers.size), x, out)
+
+
+def all_to_all(peers: Peers, x: Tensor, out: Tensor, src: int, dst: int) -> Tensor:
+    """`all_to_all(peers, x, out, src, dst) -> out`: from a chunk of a tensor along `src` to its chunk along `dst`."""
+    whole = [*x.shape]
+    whole[src] = out.shape[src]
+    return _exchanged(peers, _turn(tuple(whole), src, dst, peers.rank, peers.size), x, out)
+
+
+def reduce_scatter(peers: Peers, x: Tensor, out: Tensor, dim: int, scale: float | None = None) -> Tensor:
+    """`reduce_scatter(peers, x, out, dim) -> out`: this rank's chunk, along `dim`, of the sum of all x; cast to out's dtype."""
+    return _exchanged(peers, _scatter(tuple(x.shape), dim, peers.rank, peers.size), x, out, scale)
+
+
+def _exchanged(peers: Peers, ways: tuple[Pack, Pull], x: Tensor, out: Tensor, scale: float | None = None) -> Tensor:
+    pack, pull = ways
+    exchange(peers, [pack], [x], [pull], [out], x.dtype, scale)
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _gather(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
+    chunks = _chunks(whole, dim, size)
+    mine = box_shape(chunks[rank])
+    return _packed(mine, [full_box(mine)]), Pull(whole, {box: [(r, 0)] for r, box in enumerate(chunks)}, "sum")
+
+
+@lru_cache(maxsize=1024)
+def _turn(whole: tuple[int, ...], src: int, dst: int, rank: int, size: int) -> tuple[Pack, Pull]:
+    if (src - dst) % len(whole) == 0:
+        raise ValueError(f"all_to_all from dim {src} to dim {dst} of {len(whole)}: the dims must differ")
+    given = [box_shape(box) for box in _chunks(whole, src, size)]
+    wanted = box_shape(_chunks(whole, dst, size)[rank])
+    sources = {
+        box: [(r, _start(given[r], dst, rank, size))] for r, box in enumerate(_chunks(wanted, src, size)) if box_size(box)
+    }
+    return _packed(given[rank], _chunks(given[rank], dst, size)), Pull(wanted, sources, "sum")
+
+
+@lru_cache(maxsize=1024)
+def _scatter(whole: tuple[int, ...], dim: int, rank: int, size: int) -> tuple[Pack, Pull]:
+    chunks = _chunks(whole, dim, size)
+    mine, start = box_shape(chunks[rank]), _start(whole, dim, rank, size)
+    return _packed(whole, chunks), Pull(mine, {full_box(mine): [(r, start) for r in range(size)]}, "sum")
+
+
+def _chunks(shape: Sequence[int], dim: int, parts: int) -> list[Box]:
+    """Return the boxes of `torch.chunk`, with empty ones at the end."""
+    if not -len(shape) <= dim < len(shape):
+        raise IndexError(f"dim {dim} of a tensor of shape {tuple(shape)}: it has {len(shape)} dims")
+    dim %= len(shape)
+    step = -(-shape[dim] // parts)
+    cuts = [(min(i * step, shape[dim]), min((i + 1) * step, shape[dim])) for i in range(parts)]
+    box = full_box(shape)
+    return [(*box[:dim], cut, *box[dim + 1 :]) for cut in cuts]
+
+
+def _packed(shape: Sequence[int], boxes: Sequence[Box]) -> Pack:
+    """Return a pack of consecutive boxes, at the start of a buffer that may be longer."""
+    return compile_pack(shape, boxes, list(accumulate(map(box_size, boxes[:-1]), initial=0)))
+
+
+def _start(shape: Sequence[int], dim: int, number: int, parts: int) -> int:
+    """Return the start of chunk `number` in the layout of `_packed`."""
+    return sum(map(box_size, _chunks(shape, dim, parts)[:number]))

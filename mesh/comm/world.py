@@ -1,0 +1,124 @@
+"""World: one rank's view of all ranks, which gives out the groups that they communicate in."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .. import errors
+from ..monitor.recording.trace_buffer import TraceBuffer
+
+if TYPE_CHECKING:
+    from ..monitor.monitor import Monitor
+    from ..monitor.recording.recorder import CommTag
+    from .group import Group, Observer
+
+
+class CommContext(threading.local):
+    """What the collectives that this thread calls are part of, set by their callers.
+
+    Attributes:
+        tag: which tensor is moved from which layout to which; None if unknown.
+        lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
+        roots: number of values that have entered the program in this thread, by kind.
+    """
+
+    tag: CommTag | None = None
+    lineage: int = 0
+
+    def __init__(self) -> None:
+        self.roots: dict[Any, Any] = {}
+
+
+class World(ABC):
+    """One rank's view of all ranks of a program: processes, simulated ranks, or none at all (`null_world`).
+
+    Attributes:
+        rank: global rank of the caller.
+        size: number of ranks.
+        observers: called with a `CollectiveRecord` before each collective of this rank. An observer may raise to prevent it, or
+            return a function that is called when it has completed.
+        meshes: the meshes of this world; equal meshes are one object.
+        trace_buffer: this rank's part of the ledger.
+        monitor: what monitors the ranks; None in simulated and null worlds, and for a process alone.
+        epoch: number of sessions closed so far. Groups made in different epochs are different, even of the same ranks.
+        comm_context: what the next collectives of this thread are part of.
+    """
+
+    def __init__(self, rank: int, size: int, observers: list[Observer] | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.observers: list[Observer] = [] if observers is None else observers
+        self.meshes: dict[Any, Any] = {}
+        self.monitor: Monitor | None = None
+        self.comm_context = CommContext()
+        self.epoch = 0
+        self._trace_buffer: TraceBuffer | None = None
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    @property
+    def trace_buffer(self) -> TraceBuffer:
+        if self.monitor is not None:
+            return self.monitor.buffer
+        if self._trace_buffer is None:
+            self._trace_buffer = TraceBuffer.private(self.rank, self.size)
+        return self._trace_buffer
+
+    def axes_of(self, ranks: tuple[int, ...]) -> str:
+        """Return the mesh axes that a group of ranks runs over, "dp" or "dp,tp"; the ranks if it is not the group of any axes."""
+        for mesh in self.meshes.values():
+            axes = mesh.axes_over(ranks)
+            if axes is not None:
+                return ",".join(axes)
+        return f"ranks {','.join(map(str, ranks))}"
+
+    def retire_monitor(self) -> None:
+        """Continue without a monitor; the ledger is kept."""
+        self._trace_buffer, self.monitor = self.trace_buffer, None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """Return the group of these global ranks, given in any order; the same object for the same ranks.
+
+        Raises: MeshError when a rank appears twice or does not exist, or this rank is not among them.
+        Communication: none (a process group is made by its first collective).
+        """
+        key = tuple(ranks)
+        found = self._groups.get(key)
+        if found is None:
+            ordered = self._sorted_ranks(key)
+            found = self._groups.get(ordered) or self._make_group(ordered)
+            self._groups[key] = self._groups[ordered] = found
+        return found
+
+    def _sorted_ranks(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        ordered = tuple(sorted(int(r) for r in ranks))
+        if len(set(ordered)) != len(ordered):
+            raise errors.repeated_ranks(ordered)
+        if not ordered or ordered[0] < 0 or ordered[-1] >= self.size:
+            raise errors.ranks_outside_world([r for r in ordered if not 0 <= r < self.size], self.size)
+        if self.rank not in ordered:
+            raise errors.not_a_member(self.rank, ordered)
+        return ordered
+
+    @abstractmethod
+    def _make_group(self, ranks: tuple[int, ...]) -> Group: ...
+
+
+_active = threading.local()
+
+
+def active_world() -> World | None:
+    """Return the simulated or null world that this thread runs in, None if it runs in neither."""
+    return getattr(_active, "world", None)
+
+
+def activate(world: World | None) -> World | None:
+    """Make this thread run in `world`, and return the world that it ran in before."""
+    before = active_world()
+    _active.world = world
+    return before

@@ -1,0 +1,68 @@
+"""The current mesh of each context, as `set_mesh` and `with mesh:` set it. `context.py` has the functions that read it.
+
+It is kept in a context variable, one mesh per world. So each thread has its own, simulated ranks start with their caller's, and
+the mesh of another world is never current: inside `simulate` and `null_world` there is no current mesh until one is set there, and
+after them the one before is current again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .comm.current_world import current_world
+from .comm.world import World
+from .errors import MeshError
+
+if TYPE_CHECKING:
+    from .device_mesh import DeviceMesh
+
+
+class MeshContext(NamedTuple):
+    """The current meshes from some point of a program on.
+
+    Attributes:
+        meshes: at most one per world. Weak, since a mesh refers to its world and must not keep it alive.
+        before: the state before the innermost `with mesh:`; None outside of all.
+    """
+
+    meshes: tuple[weakref.ref[DeviceMesh], ...] = ()
+    before: Any = None
+
+
+_EMPTY = MeshContext()
+mesh_context: ContextVar[MeshContext] = ContextVar("shardmesh_mesh", default=_EMPTY)
+
+
+def enter(mesh: DeviceMesh) -> None:
+    """Make `mesh` current until `leave`. Raises: MeshError when it belongs to another world."""
+    mesh_context.set(with_mesh(mesh, mesh_context.get()))
+
+
+def leave() -> None:
+    """Restore the state before the last `enter`."""
+    before = mesh_context.get().before
+    mesh_context.set(_EMPTY if before is None else before)
+
+
+def with_mesh(mesh: DeviceMesh | None, before: MeshContext | None) -> MeshContext:
+    """Return the present state with `mesh` as the current mesh of its world, or with none.
+
+    Raises: MeshError when the mesh belongs to another world.
+    """
+    here = current_world()
+    others = tuple(r for r in mesh_context.get().meshes if (other := r()) is not None and other.world is not here)
+    if mesh is None:
+        return MeshContext(others, before)
+    if mesh.world is not here:
+        raise MeshError(
+            f"{mesh!r} is a mesh of another world ({world_text(mesh.world)}), and this runs in {world_text(here)}: make the mesh "
+            "there, with init_device_mesh or DeviceMesh inside the function that runs on each rank"
+        )
+    return MeshContext((*others, weakref.ref(mesh)), before)
+
+
+def world_text(world: World) -> str:
+    """Return a description of a world for errors, the same on every rank."""
+    return f"{type(world).__name__} of size {world.size}"
