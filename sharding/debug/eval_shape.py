@@ -27,7 +27,7 @@ from ...mesh.comm import call_site
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..layout.layout import Layout, told_apart
+from ..layout.layout import Layout, distinct_mesh_names
 from ..tensor.sharded_tensor import ShardedTensor
 from .peak_memory import PeakMemory
 
@@ -238,7 +238,7 @@ class _Inside:
     def _mesh_for(self, mesh: AbstractMesh) -> DeviceMesh:
         found = _part_like(self.mesh, mesh)
         if found is None:
-            here, there = told_apart(self.abstract, mesh)
+            here, there = distinct_mesh_names(self.abstract, mesh)
             raise ValueError(
                 f"eval_shape runs on {here}, and an argument lies on {there}, whose axes are not among these; give mesh=, one "
                 "that has all the axes, and arguments on it or on parts of it such as mesh['tp']"

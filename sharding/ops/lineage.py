@@ -79,7 +79,7 @@ def root(layout: Layout) -> int:
     if world is None or _settings.mode == "off":
         return 0
     line = " ".join(_lines())
-    stamp, collectives = layout.stamp, world.page.words[H.RECORDS]
+    stamp, collectives = layout.fingerprint, world.page.words[H.RECORDS]
     roots = world.carried.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     return _beside(*(zlib.crc32(repr(known).encode()) for known in (

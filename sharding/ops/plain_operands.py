@@ -98,7 +98,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
         return True
     file, line = user_line()
     shapes = tuple((x.dtype, x.shape, x.requires_grad) for x in plain)
-    signature = (file, line, name_of(func), shapes, tuple(x._layout.stamp for x in sharded))
+    signature = (file, line, name_of(func), shapes, tuple(x._layout.fingerprint for x in sharded))
     compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
     if signature in compared:
         return True

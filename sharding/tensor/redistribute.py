@@ -11,12 +11,12 @@ from torch import Tensor
 from ...mesh.comm.group import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import captures_here
-from ..layout.layout import Layout, told_apart
+from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import Sharding, SpecLike
 from ..ops import dispatch
 from ..ops.lineage import carrying, mixed
-from ..redistribute.autograd import redistribute_local, start_redistribute, start_redistribute_many
-from ..redistribute.cross_mesh import redistribute_across
+from ..redistribute.autograd import redistribute_local, start_redistribute
+from ..redistribute.cross_mesh import redistribute_cross_mesh
 from . import from_dtensor
 from .autograd.engine_hooks import transforms_active
 from .mesh_arguments import mesh_and_spec
@@ -113,7 +113,7 @@ def redistribute(
             layout, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
-        moved = redistribute_across(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
+        moved = redistribute_cross_mesh(local.to(layout.dtype), layout, target, backward_dtype=backward_dtype)
         return _made(x, _unshared(moved, local), target)
     if target is x._layout and out is None:
         return Resharding(lambda: x) if async_op else x
@@ -123,7 +123,7 @@ def redistribute(
             moved = redistribute_local(local, layout, target, backward_dtype=backward_dtype)
         return _made(x, _unshared(moved, local), target)
     _check_writable(x, target, donate, out)
-    kept, into = None if donate else local, None if out is None else dispatch.known_local(out)
+    kept, into = None if donate else local, None if out is None else [dispatch.known_local(out)]
     tensors = [local]
     del local
     if donate:
@@ -131,13 +131,13 @@ def redistribute(
     lineage = x._lineage
     with carrying(layout.mesh.world, lineage):  # type: ignore[attr-defined]
         wait = start_redistribute(
-            tensors, layout, target,
+            tensors, [(layout, target)],
             backward_dtype=backward_dtype, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport,
-            own=donate, out=into,
+            donate=donate, outs=into,
         )  # fmt: skip
 
     def finish() -> ShardedTensor:
-        moved = wait()
+        (moved,) = wait()
         found = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
         found._lineage = lineage
         return found
@@ -201,7 +201,7 @@ def redistribute_many(
     with carrying(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
-        wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
+        wait = start_redistribute(locals_, pairs, backward_dtype=backward_dtype, donate=donate)
 
     def finish() -> list[ShardedTensor]:
         moved = [ShardedTensor._make(_unshared(out, local), to) for out, local, to in zip(wait(), kept, targets, strict=True)]
@@ -237,7 +237,7 @@ def _wanted(
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
     if placements is None and to is not x.mesh:
-        here, there = told_apart(x.mesh, to)
+        here, there = distinct_mesh_names(x.mesh, to)
         raise ValueError(f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)")
     return to, x._layout.spec if placements is None else placements
 
@@ -256,7 +256,7 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     """Raises: ValueError for any option on the way to another mesh."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
-        here, there = told_apart(layout.mesh, target.mesh)
+        here, there = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
             f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to {there}; leave it out, and "
             "redistribute on one of the meshes with it"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...comm.group import current_world
+from ...text import table_lines
 from ..diagnosis.verdict_text import call_text, fields_of
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_page, read_verdict
 from ..recording.trace_buffer import RECORDS, H, Page, Record, State
@@ -391,26 +392,13 @@ class _Reader:
 
 def table(entries: Sequence[Entry]) -> list[str]:
     """A line for each entry, below headings."""
-    return aligned([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
+    return table_lines([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
     took = "under way" if entry.end is None else f"{(entry.end - entry.start) * 1e3:.3f}"
     moved = (str(entry.bytes_sent), str(entry.bytes_received))
     return (_clock(entry.start), took, str(entry.sequence), entry.group, entry.text, *moved, entry.place)
-
-
-def aligned(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
-    """Rows of cells as lines, all columns as wide as their widest cell.
-
-    Args:
-        right: which columns are aligned to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]
 
 
 def _clock(seconds: float) -> str:

@@ -11,7 +11,6 @@ import torch
 from shardmesh.sharding.ops import strategy
 from shardmesh.sharding.ops.rules.check import prove
 from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS, RULES
-from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 from tests.sharding.ops.rules import (
     samples_conv,
     samples_fft,
@@ -23,6 +22,7 @@ from tests.sharding.ops.rules import (
     samples_reduction,
     samples_view,
 )
+from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 
 FILLED = (
     samples_conv, samples_fft, samples_index, samples_linalg, samples_matmul, samples_nn, samples_pointwise, samples_reduction,
