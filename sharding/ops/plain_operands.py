@@ -28,7 +28,7 @@ from ...mesh.comm.call_site import user_line
 from ...mesh.comm.group import World
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.compare import ReplicaError, compare
-from ..debug.replicas.copies import Copy
+from ..debug.replicas.leaves import ReplicaLeaf
 from ..functional.named_axes import current_mapping
 from ..layout.bounded_cache import keep
 from ..layout.layout import dtype_name
@@ -114,7 +114,7 @@ def _compare(what: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     from .implicit_comm import implicit  # which watches the dispatch, which asks here
 
     group = mesh.group()
-    copies = [Copy(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
+    copies = [ReplicaLeaf(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:
         with implicit("allow"):
             compare(f"{what}: a plain tensor beside a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)

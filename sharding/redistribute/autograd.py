@@ -82,6 +82,8 @@ def start_redistribute(
     Communication: the plans'; collectives of one stage with the same group, kind and dtype are one. A tensor that requires grad and
         is pending with another kind than sum is redistributed by itself, and waited for at once.
     """
+    if not tensors:
+        return list
     if transforming():
         moved = [redistribute_local(x, *pair, backward_dtype=backward_dtype) for x, pair in zip(tensors, pairs, strict=True)]
         tensors.clear()

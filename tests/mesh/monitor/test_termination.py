@@ -17,11 +17,11 @@ from shardmesh.mesh.monitor import termination
 from shardmesh.mesh.monitor.recording.trace_buffer import H
 from shardmesh.mesh.monitor.settings import settings
 from shardmesh.mesh.monitor.verdict import Verdict
-from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.attempts import LAST
 from tests.mesh.monitor.forked import Ended, Forked, statuses
 from tests.mesh.monitor.hands import Hand, played
 from tests.mesh.monitor.starter import ROOT
+from tests.mesh.monitor import forked_ranks as programs
 
 
 @pytest.fixture

@@ -29,10 +29,10 @@ from shardmesh.mesh.monitor.recording.files import folder_prefix, make_file, par
 from shardmesh.mesh.monitor.recording.job_directory import Alarm
 from shardmesh.mesh.monitor.recording.trace_buffer import PAGE_BYTES, H
 from shardmesh.mesh.monitor.verdict import Verdict
-from tests.mesh.monitor import forked_ranks as programs
 from tests.mesh.monitor.forked import Ended, Forked, statuses
 from tests.mesh.monitor.hands import Hand, played
 from tests.mesh.monitor.starter import ROOT, free_port
+from tests.mesh.monitor import forked_ranks as programs
 
 VERDICT = Verdict("lost", (1,), "", (), "rank 1 died")
 
