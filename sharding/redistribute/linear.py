@@ -175,7 +175,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [(i, grad) for i, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[i + 3]]
         found: list[Tensor | None] = [None] * len(grads)
-        moves = [_backward_ends(*ctx.ends[i], grad.dtype if ctx.backward_dtype is None else ctx.backward_dtype) for i, grad in given]
+        moves = [_backward_ends(ctx.ends[i], ctx.backward_dtype or grad.dtype) for i, grad in given]
         world = ctx.ends[0][0].mesh.world
         if len(given) == 1:
             (_, grad), (src, dst, src_grad, dst_grad) = given[0], moves[0]
@@ -193,8 +193,9 @@ class _Redistribute(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _backward_ends(src: Layout, dst: Layout, src_grad: Layout | None, dst_grad: Layout | None, comm_dtype: torch.dtype) -> Ends:
+def _backward_ends(ends: Ends, comm_dtype: torch.dtype) -> Ends:
     """Return the ends of the redistribution of the gradient."""
+    src, dst, src_grad, dst_grad = ends
     before, before_grad = _gradient_end(dst, dst_grad, comm_dtype)
     after, after_grad = _gradient_end(src, src_grad, comm_dtype)
     return before, after, before_grad, after_grad

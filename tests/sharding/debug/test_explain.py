@@ -113,7 +113,7 @@ def test_a_limit_shows_as_rounds():
     rounds = explained.launches
     assert rounds > 1
     assert explained.peak_bytes <= 20_000
-    assert f"exchange x{rounds}" in str(explained)
+    assert f"all_to_all_v x{rounds}" in str(explained)
     with pytest.raises(ValueError, match=r"max_bytes=16,384: a rank holds at least .* pass max_bytes="):
         sm.explain(layout, sm.P(None, "dp"), max_bytes=16_384)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .....kernels.box import Box
-from ....redistribute.interval_exchange import Fetch
+from ....redistribute.interval_exchange import IntervalExchange
 from ..decomposition_utils import check_by_torch, from_parts, layout_of, settled, splits, with_elements
 from ..notation import Rule, einrule
 from ..reductions.reduction import Dims, accumulator_dtype, normal_dims
@@ -413,7 +413,7 @@ def _run_local_response_norm(
 ) -> Any:
     """Each rank fetches the channels beside its own."""
     x = settled(input)
-    fetch = Fetch(x._layout, x._layout, 1, around)
+    fetch = IntervalExchange(x._layout, x._layout, 1, around)
     sums = from_parts(x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x)
     return x / (sums * (alpha / size) + k) ** beta
 

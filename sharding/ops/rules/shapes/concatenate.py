@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_local, redistribute_locals
-from ....redistribute.interval_exchange import Fetch, Interval
+from ....redistribute.interval_exchange import Interval, IntervalExchange
 from ..decomposition_utils import evenly, from_parts, in_turn, interval_of, layout_of, settled, splits, splitting_axes
 from ..registry import form
 from .slicing import Piece
@@ -198,7 +198,7 @@ def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, 
     for d, (before, after) in split.items():
         size = layout.shape[d]
         target = evenly(layout, d, before + size + after)
-        fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size, after)))
+        fetches.append(IntervalExchange(layout, target, d, partial(_padded, mode, before, size, after)))
         layout = target
 
     padded = in_turn(layout, *fetches)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ....redistribute.interval_exchange import Fetch, Interval
+from ....redistribute.interval_exchange import Interval, IntervalExchange
 from ...dispatch import marked_as_copy
 from ..decomposition_utils import evenly, from_parts, in_turn, layout_of, splits
 from ..notation import Rule, einrule
@@ -48,7 +48,7 @@ def _flip(input: Tensor, dims: Sequence[int]) -> Form | None:
     dims = list(dims)
     torch.flip(input, dims)
     layout = layout_of(input)
-    fetches = [Fetch(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
+    fetches = [IntervalExchange(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
     return in_turn(layout, *fetches, lambda part: part.flip(dims)) if fetches else None
 
 
@@ -95,7 +95,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Form | None:
     for d, shift in zip(chosen or [0], [shifts] if isinstance(shifts, int) else shifts, strict=True):
         amounts[d % max(input.ndim, 1)] += shift
     layout, split = layout_of(input), _split_dims(input, list(amounts))
-    fetches = [Fetch(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
+    fetches = [IntervalExchange(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
     rest = [d for d in amounts if d not in split]
     others = [lambda part: part.roll([amounts[d] for d in rest], rest)] if rest else []
     return in_turn(layout, *fetches, *others) if split else None
@@ -117,7 +117,7 @@ def _repeated(input: Tensor, counts: Sequence[int]) -> Form | None:
     layout, steps = layout_of(input), []
     for d in split:
         size, target = layout.shape[d], evenly(layout, d, layout.shape[d] * counts[new + d])
-        steps += Fetch(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
+        steps += IntervalExchange(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
         layout = target
     rest = [1 if d - new in split else n for d, n in enumerate(counts)]
     repeated = in_turn(layout, *steps)
@@ -166,7 +166,7 @@ def _repeat_interleave(input: Tensor, repeats: int, dim: int | None = None, *, o
     def arranged(part: Tensor) -> Tensor:
         return part.repeat_interleave(repeats, dim).narrow(dim, start % max(repeats, 1), stop - start)
 
-    return in_turn(target, Fetch(layout, target, dim, partial(_origins, repeats)), arranged)
+    return in_turn(target, IntervalExchange(layout, target, dim, partial(_origins, repeats)), arranged)
 
 
 def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
@@ -193,7 +193,7 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Form | None:
         return None
     dim, layout = dimension % input.ndim, layout_of(input)
     cut = evenly(layout, dim, result.shape[dim])
-    fetch = Fetch(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
+    fetch = IntervalExchange(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
     target = _with_last_dim(cut, size)
 
     def local(part: Tensor) -> Tensor:
