@@ -115,7 +115,7 @@ def test_without_pending_values_every_candidate_meets_the_rank_bound(case):
 
 @given(nodes_and_moves())
 @settings(max_examples=400)
-def test_two_phases_meet_the_node_bound(case):
+def test_hierarchical_steps_meet_the_node_bound(case):
     """Between nodes, each element that a node lacks comes in exactly once."""
     topology, move = case
     src, dst, found = all_candidates(sm.AbstractMesh(move[0], AXES[: len(move[0])]), move, topology)
