@@ -25,9 +25,9 @@ PICTURES = {
     "reduce_scatter": ((4096, 4096), P("dp", unreduced={"tp"}), P("dp", "tp"), None),
     "all_reduce": ((4096, 4096), P("dp", unreduced={"tp"}), P("dp"), None),
     "permute": ((4096, 4096), P(("dp", "tp")), P(("tp", "dp")), None),
-    "exchange": ((4096, 4096), P("dp", "tp"), P("tp", "dp"), None),
-    "exchange_reduce": ((4096, 4096), P("tp", unreduced={"dp"}), P("dp", "tp"), None),
-    "two_phase": ((4096, 4096), P("dp"), P(None, "dp"), NODES),
+    "all_to_all_v": ((4096, 4096), P("dp", "tp"), P("tp", "dp"), None),
+    "all_to_all_reduce": ((4096, 4096), P("tp", unreduced={"dp"}), P("dp", "tp"), None),
+    "hierarchical_all_to_all_v": ((4096, 4096), P("dp"), P(None, "dp"), NODES),
 }
 
 # name: mesh, shape, spec

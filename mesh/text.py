@@ -1,31 +1,23 @@
-"""Format tables and lists of ranks as text of bounded length."""
+"""Tables and lists of ranks as text."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Sequence
-from typing import TypeVar
-
-Item = TypeVar("Item")
 
 
-def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return the rows as lines with aligned columns.
+def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] | None = None) -> list[str]:
+    """Return the rows as lines in which each column is as wide as its widest cell.
 
     Args:
-        right: indices of the columns that are aligned to the right.
+        rows: the cells of each row; the first row may be headings.
+        right: the columns to align to the right; by default those in which every cell below the first row begins with a digit.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if right is None:
+        right = [i for i, column in enumerate(columns) if all(cell[:1].isdigit() for cell in column[1:])]
     pads = [str.rjust if i in right else str.ljust for i in range(len(widths))]
-    return ["  ".join(pad(c, w) for pad, c, w in zip(pads, row, widths, strict=True)).rstrip() for row in rows]
-
-
-def ends(items: Sequence[Item], most: int) -> list[Item | None]:
-    """Return all items, or, if there are more than `most`, the first and the last ones around a None."""
-    if len(items) <= most:
-        return list(items)
-    head = (most + 1) // 2
-    return [*items[:head], None, *items[len(items) - most + head :]]
+    return ["  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -34,14 +26,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(names) > 16:
         names = [*names[:8], "...", *names[-4:]]
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(names)}"
-
-
-def rank_runs(ranks: Sequence[int], most: int = 8) -> str:
-    """Return ranks with runs of three or more shortened: `0-3,8,9`; of more than `most` runs the first three, the last and the count."""
-    runs: list[str] = []
-    for _, run in itertools.groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        found = [rank for _, rank in run]
-        runs += [f"{found[0]}-{found[-1]}"] if len(found) > 2 else map(str, found)
-    if len(runs) <= most:
-        return ",".join(runs)
-    return f"{','.join(runs[:3])},...,{runs[-1]} ({len(ranks):,} ranks)"

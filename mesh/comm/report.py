@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CommBudgetError
+from ..text import table_lines
 from .call_site import UserCall, user_call
 from .current_world import current_world
 from .group import CollectiveRecord
@@ -121,8 +122,7 @@ class CommReport:
         rows = [("operator", "collective", "axis", "launches", "received", "sent", "line")]
         rows += [(*s[:3], str(u.launches), str(u.received), str(u.sent), s.line) for s, u in self._usage.items()]
         rows.append(("total", "", "", str(self.launches), str(self.bytes_received), str(self.bytes_sent), ""))
-        widths = [max(len(row[i]) for row in rows) for i in range(6)]
-        return "\n".join(_table_row(row, widths) for row in rows)
+        return "\n".join(table_lines(rows, right=(3, 4, 5)))
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the collectives as complete events of Chrome's trace format, in microseconds since 1970; on CUDA the host's time."""
@@ -171,12 +171,6 @@ def _event(source: CollectiveSource, record: CollectiveRecord, world: World) -> 
     moved = {"bytes_received": record.bytes_received, "bytes_sent": record.bytes_sent}
     name = f"{source.op} ({source.operator})"
     return trace_event(name, source.op, world.rank, source.axis, time.time_ns() / 1000, details | moved)
-
-
-def _table_row(row: tuple[str, ...], widths: list[int]) -> str:
-    names, numbers = row[:3], row[3:6]
-    cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
-    return "  ".join([*cells, *(n.rjust(w) for n, w in zip(numbers, widths[3:], strict=True)), row[6]]).rstrip()
 
 
 @contextmanager

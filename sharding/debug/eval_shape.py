@@ -1,9 +1,9 @@
-"""`eval_shape`: what a program would do on a mesh that is not here: layouts, bytes moved, memory. No data, no devices.
+"""`eval_shape`: layouts, bytes moved and memory of a program on a mesh of any size, without data and devices.
 
-Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank of all, alone:
+Layout on AbstractMesh   ---   in   --->   ShardedTensor on "meta"      f runs as one rank, alone:
 (dp=128, tp=8)                                        |                 collectives are counted and move nothing,
                                                       f                 tensors have shapes and no values,
-                                                      v                 memory is followed as it comes and goes
+                                                      v                 memory is counted as it is allocated and freed
 Layout on AbstractMesh   <---  out   ---   ShardedTensor on "meta"
 """
 
@@ -27,25 +27,25 @@ from ...mesh.comm import call_site
 from ...mesh.comm.null import null_world
 from ...mesh.comm.report import CommReport, comm_report
 from ...mesh.device_mesh import DeviceMesh, init_device_mesh
-from ..layout.layout import Layout, told_apart
+from ..layout.layout import Layout, distinct_mesh_names
 from ..tensor.sharded_tensor import ShardedTensor
 from .peak_memory import PeakMemory
 
-# What torch says where a tensor on "meta" is asked for values.
+# In torch's errors about reading values of a tensor on "meta".
 _NO_VALUES = ("meta tensor", "Meta tensor", "meta device", "register_meta")
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What `eval_shape` found. `print` shows it as a table.
+    """The result of `eval_shape`. `print` shows it as a table.
 
     Attributes:
-        result: what the function returned: a `Layout` for each `ShardedTensor`, plain tensors on "meta", the rest as it is.
+        result: what the function returned: a `Layout` for each `ShardedTensor`, plain tensors on "meta", the rest unchanged.
         report: what the function communicated, by operator, collective, axis and line; see `comm_report`.
         peak_bytes: the most bytes of tensors that were alive at one time on this rank, arguments included.
         argument_bytes, result_bytes: bytes of the arguments and of the result on this rank. Shared memory counts once.
         mesh: the mesh.
-        rank: whose numbers these are.
+        rank: the rank that was evaluated.
     """
 
     result: Any = field(repr=False)
@@ -58,16 +58,13 @@ class Evaluated:
 
     def __str__(self) -> str:
         memory = {"arguments": self.argument_bytes, "result": self.result_bytes, "peak": self.peak_bytes}
-        rows = [(name, f"{count:,}", "") for name, count in memory.items()]
-        moved = {**self.report.by_axis, "moved in all": (self.report.launches, self.report.bytes_received)}
-        rows += [(_moved_over(axis), f"{count:,}", f"in {calls:,} launches") for axis, (calls, count) in moved.items()]
-        names, counts = (max(len(row[i]) for row in rows) for i in range(2))
-        lines = [f"{name:{names}}  {count:>{counts}} bytes  {calls}".rstrip() for name, count, calls in rows]
+        rows = [(name, f"{count:,}", "bytes") for name, count in memory.items()]
+        received = {f"received over {axis}": use for axis, use in self.report.by_axis.items()}
+        received["received in total"] = self.report.launches, self.report.bytes_received
+        rows += [(name, f"{count:,}", f"bytes  in {calls:,} launches") for name, (calls, count) in received.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        lines = [f"{name:{widths[0]}}  {count:>{widths[1]}} {unit}" for name, count, unit in rows]
         return "\n".join([f"rank {self.rank} of ({axes_text(self.mesh.shape, self.mesh.axis_names)})", *lines])
-
-
-def _moved_over(axis: str) -> str:
-    return axis if axis == "moved in all" else f"received over {axis}"
 
 
 def eval_shape(
@@ -78,22 +75,22 @@ def eval_shape(
     Args:
         f: any function, or a module.
         args, kwargs: any pytree of: a `Layout` (a `ShardedTensor` of that layout), a `ShardedTensor`, a plain tensor, an
-            `nn.Module`, a `torch.optim` optimizer, a mesh. Of these `f` gets copies on "meta", on a "meta" mesh, and what it does
-            to them changes nothing outside. Anything else `f` gets as it is.
-        mesh: the mesh, an `AbstractMesh` or any other; by default the largest that an argument lies on, else that of
-            `with mesh:`. Inside, it is the mesh that is meant where none is given.
-        rank: the rank whose part is looked at. Where dims do not divide evenly the last rank's part is the smallest.
+            `nn.Module`, a `torch.optim` optimizer, a mesh. `f` is called with copies of these on "meta", on a "meta" mesh; the
+            originals do not change. Anything else is passed on unchanged.
+        mesh: the mesh, an `AbstractMesh` or any other; by default the largest mesh of an argument, else that of
+            `with mesh:`. Inside `f` it is the default mesh.
+        rank: the rank to evaluate. If dims do not divide evenly, the last rank's part is the smallest.
 
     Returns:
         Layouts, bytes moved, bytes held. Plans are made for the topology of the mesh given.
 
     Raises:
-        TypeError: no mesh to be found.
-        ValueError: an argument on a mesh that is no part of it.
-        MeshError: no such rank.
-        RuntimeError: `f` reads a value, as `.item()` does. There are none.
+        TypeError: there is no mesh.
+        ValueError: an argument is on a mesh that is not a part of it.
+        MeshError: the mesh has no such rank.
+        RuntimeError: `f` reads a value, for example by `.item()`.
 
-    Communication: none; nothing is allocated for tensors on "meta".
+    Communication: none; no memory is allocated for tensors on "meta".
 
     Example:
         >>> mesh = sm.AbstractMesh((128, 8), ("dp", "tp"))
@@ -106,27 +103,27 @@ def eval_shape(
     with null_world(prod(root.shape), rank):
         inside = _Inside(root)
         with inside.mesh, PeakMemory("meta") as memory:
-            function, args, kwargs = inside.entered(given)
+            function, args, kwargs = inside.enter(given)
             argument_bytes = memory.live
             memory.peak = argument_bytes
             with comm_report() as report:
                 result = _called(function, args, kwargs)
             sizes = memory.peak, argument_bytes, memory.of(_tensors_of(result))
-        return Evaluated(inside.left(result), report, *sizes, inside.abstract, rank)
+        return Evaluated(inside.leave(result), report, *sizes, inside.abstract, rank)
 
 
 # -- which mesh --------------------------------------------------------------------------------------------------------
 
 
 def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
-    """The mesh to run on.
+    """Return the mesh to run on.
 
     Raises:
-        TypeError: none is given, no argument lies on one, and there is none around.
+        TypeError: none is given, no argument is on one, and there is no current mesh.
     """
     if mesh is not None:
         if not isinstance(mesh, AbstractMesh):
-            raise TypeError(f'eval_shape(mesh={mesh!r}): write a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))')
+            raise TypeError(f'eval_shape(mesh={mesh!r}): mesh must be a mesh, such as sm.AbstractMesh((128, 8), ("dp", "tp"))')
         return mesh
     found = max(_meshes_of(given), key=lambda m: (prod(m.shape), type(m) is AbstractMesh), default=None)
     if found is not None:
@@ -135,7 +132,7 @@ def _root_mesh(mesh: AbstractMesh | None, given: Any) -> AbstractMesh:
         return context.given_or_current(None)
     except TypeError:
         raise TypeError(
-            "eval_shape: no argument lies on a mesh; give mesh=, such as "
+            "eval_shape: no argument is on a mesh; give mesh=, such as "
             'mesh=sm.AbstractMesh((128, 8), ("dp", "tp")), or give layouts on one, sm.Layout.of(mesh, P("dp"), shape)'
         ) from None
 
@@ -152,7 +149,7 @@ def _meshes_of(tree: Any) -> Iterator[AbstractMesh]:
 
 
 def _held_by(holder: Any) -> Iterator[Any]:
-    """The tensors, layouts and meshes of a module or an optimizer."""
+    """Yield the tensors, layouts and meshes of a module or an optimizer."""
     if isinstance(holder, Optimizer):
         yield from _parts_of(holder.param_groups)
         yield from _parts_of(list(holder.state.values()))
@@ -178,7 +175,7 @@ def _tensors_of(tree: Any) -> list[Tensor]:
 
 
 class _Inside:
-    """Where the function runs: a mesh on "meta", and what becomes of things on the way in and out.
+    """A mesh on "meta" on which the function runs, and the conversion of arguments and results.
 
     Attributes:
         mesh: the mesh inside.
@@ -192,8 +189,8 @@ class _Inside:
         self.abstract = root if type(root) is AbstractMesh else AbstractMesh(root.shape, root.axis_names)
         self.copies: dict[int, Any] = {}
 
-    def entered(self, tree: Any) -> Any:
-        """The tree with what lies on a mesh outside replaced by the like inside."""
+    def enter(self, tree: Any) -> Any:
+        """Return the tree with everything on an outside mesh replaced by its counterpart on the inside mesh."""
         return pytree.tree_map(self._enter, tree)
 
     def _enter(self, x: Any) -> Any:
@@ -208,7 +205,7 @@ class _Inside:
         return self._tensor(x) if isinstance(x, Tensor) else x
 
     def _holder(self, holder: Any) -> Any:
-        """A deep copy of a module or optimizer, without values but for single numbers, such as the count of an optimizer's steps."""
+        """Return a deep copy of a module or optimizer without values, except for single numbers, such as an optimizer's step count."""
         for part in _held_by(holder):
             if not _is_number(part):
                 self.copies[id(part)] = self._layout_for(part) if isinstance(part, Layout) else self._enter(part)
@@ -238,15 +235,15 @@ class _Inside:
     def _mesh_for(self, mesh: AbstractMesh) -> DeviceMesh:
         found = _part_like(self.mesh, mesh)
         if found is None:
-            here, there = told_apart(self.abstract, mesh)
+            here, there = distinct_mesh_names(self.abstract, mesh)
             raise ValueError(
-                f"eval_shape runs on {here}, and an argument lies on {there}, whose axes are not among these; give mesh=, one "
+                f"eval_shape runs on {here}, but an argument is on {there}, whose axes are not among these; give mesh=, one "
                 "that has all the axes, and arguments on it or on parts of it such as mesh['tp']"
             )
         return found
 
-    def left(self, tree: Any) -> Any:
-        """The tree with what lies on the mesh inside replaced by the like outside."""
+    def leave(self, tree: Any) -> Any:
+        """Return the tree with everything on the inside mesh replaced by its counterpart outside."""
         return pytree.tree_map(self._leave, tree)
 
     def _leave(self, x: Any) -> Any:
@@ -261,7 +258,7 @@ class _Inside:
 
 
 def _part_like(whole: Any, mesh: AbstractMesh) -> Any:
-    """The part of a mesh that has the axes of another; None where there is none."""
+    """Return the part of a mesh that has the axes of another; None if there is none."""
     sizes = dict(zip(whole.axis_names, whole.shape, strict=True))
     if any(sizes.get(name) != size for name, size in zip(mesh.axis_names, mesh.shape, strict=True)):
         return None
@@ -273,7 +270,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _like(x: Tensor) -> Tensor:
-    """A plain tensor without values."""
+    """Return a plain tensor without values."""
     return torch.empty_like(x.detach(), device="meta")
 
 
@@ -288,13 +285,13 @@ def _called(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             raise
         reason = str(error).splitlines()[0].partition(". ")[0]
         raise RuntimeError(
-            f"{_line_of(error.__traceback__)}: eval_shape runs without values, and this line reads some ({reason}). Keep what reads "
-            "values (.item(), bool(x), nonzero, a mask as an index) out of the function, or give it the number as an argument."
+            f"{_line_of(error.__traceback__)}: eval_shape runs without values, but this line reads some ({reason}). Keep what reads "
+            "values (.item(), bool(x), nonzero, a mask as an index) out of the function, or pass the number as an argument."
         ) from error
 
 
 def _line_of(trace: TracebackType | None) -> str:
-    """The innermost line of an error that is neither ours nor torch's."""
+    """Return the innermost line of a traceback that is neither in this library nor in torch."""
     found = "eval_shape"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename

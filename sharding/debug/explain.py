@@ -1,4 +1,4 @@
-"""`explain`: what a redistribution would do, before anything moves."""
+"""`explain`: the steps, bytes and time of a redistribution, without running it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...mesh.text import table_lines
 from ...mesh.topology import Topology, seconds_text
 from ..layout.layout import Layout
 from ..layout.spec import Placement, SpecLike
@@ -18,6 +19,7 @@ from ..redistribute.plan.bounds import is_reduction, node_bound, rank_bound
 from ..redistribute.plan.cost import memory_bytes, seconds
 from ..redistribute.plan.memory import buffer_bytes, peak_bytes
 from ..redistribute.plan.traffic import most_received, traffic
+from .picture import plan_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step does and costs; bytes are those of the busiest rank or node.
+    """What one step does and what it costs; bytes are those of the busiest rank or node.
 
     Attributes:
         op: the collective or local operation, see `Step`.
         axes: the mesh axes that the group spans.
-        ranks: how many ranks that is.
+        ranks: the size of the group.
         result: the spec after the step.
-        launches: collectives that are called.
-        how: what is special about the way: quantised, or through memory that the ranks of a node share.
+        launches: number of collectives.
+        variant: ` as int8` or the like if values are quantised, ` in shared memory` if ranks read each other's memory, else empty.
         bytes_sent, bytes_received: per rank, to and from others.
-        bytes_into_node: from other nodes, all ranks of the node together.
-        buffer_bytes: memory beside input and result.
+        bytes_into_node: from other nodes, for all ranks of the node.
+        buffer_bytes: memory in addition to input and result.
         memory_bytes: read and written in a rank's own memory, to pack, unpack, cast and add up.
         seconds: estimated time.
     """
@@ -46,7 +48,7 @@ class StepCost:
     ranks: int
     result: str
     launches: int
-    how: str
+    variant: str
     bytes_sent: int
     bytes_received: int
     bytes_into_node: int
@@ -58,7 +60,7 @@ class StepCost:
     def of(step: Step, topology: Topology) -> StepCost:
         moved = traffic(step, topology)
         return StepCost(
-            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.how, moved.sent, moved.received,
+            step.op, step.axes, step.group_size, repr(step.dst.spec), step.launches, step.variant, moved.sent, moved.received,
             moved.into_node, buffer_bytes(step), memory_bytes(step, topology), seconds(step, topology),
         )  # fmt: skip
 
@@ -67,8 +69,8 @@ class StepCost:
 class Explanation:
     """A plan with its costs; prints as a table.
 
-    On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the most of a sample of ranks, and what
-    enters a node that of a few nodes; the total received and its bound are exact.
+    On meshes of more than 64 ranks, the bytes, buffers and seconds of a step are the maximum over a sample of ranks, and the bytes
+    into a node the maximum over a few nodes. The total received and its bound are exact.
 
     Attributes:
         plan: the steps.
@@ -83,7 +85,7 @@ class Explanation:
 
     @cached_property
     def costs(self) -> tuple[StepCost, ...]:
-        """What each step costs."""
+        """The cost of each step."""
         return tuple(StepCost.of(step, self.plan.topology) for step in self.steps)
 
     @property
@@ -98,14 +100,14 @@ class Explanation:
 
     @cached_property
     def bytes_into_node(self) -> int:
-        """Bytes that the busiest node receives from others, step by step."""
+        """Bytes that the busiest node receives from others, added up over the steps."""
         return sum(cost.bytes_into_node for cost in self.costs)
 
     @cached_property
     def lower_bound(self) -> int | None:
         """The fewest bytes that the busiest rank must receive: its box after, less its box before.
 
-        None where a reduction is pending before: then values of other ranks enter every element.
+        None for a reduction, in which every element depends on values of other ranks.
         """
         src, dst = self.plan.src, self.plan.dst
         return None if is_reduction(src, dst) else rank_bound(src, dst)
@@ -118,13 +120,13 @@ class Explanation:
 
     @cached_property
     def ratio(self) -> float | None:
-        """Bytes received over the lower bound; 1.0 where both are zero, None where there is no bound."""
+        """Bytes received divided by the lower bound; 1.0 if both are zero, None if there is no bound."""
         bound = self.lower_bound
         return None if bound is None else self.bytes_received / bound if bound else 1.0 + self.bytes_received
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that one rank holds at a time: its part before, its part after, what lies between, and buffers."""
+        """The most bytes that a rank holds at one time: its part before, its part after, intermediate results and buffers."""
         return peak_bytes(self.steps, self.plan.src)
 
     @cached_property
@@ -133,7 +135,7 @@ class Explanation:
         return sum(cost.seconds for cost in self.costs)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain data; bytes and seconds as numbers."""
+        """Return the explanation as plain data, for JSON; bytes and seconds are numbers."""
         return {
             "src": str(self.plan.src),
             "dst": str(self.plan.dst),
@@ -149,10 +151,8 @@ class Explanation:
         }
 
     def picture(self, path: str | PathLike[str] | None = None) -> Figure:
-        """The boxes of every rank before, after each step and at the end, drawn with matplotlib; see `picture.picture`."""
-        from .picture import picture  # matplotlib is an extra
-
-        return picture(self, path)
+        """Draw the boxes of every rank before, after each step and at the end, with matplotlib; see `picture.plan_picture`."""
+        return plan_picture(self, path)
 
     def __str__(self) -> str:
         title = f"{self.plan.src}\n  -> {self.plan.dst.spec}"
@@ -160,16 +160,17 @@ class Explanation:
             return f"{title}\nnothing to do"
         nodes = self.plan.topology.nodes(self.plan.src.mesh) > 1
         header = ["step", "axes", "ranks", "result", "sent", "received", *["into node"] * nodes, "buffers", "memory", "time"]
-        return "\n".join([title, *aligned([header, *(_row(cost, nodes) for cost in self.costs)]), *self._totals(nodes)])
+        return "\n".join([title, *table_lines([header, *(_row(cost, nodes) for cost in self.costs)]), *self._totals(nodes)])
 
     __repr__ = __str__
 
     def _totals(self, nodes: bool) -> list[str]:
+        """Return the lines below the table."""
         plural = "" if self.launches == 1 else "s"
         lines = [f"{self.launches} collective{plural}, about {seconds_text(self.seconds)}, peak {self.peak_bytes:,} bytes in a rank"]
-        lines.append(f"into a rank {_against(self.bytes_received, self.lower_bound)}")
+        lines.append(f"into a rank {_with_bound(self.bytes_received, self.lower_bound)}")
         if nodes:
-            lines.append(f"into a node {_against(self.bytes_into_node, self.node_lower_bound)}")
+            lines.append(f"into a node {_with_bound(self.bytes_into_node, self.node_lower_bound)}")
         return lines
 
 
@@ -191,17 +192,17 @@ def explain(
         max_bytes, accumulate_dtype, transport: as for `redistribute`.
 
     Raises:
-        ValueError: the two do not fit together, or no plan fits into `max_bytes`.
+        ValueError: the layouts differ in more than the spec, or no plan fits into `max_bytes`.
 
-    Communication: none. Works on an `AbstractMesh` too.
+    Communication: none. Works on an `AbstractMesh`, too.
 
     Example:
         >>> layout = Layout.of(AbstractMesh((4,), ("x",)), P("x"), (8, 8))
         >>> print(explain(layout, P(None, "x")))
         f32[8, 8] @ P('x', None) on (x=4)
           -> P(None, 'x')
-        step      axes  ranks  result        sent  received  buffers  memory   time
-        exchange  x         4  P(None, 'x')    48        48      128     192  11 us
+        step          axes  ranks  result        sent  received  buffers  memory   time
+        all_to_all_v  x         4  P(None, 'x')    48        48      128     192  11 us
         1 collective, about 11 us, peak 256 bytes in a rank
         into a rank 48 bytes, the lower bound
     """
@@ -210,25 +211,15 @@ def explain(
     return Explanation(plan(before, after, topology, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport))
 
 
-def aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text as lines with columns below each other; columns of numbers to the right."""
-    columns = list(zip(*table, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    numeric = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
-    return [
-        "  ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)).rstrip()
-        for row in table
-    ]
-
 
 def _row(cost: StepCost, nodes: bool) -> list[str]:
-    op = f"{cost.op}{cost.how}" + (f" x{cost.launches}" if cost.launches > 2 else "")
+    op = f"{cost.op}{cost.variant}" + (f" x{cost.launches}" if cost.launches > 2 else "")
     numbers = [cost.bytes_sent, cost.bytes_received, *[cost.bytes_into_node] * nodes, cost.buffer_bytes, cost.memory_bytes]
     shown = [f"{number:,}" for number in numbers]
     return [op, ", ".join(cost.axes) or "-", str(cost.ranks), cost.result, *shown, seconds_text(cost.seconds)]
 
 
-def _against(moved: int, bound: int | None) -> str:
+def _with_bound(moved: int, bound: int | None) -> str:
     if bound is None:
         return f"{moved:,} bytes"
     if moved == bound:

@@ -1,4 +1,4 @@
-"""`inspect`: all that can be said of one tensor without moving anything, on one screen."""
+"""`inspect`: everything about one tensor that is known without communication, on one screen."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 
 from ...kernels.box import Box, box_shape
 from ...mesh.abstract_mesh import axes_text
-from ...mesh.text import columns, ends, rank_runs
+from ...mesh.text import table_lines
 from ..layout.layout import Layout
 from ..layout.shard_holders import elements, title
 from ..layout.spec import EACH
+from .text import elided, rank_ranges
 from .visualize import layout_of
 
 if TYPE_CHECKING:
     from ..tensor.sharded_tensor import ShardedTensor
 
-_MOST_RANKS, _MOST_GROUPS = 16, 6  # lines, and groups on a line
+_MAX_RANKS, _MAX_GROUPS = 16, 6  # lines, and groups on a line
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RankPart:
         rank: the global rank.
         coordinate: its index along each axis of the mesh.
         box: the interval of each dim, in the global tensor.
-        shape: how long it is in each dim.
+        shape: the shape of the box.
         nbytes: bytes of its elements.
     """
 
@@ -49,13 +50,13 @@ class LocalPart:
     Attributes:
         rank: this rank.
         part: what it holds; None outside the mesh.
-        device: where.
+        device: the device of the local tensor.
         strides: of the local tensor, in elements.
-        is_contiguous: whether its elements lie in order without gaps.
-        requires_grad: whether gradients flow to it.
-        is_leaf: whether no operator made it.
-        grad_fn: the name of the operator that made it, as autograd calls it; None for a leaf.
-        grad: the layout of `.grad`; None where there is none.
+        is_contiguous: whether the local tensor is contiguous.
+        requires_grad: whether the tensor requires grad.
+        is_leaf: whether it is a leaf of the autograd graph.
+        grad_fn: the name of its autograd node; None for a leaf.
+        grad: the layout of `.grad`; None if that is None.
     """
 
     rank: int
@@ -71,20 +72,20 @@ class LocalPart:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Inspection:
-    """What `inspect` found; prints as one screen. All but `here` is the same on every rank.
+    """The result of `inspect`; prints as one screen. All but `here` is the same on every rank.
 
     Attributes:
         layout: mesh, spec, global shape and dtype.
-        here: memory and autograd state on this rank; None where a layout was given.
+        here: memory and autograd state on this rank; None if a layout was given.
         parts: what each rank holds, in mesh order.
-        same: groups of ranks that hold the same values, in mesh order; ranks that hold nothing are in none.
+        same: groups of ranks that hold the same values, in mesh order, without ranks that hold nothing.
         empty: the ranks that hold nothing, ascending.
-        pending: axis -> kind, where contributions are still to be combined.
+        pending: axis -> kind, for the axes with a pending reduction.
         nbytes: bytes of the global tensor.
-        nbytes_held: bytes that all ranks hold together.
+        nbytes_held: bytes that all ranks hold in total.
         nbytes_most, nbytes_least: bytes of the rank that holds most and of the one that holds least.
         copies: how many ranks hold each element.
-        grad_layout: the layout in which `.grad` is kept.
+        grad_layout: the layout of `.grad`.
     """
 
     layout: Layout
@@ -141,7 +142,7 @@ class Inspection:
         return self.layout.grad
 
     def _part(self, index: int) -> RankPart:
-        """Of one rank, by its position in the mesh."""
+        """Return what one rank holds, by its position in the mesh."""
         mesh = self.layout.mesh
         coordinate = tuple(int(i) for i in np.unravel_index(index, mesh.shape))
         box = self.layout.box_at(coordinate)
@@ -157,25 +158,25 @@ class Inspection:
     def _axis_lines(self) -> list[str]:
         mesh = self.layout.mesh
         rows = [[axis, str(mesh.size(axis)), self._on_axis(axis)] for axis in mesh.axis_names]
-        return columns([["axis", "ranks", "along it"], *rows], right=(1,))
+        return table_lines([["axis", "ranks", "along it"], *rows], right=(1,))
 
     def _on_axis(self, axis: str) -> str:
         if axis in self.layout.pending:
             kind = self.layout.pending[axis]
-            return "a value of its own on every rank" if kind == EACH else f"pending, the {kind} is still to be taken"
+            return "a separate value on every rank" if kind == EACH else f"pending {kind}"
         if axis not in self.layout.dim_of:
             return "replicated"
         dim = self.layout.dim_of[axis]
         together = self.layout.spec.dims[dim]
-        position = f", cut {together.index(axis) + 1} of {len(together)}" if len(together) > 1 else ""
+        position = f", axis {together.index(axis) + 1} of {len(together)} that split it" if len(together) > 1 else ""
         sized = any(axis in axes for axes, _ in self.layout.spec.sizes)
         return f"splits dim {dim}{position}{', into parts of given sizes' if sized else ''}"
 
     def _rank_lines(self) -> list[str]:
-        indices = ends(range(self._elements.size), _MOST_RANKS)
+        indices = elided(range(self._elements.size), _MAX_RANKS)
         rows = [["..."] * 5 if i is None else self._rank_row(self._part(i)) for i in indices]
-        table = columns([["rank", "at", "box", "shape", "bytes"], *rows], right=(0, 4))
-        left_out = self._elements.size - _MOST_RANKS
+        table = table_lines([["rank", "at", "box", "shape", "bytes"], *rows], right=(0, 4))
+        left_out = self._elements.size - _MAX_RANKS
         return [*table, *[f"not shown: {left_out:,} of {self._elements.size:,} ranks"] * (left_out > 0)]
 
     def _rank_row(self, part: RankPart) -> list[str]:
@@ -184,18 +185,20 @@ class Inspection:
         return [str(part.rank), at, box or "the one element", str(list(part.shape)), f"{part.nbytes:,}"]
 
     def _summary(self) -> list[str]:
+        least, most = self.nbytes_least, self.nbytes_most
+        held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        times = {1: "once", 2: "twice"}.get(self.copies, f"{self.copies:,} times")
         return [
             f"same values: {self._same_text()}",
-            *[f"hold nothing: {rank_runs(self.empty)}"] * bool(self.empty),
-            f"bytes: {self.nbytes:,} in all; a rank holds {_span(self.nbytes_least, self.nbytes_most)}; "
-            f"all ranks together {self.nbytes_held:,}, each element {_times(self.copies)}",
+            *[f"hold nothing: {rank_ranges(self.empty)}"] * bool(self.empty),
+            f"bytes: {self.nbytes:,} in total; a rank holds {held}; all ranks together {self.nbytes_held:,}, each element {times}",
         ]
 
     def _same_text(self) -> str:
         if not self.same or len(self.same[0]) == 1:
             return "on no two ranks"
-        shown = ["..." if group is None else rank_runs(group) for group in ends(self.same, _MOST_GROUPS)]
-        count = f" ({len(self.same):,} groups)" if len(self.same) > _MOST_GROUPS else ""
+        shown = ["..." if group is None else rank_ranges(group) for group in elided(self.same, _MAX_GROUPS)]
+        count = f" ({len(self.same):,} groups)" if len(self.same) > _MAX_GROUPS else ""
         return f"{' | '.join(shown)}{count}"
 
     def _here_lines(self) -> list[str]:
@@ -211,26 +214,20 @@ class Inspection:
 
     def _gradient_text(self, here: LocalPart) -> str:
         if not here.requires_grad:
-            return "not asked for"
-        origin = "of a leaf" if here.is_leaf else f"made by {here.grad_fn}"
+            return "not required"
+        node = "leaf" if here.is_leaf else f"grad_fn {here.grad_fn}"
         if here.grad is not None:
-            return f"{origin}, there as {here.grad.spec}"
-        return f"{origin}, none yet, kept as {self.grad_layout.spec}" if here.is_leaf else f"{origin}, flows as {self.layout.dual.spec}"
-
-
-def _times(count: int) -> str:
-    return {1: "once", 2: "twice"}.get(count, f"{count:,} times")
-
-
-def _span(least: int, most: int) -> str:
-    return f"{most:,}" if least == most else f"{least:,} to {most:,}"
+            return f"{node}, .grad is {here.grad.spec}"
+        if here.is_leaf:
+            return f"{node}, no .grad yet, will be {self.grad_layout.spec}"
+        return f"{node}, flows as {self.layout.dual.spec}"
 
 
 def inspect(x: ShardedTensor | Layout) -> Inspection:
-    """inspect(x) -> Inspection: one screen on a tensor: what each rank holds, who holds the same, bytes, memory, gradient.
+    """inspect(x) -> Inspection: what each rank holds of a tensor, which ranks hold the same, bytes, memory, gradient.
 
     Args:
-        x: a tensor, or a layout (on an `AbstractMesh` too); ranks outside its mesh can ask as well.
+        x: a tensor, or a layout (on an `AbstractMesh`, too); ranks outside its mesh may call this as well.
 
     Raises:
         TypeError: `x` is something else, such as a plain tensor or a module.
@@ -250,7 +247,7 @@ def inspect(x: ShardedTensor | Layout) -> Inspection:
            2  dp=1, tp=0  3:5, 0:8  [2, 8]     64
            3  dp=1, tp=1  3:5, 0:8  [2, 8]     64
         same values: 0,1 | 2,3
-        bytes: 160 in all; a rank holds 64 to 96; all ranks together 320, each element twice
+        bytes: 160 in total; a rank holds 64 to 96; all ranks together 320, each element twice
         >>> found.same, found.copies, found.parts[2].box
         (((0, 1), (2, 3)), 2, ((3, 5), (0, 8)))
     """

@@ -1,4 +1,4 @@
-"""How the tensors of a module lie: as a table, as a tree like `repr(module)`, and in the `repr` of a module that was distributed.
+"""The layouts of a module's tensors: as a table, as a tree like `repr(module)`, and in the `repr` of a distributed module.
 
     Block(
       (up): Linear(
@@ -22,22 +22,23 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...mesh.abstract_mesh import AbstractMesh, axes_text
-from ...mesh.text import columns
+from ...mesh.text import table_lines
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import title
+from .rank_table import colour, coloured, plain, rich_table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A parameter or buffer of a module.
 
     Attributes:
-        name: with the names of the modules above, separated by dots.
+        name: its qualified name, as in `state_dict`.
         tensor: the parameter or buffer.
-        first: the first name of the same tensor, where it has several.
+        first: the first name of the same tensor; `name`, unless it has several.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Entry:
 
     @property
     def is_known(self) -> bool:
-        """Whether it has a shape: a parameter of a lazy module has none before the first call."""
+        """Whether the shape is known: a parameter of a lazy module has none before the first call."""
         return not is_lazy(self.tensor)
 
     @property
@@ -70,35 +71,25 @@ class Entry:
         return math.prod(self.tensor.shape) * self.tensor.dtype.itemsize if self.is_known else 0
 
     def row(self) -> list[str]:
-        """What the table says of it."""
+        """Return the cells of the table."""
         spec = title(self.layout).partition(" @ ")[2].rpartition(" on (")[0] if self.layout else "plain"
         local = str(list(self.local.shape)) if self.is_known else "not known yet"
         same = f"is {self.first}" if self.first != self.name else ""
         return [self.name, _kind(self.tensor), spec, local, f"{self.nbytes:,}", same]
 
 
-def entries(module: nn.Module) -> list[Entry]:
-    """All parameters, then all buffers; a tensor that stands in several places stands here as often."""
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    first: dict[int, str] = {}
-    return [Entry(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named]
-
-
 def module_table(module: nn.Module) -> str:
-    """One line per parameter and buffer: name, what it is, how it lies, this rank's part, and its bytes."""
+    """Return a table of parameters and buffers: name, dtype and shape, spec, shape and bytes of this rank's part."""
     rows, footer = _table(module)
-    return "\n".join([*columns(rows, right=(4,)), footer])
+    return "\n".join([*table_lines(rows, right=(4,)), footer])
 
 
 def module_rich(module: nn.Module) -> Table:
-    """The same with rich; tensors that lie alike have one colour.
+    """Return the same table for rich; tensors with the same spec have the same colour.
 
     Raises:
         ImportError: rich is not installed.
     """
-    from .grid import coloured, rich_table
-    from .panel import colour
-
     (header, *rows), footer = _table(module)
     table = rich_table(type(module).__name__, footer)
     for column in header:
@@ -106,27 +97,23 @@ def module_rich(module: nn.Module) -> Table:
     specs = sorted({row[2] for row in rows})
     for row in rows:
         shade = colour(specs.index(row[2]), len(specs))
-        table.add_row(*[coloured(cell, shade) if i == 2 else _plain(cell) for i, cell in enumerate(row)])
+        table.add_row(*[coloured(cell, shade) if i == 2 else plain(cell) for i, cell in enumerate(row)])
     return table
 
 
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
-
-
 def _table(module: nn.Module) -> tuple[list[list[str]], str]:
-    """Header and rows, and a line below them. Columns that say nothing are left out."""
-    found = entries(module)
+    """Return header and rows, and a line below them. A last column without entries is left out."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    found = [TensorEntry(name, tensor, first.setdefault(id(tensor), name)) for name, tensor in named]
     rows = [["tensor", "global", "spec", "local", "bytes", "same tensor"], *[entry.row() for entry in found]]
     if all(entry.first == entry.name for entry in found):
         rows = [row[:-1] for row in rows]
     return rows, _footer([entry for entry in found if entry.first == entry.name])
 
 
-def _footer(found: Sequence[Entry]) -> str:
-    """`3 tensors on (tp=2): 36 bytes on this rank, 60 in all`: each tensor once."""
+def _footer(found: Sequence[TensorEntry]) -> str:
+    """Return `3 tensors on (tp=2): 36 bytes on this rank, 60 in all`; each tensor counts once."""
     meshes = list(dict.fromkeys(entry.layout.mesh for entry in found if entry.layout))
     on = " and ".join(dict.fromkeys(mesh_text(mesh) for mesh in meshes))
     here, total = sum(entry.nbytes for entry in found), sum(entry.global_nbytes for entry in found)
@@ -135,7 +122,7 @@ def _footer(found: Sequence[Entry]) -> str:
 
 
 def mesh_text(mesh: AbstractMesh) -> str:
-    """`(dp=2, tp=8)`"""
+    """Return `(dp=2, tp=8)`."""
     return f"({axes_text(mesh.shape, mesh.axis_names)})"
 
 
@@ -144,36 +131,36 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)}{shape}"
 
 
-# -- a tree -----------------------------------------------------------------------------------------------------------
+# -- tree --------------------------------------------------------------------------------------------------------------
 
 
 def module_tree(module: nn.Module) -> str:
-    """`repr(module)` with a line for each tensor that says how it lies, the same text on every rank.
+    """Return `repr(module)` with the layout of each tensor, the same text on every rank.
 
-    Children in a row that look alike are folded into one, `(0-3): 4 x Block(...)`.
+    Consecutive children with the same text are shown once, as `(0-3): 4 x Block(...)`.
     """
     children = [(name, module_tree(child)) for name, child in module._modules.items() if child is not None]
     extra, tensors, name = own_extra_repr(module), tensor_lines(module), module._get_name()
     if not children and not tensors and "\n" not in extra:
         return f"{name}({extra})"
-    return "\n".join([f"{name}(", *map(_indented, [*filter(None, [extra]), *tensors, *_folded(children)]), ")"])
+    lines = [*filter(None, [extra]), *tensors, *_folded(children)]
+    return "\n".join([f"{name}(", *["\n".join("  " + line for line in text.split("\n")) for text in lines], ")"])
 
 
 def tensor_lines(module: nn.Module) -> list[str]:
-    """`weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor that the module itself has, and what hooks say that they do."""
-    own = [*module._parameters.items(), *module._buffers.items()]
-    return [*[f"{name}: {_lies(tensor)}" for name, tensor in own if tensor is not None], *_hook_lines(module)]
+    """Return `weight: f32[3, 4] @ P('tp', None) on (tp=2)` for each tensor of the module itself, and a line for each layout hook."""
+    lines = []
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            layout = getattr(tensor, "_layout", None)
+            lines.append(f"{name}: {f'{_kind(tensor)}, plain' if layout is None else title(layout)}")
+    return [*lines, *_hook_lines(module)]
 
 
 def _hook_lines(module: nn.Module) -> list[str]:
-    """The lines `shown` of the hooks that have such an attribute: those that lay out what goes in and comes out."""
+    """Return the lines `shown` of the hooks that have this attribute: those that redistribute inputs and outputs."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [line for hook in hooks for line in getattr(hook, "shown", ())]
-
-
-def _lies(tensor: Tensor) -> str:
-    layout = getattr(tensor, "_layout", None)
-    return f"{_kind(tensor)}, plain" if layout is None else title(layout)
 
 
 def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
@@ -184,30 +171,26 @@ def _folded(children: Iterable[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _indented(text: str) -> str:
-    return "\n".join("  " + line for line in text.split("\n"))
-
-
-# -- repr(module) -----------------------------------------------------------------------------------------------------
+# -- repr(module) ------------------------------------------------------------------------------------------------------
 
 
 def show_layouts_in_repr(module: nn.Module) -> None:
-    """Make `repr(module)` say how the module's own tensors lie; a module whose `extra_repr` was set by hand keeps it."""
+    """Show the layouts of the module's own tensors in `repr(module)`; an `extra_repr` that was set on the instance is kept."""
     if "extra_repr" not in module.__dict__ and [*module._parameters, *module._buffers, *_hook_lines(module)]:
         module.extra_repr = LayoutRepr(module)
 
 
 def own_extra_repr(module: nn.Module) -> str:
-    """What the module's class says, without the lines about layouts."""
+    """Return `extra_repr()` of the module's class, without the lines about layouts."""
     found = module.__dict__.get("extra_repr")
     return type(module).extra_repr(module) if isinstance(found, LayoutRepr) else module.extra_repr()
 
 
 class LayoutRepr:
-    """Stands in one module as its `extra_repr`, which `nn.Module.__repr__` calls.
+    """The attribute `extra_repr` of one module instance, which `nn.Module.__repr__` calls.
 
-    It refers to the module weakly, so that a model's memory is freed when its last name goes. A deep copy or a pickled module
-    has one of its own; `state_dict` and the like do not see it.
+    The reference to the module is weak, so that a model's memory is freed with its last strong reference. A deep copy or a pickled
+    module gets an instance of its own; it is not in the `state_dict`.
     """
 
     def __init__(self, module: nn.Module) -> None:

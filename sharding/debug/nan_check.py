@@ -1,7 +1,7 @@
 """`debug_nans`: find the operator, the line and the rank where a NaN or an infinity first appears, forward or backward.
 
-A torch function mode looks at what each operator of the program returns on this rank, and hangs a hook on each node that it adds to
-autograd's graph. What the library calls by itself is passed over: its buffers may hold anything before they are filled.
+A torch function mode checks what each operator of the program returns on this rank, and registers a hook on each node that it adds
+to the autograd graph. Operators that the library calls by itself are not checked: their buffers may be uninitialised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..ops.strategy import name_of
 from ..tensor.autograd.engine_hooks import innermost
 from ..tensor.sharded_tensor import ShardedTensor
 
-# What comes out of these has no values yet.
+# Operators whose results are uninitialised.
 _UNSET = frozenset(
     {
         *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
@@ -39,13 +39,13 @@ _SEEN = "shardmesh.debug_nans"  # in the metadata of a node of the graph
 
 
 class BadValueError(FloatingPointError):
-    """An operator made a NaN or an infinity.
+    """An operator returned a NaN or an infinity.
 
     Attributes:
-        operator: by name; with "backward of " in front where a gradient is bad.
-        place: file:line of the program that called it, going forward.
-        rank: where it was found.
-        index: of the first bad value, in the whole tensor as far as that is known.
+        operator: its name; after "backward of " if a gradient is bad.
+        place: file:line of the program that called it, in the forward pass.
+        rank: the rank on which it was found.
+        index: of the first bad value, in the global tensor if that is known.
     """
 
     def __init__(self, message: str, operator: str = "", place: str = "", rank: int = 0, index: Sequence[int] = ()) -> None:
@@ -57,20 +57,20 @@ class BadValueError(FloatingPointError):
 
 
 class debug_nans(TorchFunctionMode):
-    """with debug_nans(): an operator that makes a NaN or an infinity raises where it does, and its backward, too.
+    """with debug_nans(): an operator that returns a NaN or an infinity raises an error, forward and backward.
 
-    Each rank looks at its own part, so it names what a sum over ranks would only spread. Ranks that found nothing raise PeerError in
-    their next collective, with this error's text. An infinity counts where it comes of finite arguments, so masks of -inf may be
-    written and passed on. Operators that return views, and uninitialised memory, are not looked at; nor is what runs inside
-    `torch.compile`. In a `simulate` write it inside the function. A `GradScaler` lets gradients overflow on purpose: leave it off.
+    Each rank checks its own part, so values are found before a reduction spreads them. Ranks that found nothing raise PeerError in
+    their next collective, with this error's text. An infinity counts if all arguments are finite, so masks of -inf may be
+    written and passed on. Operators that return views or uninitialised memory are not checked, and neither is what runs inside
+    `torch.compile`. With `simulate`, write it inside the function. Do not use it with a `GradScaler`, which lets gradients overflow.
 
     Args:
         infs: whether infinities count; NaNs always do.
 
-    Raises: BadValueError inside the block or in a backward of what was computed in it: names operator, line, rank, index and value,
-        and whether an argument was bad already.
+    Raises: BadValueError inside the block, or in a backward of what was computed in it; names operator, line, rank, index and value,
+        and says whether an argument was bad before.
     Communication: none. Each result is read once more; on a GPU the host waits for each operator. For debugging: a step of
-        `examples/train_lm.py` takes 1.2 times as long on a CPU core, at its tiniest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
+        `examples/train_lm.py` takes 1.2 times as long on a CPU core, at its smallest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
 
     Example:
         >>> with sm.debug_nans():
@@ -89,7 +89,7 @@ class debug_nans(TorchFunctionMode):
             return func(*args, **kwargs)
         ends = _Ends.of(args, kwargs) if torch.is_grad_enabled() else None
         result = func(*args, **kwargs)
-        call = _Call(name_of(func).removeprefix("__").removesuffix("__"), place, self.infs)
+        call = _OperatorCall(name_of(func).removeprefix("__").removesuffix("__"), place, self.infs)
         outputs = list(tensors_in(args[:1] if result is None and call.operator.endswith("_") else (result,)))
         for x in outputs:
             _check_result(call, x, args, kwargs)
@@ -99,8 +99,8 @@ class debug_nans(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """An operator of the program.
+class _OperatorCall:
+    """A call of an operator by the program.
 
     Attributes:
         operator: its name.
@@ -113,14 +113,14 @@ class _Call:
     infs: bool
 
     def is_bad(self, x: Tensor, given: Callable[[], Iterable[Any]]) -> bool:
-        """Whether a result has a bad value; `given` are the arguments, looked at where it is infinite."""
+        """Return whether a result has a bad value; `given` returns the arguments, which are checked if the result is infinite."""
         if _is_finite(x):
             return False
         return _has_nan(x) or (self.infs and all(map(_is_finite, given())))
 
 
 def _users_place() -> str | None:
-    """The program's line that calls a torch function; None where the library does, other than in a mode that passes it on."""
+    """Return the program's line that calls a torch function; None if the library calls it, except in a mode that passes it on."""
     frame: Any = sys._getframe(2)
     is_ours = False
     while frame.f_back is not None:
@@ -141,21 +141,21 @@ def _local(x: Tensor) -> Tensor:
 
 
 def _values(x: Tensor) -> Tensor:
-    """This rank's values, as something that can be summed."""
+    """Return this rank's values as a tensor that can be summed."""
     x = _local(x).detach()
     x = x if x.layout is torch.strided else x.to_dense()
     return x.float() if x.is_floating_point() and x.element_size() == 1 else x
 
 
 def _is_finite(x: Any) -> bool:
-    """Whether a tensor has only finite values, or a number is one; whatever else there is, is."""
+    """Return whether a tensor has only finite values, or a number is finite; True for other objects."""
     if isinstance(x, Tensor):
         return not (x.is_floating_point() or x.is_complex()) or x.is_meta or _has_finite_values(_values(x))
     return not isinstance(x, (float, complex)) or cmath.isfinite(x)
 
 
 def _has_finite_values(x: Tensor) -> bool:
-    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)  # the fast way: one number that is finite says enough
+    total = x.sum(dtype=torch.float32 if x.dtype is torch.float16 else None)  # fast: if the sum is finite, all values are
     return cmath.isfinite(total.item()) or bool(torch.isfinite(x).all())
 
 
@@ -164,7 +164,7 @@ def _has_nan(x: Tensor) -> bool:
 
 
 def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
-    """The index of the first bad value in this rank's part, the value, and how many there are."""
+    """Return the index of the first bad value in this rank's part, the value, and the number of bad values."""
     values = _values(x)
     bad = ~torch.isfinite(values) if infs else torch.isnan(values)
     at = bad.nonzero()
@@ -175,15 +175,15 @@ def _first_bad(x: Tensor, infs: bool) -> tuple[list[int], Any, int]:
 # -- forward -----------------------------------------------------------------------------------------------------------
 
 
-def _check_result(call: _Call, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises: BadValueError for a result that is bad, and no view of an argument."""
+def _check_result(call: _OperatorCall, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raise BadValueError for a bad result that is not a view of an argument."""
     given = pytree.tree_leaves((args, kwargs))
     if call.is_bad(x, lambda: (leaf for leaf in given if leaf is not x)) and not any(_is_view(x, leaf) for leaf in given):
-        raise _told(_error(call, x, x._layout if isinstance(x, ShardedTensor) else None, "", _origin(x, args, kwargs)))
+        raise _notified(_error(call, x, x._layout if isinstance(x, ShardedTensor) else None, "", _origin(x, args, kwargs)))
 
 
 def _is_view(x: Any, leaf: Any) -> bool:
-    """Whether a result shares memory with another tensor: it has no new values."""
+    """Return whether a result shares memory with an argument, so that it has no new values."""
     if leaf is x or not isinstance(leaf, Tensor):
         return False
     one, other = _local(x), _local(leaf)
@@ -192,23 +192,23 @@ def _is_view(x: Any, leaf: Any) -> bool:
 
 
 def _origin(x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Whether arguments were bad already."""
+    """Return a sentence on whether arguments were bad before."""
     for path, leaf in pytree.tree_flatten_with_path((*args, kwargs) if kwargs else tuple(args))[0]:
         if leaf is not x and not _is_finite(leaf):
-            since = ": it was so before the block, or comes from a call that is no operator of the program"
+            since = ": it was so before the block, or it was computed by the library itself"
             return f"Argument {pytree.keystr(path)} is {f'not finite already{since}' if isinstance(leaf, Tensor) else leaf}"
     return "All other arguments are finite" if any(leaf is x for leaf in args) else "All arguments are finite"
 
 
-def _error(call: _Call, x: Tensor, layout: Layout | None, prefix: str, origin: str) -> BadValueError:
+def _error(call: _OperatorCall, x: Tensor, layout: Layout | None, prefix: str, origin: str) -> BadValueError:
     index, value, count = _first_bad(x, call.infs)
     rank, operator = current_world().rank, prefix + call.operator
-    what = f"{dtype_name(x.dtype)}{list(_values(x).shape)}"
+    tensor = f"{dtype_name(x.dtype)}{list(_values(x).shape)}"
     if layout is not None:
         index = [i + start for i, (start, _) in zip(index, layout.box, strict=True)]
-        what = f"{layout}{', a contribution that is still to be reduced' if layout.pending else ''}"
+        tensor = f"{layout}{', a contribution that is not reduced yet' if layout.pending else ''}"
     return BadValueError(
-        f"{operator} gave {value} on rank {rank}, at {call.place}: first at index {index} of {what}; {count} of {_values(x).numel()} "
+        f"{operator} gave {value} on rank {rank}, at {call.place}: first at index {index} of {tensor}; {count} of {_values(x).numel()} "
         f"values on this rank are bad. {origin}.",
         operator,
         call.place,
@@ -217,8 +217,8 @@ def _error(call: _Call, x: Tensor, layout: Layout | None, prefix: str, origin: s
     )
 
 
-def _told(error: BadValueError) -> BadValueError:
-    """The error, of which the other ranks hear."""
+def _notified(error: BadValueError) -> BadValueError:
+    """Return the error after notifying the other ranks of it."""
     watch = monitor_of(current_world())
     if watch is not None:
         watch.raised(error)
@@ -230,11 +230,11 @@ def _told(error: BadValueError) -> BadValueError:
 
 @dataclass(slots=True)
 class _Ends:
-    """Where the graph of an operator ends: at its arguments.
+    """The arguments of an operator, at which its part of the autograd graph ends.
 
     Attributes:
-        nodes: that made an argument -> how it lies on the mesh.
-        leaves: identity of a leaf's values -> how it lies on the mesh.
+        nodes: the node that made an argument -> the argument's layout.
+        leaves: id of a leaf's local tensor -> the leaf's layout.
     """
 
     nodes: dict[Any, Layout | None] = field(default_factory=dict)
@@ -253,12 +253,12 @@ class _Ends:
         return found
 
     def layout_at(self, node: Any) -> Layout | None:
-        """How the argument lies whose gradient goes to this node."""
+        """Return the layout of the argument whose gradient goes to this node."""
         return self.leaves.get(id(node.variable)) if isinstance(node, _AccumulateGrad) else self.nodes.get(node)
 
 
-def _watch_backward(call: _Call, outputs: Iterable[Any], ends: _Ends) -> None:
-    """Hooks on the nodes between the results of an operator and its arguments."""
+def _watch_backward(call: _OperatorCall, outputs: Iterable[Any], ends: _Ends) -> None:
+    """Register hooks on the nodes between the results of an operator and its arguments."""
     todo = [getattr(x, "_local", x).grad_fn for x in outputs]
     while todo:
         node = todo.pop()
@@ -271,10 +271,10 @@ def _watch_backward(call: _Call, outputs: Iterable[Any], ends: _Ends) -> None:
         todo += after
 
 
-def _check_gradients(call: _Call, layouts: Sequence[Layout | None], gradients: Sequence[Any], arrived: Sequence[Any]) -> None:
-    """Raises: BadValueError for a gradient that is bad."""
+def _check_gradients(call: _OperatorCall, layouts: Sequence[Layout | None], gradients: Sequence[Any], arrived: Sequence[Any]) -> None:
+    """Raise BadValueError for a bad gradient."""
     for i, x in enumerate(gradients):
         if isinstance(x, Tensor) and call.is_bad(x, lambda: arrived):
-            came = all(map(_is_finite, arrived))
-            origin = "The gradient that came to it is finite" if came else "The gradient that came to it is not finite already"
-            raise _told(_error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin))
+            was_finite = all(map(_is_finite, arrived))
+            origin = f"The gradient that it received is {'finite' if was_finite else 'not finite already'}"
+            raise _notified(_error(call, x, layouts[i] if i < len(layouts) else None, "backward of ", origin))

@@ -1,14 +1,14 @@
-"""How much memory a program's tensors take on this rank, followed from the operators that make and free them.
+"""How much memory a program's tensors take on this rank, counted at the operators that allocate and free them.
 
-    x = torch.zeros(8)      born: 32 bytes        live 32    peak 32
-    y = x.exp()             born: 32 bytes        live 64    peak 64
-    z = y[:4]               a view: nothing new   live 64
-    y.add_(1)               in place: nothing     live 64
-    del x, y                x is freed; y's memory is held by z
+    x = torch.zeros(8)      32 bytes allocated    live 32    peak 32
+    y = x.exp()             32 bytes allocated    live 64    peak 64
+    z = y[:4]               a view                live 64
+    y.add_(1)               in place              live 64
+    del x, y                x is freed; z still uses the memory of y
                                                   live 32    peak 64
 
-What autograd saves and the buffers of collectives are tensors like others and count. What an operator's kernel allocates
-for itself, and what an allocator loses to fragments, do not show here.
+Tensors that autograd saves and buffers of collectives are counted as well. Workspaces of kernels and fragmentation of the
+allocator are not.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ..ops.plain_operands import tensors_in
 from ..ops.strategy import choose_strategy
 from ..tensor.sharded_tensor import ShardedTensor
 
-# Where the library works on meta tensors of global shapes, which stand for tensors and are none of the program's.
+# Where the library makes meta tensors of global shapes, which stand for sharded tensors and do not belong to the program.
 _ON_STAND_INS = frozenset({choose_strategy.__code__, vars(Layout)["meta"].func.__code__})
-_DETACH = torch.ops.aten.detach.default  # all that is ever done to the wrapper of a ShardedTensor
+_DETACH = torch.ops.aten.detach.default  # the only operator that is called on the wrapper of a ShardedTensor
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
 
 
 class PeakMemory(TorchDispatchMode):
-    """with PeakMemory(device_type) as memory: counts the bytes of this thread's tensors on devices of that type.
+    """with PeakMemory(device_type) as memory: count the bytes of this thread's tensors on devices of that type.
 
-    A tensor that was made before counts from the first operator that takes it, and as if it had been there all along.
+    A tensor that was made before is found at the first operator that takes it, and counted as if it had been live from the start.
 
     Attributes:
         live: bytes of the tensors that are alive.
@@ -48,7 +48,7 @@ class PeakMemory(TorchDispatchMode):
         super().__init__()
         self.live, self.peak = 0, 0
         self._device_type = device_type
-        self._bytes: dict[int, int] = {}  # storage -> its bytes; none for a stand-in
+        self._bytes: dict[int, int] = {}  # storage -> its bytes; 0 for a stand-in
         self._stand_ins: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -66,11 +66,11 @@ class PeakMemory(TorchDispatchMode):
         return made
 
     def of(self, tree: Any) -> int:
-        """Bytes of the tensors in a tree of tuples, lists and dictionaries; memory that several share counts once."""
+        """Return the bytes of the tensors in a tree of tuples, lists and dictionaries; shared memory counts once."""
         return sum({storage._cdata: storage.nbytes() for storage in self._storages(tree)}.values())
 
     def _storages(self, tree: Any) -> Iterator[Any]:
-        """The memory of every tensor that counts, several times where it is shared."""
+        """Yield the storage of every tensor that is counted; one that several share, several times."""
         for x in (t._local if isinstance(t, ShardedTensor) else t for t in tensors_in((tree,))):
             if x.device.type == self._device_type and x.layout is torch.strided:
                 yield x.untyped_storage()
@@ -98,7 +98,7 @@ class PeakMemory(TorchDispatchMode):
         self._stand_ins.discard(key)
 
     def _is_stand_in(self, given: Collection[int]) -> bool:
-        """Whether what an operator makes of these is a stand-in: it is made of stand-ins alone, or where they are made."""
+        """Return whether the result of an operator is a stand-in: all its arguments are, or the code that makes them is running."""
         if self._device_type != "meta":
             return False
         if given and self._stand_ins.issuperset(given):

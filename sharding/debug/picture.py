@@ -1,64 +1,136 @@
-"""Pictures of layouts and of plans: the boxes that the ranks hold, drawn with matplotlib.
+"""Pictures of layouts and plans, drawn with matplotlib: the tensor, and in it the box of every rank.
 
-A plan has a panel for each state before, between and after its steps; a layout has one, or one for each page of its table.
+A plan has a panel for the layout before, after each step and at the end. A layout has one panel, or one for each page of its table.
+Dim 0 goes downwards, dim 1 to the right. A box is drawn once, in the colour of the first rank that holds it, with the
+coordinates of its holders: `0,*` means all ranks whose first coordinate is 0. Pending boxes are hatched.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING
 
-from ...mesh.abstract_mesh import axes_text
+from ...kernels.box import Box, box_size
+from ...mesh.abstract_mesh import AbstractMesh, axes_text
 from ..layout.layout import Layout, dtype_name
 from ..layout.shard_holders import page_title, pages, shown_dims, title
-from .panel import BOTTOM, EDGE, GAP, TOP, State, check_few_ranks, draw_state, drawn, legend, panel_side
+from .rank_table import colour
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from .explain import Explanation, StepCost
 
+MAX_RANKS = 64  # with more, boxes cannot be told apart
 PANELS_IN_A_ROW = 4
+PANEL, GAP, EDGE, TOP, BOTTOM = 2.4, 1.6, 0.5, 0.9, 0.7  # inches
+_INCHES_PER_BOX = 0.16  # so that labels of many boxes can be read
+_STYLE = {"svg.hashsalt": "shardmesh", "svg.fonttype": "none", "hatch.linewidth": 0.4}  # to write the same file each time
 
 
-# -- plans ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DrawnBox:
+    """One box of a panel, with the ranks that hold it.
+
+    Attributes:
+        box: in the global tensor.
+        label: coordinates of the holders: `*` for an axis all of whose ranks hold the same values, `+` for one all of
+            whose ranks hold a contribution.
+        first: the lowest global rank among them.
+    """
+
+    box: Box
+    label: str
+    first: int
 
 
-def states(explanation: Explanation) -> list[State]:
-    """The layouts before, after each step and at the end, in the dims that are split in one of them, two at most.
+@dataclass(frozen=True, eq=False)
+class Panel:
+    """A layout seen in two dims (one, or none, if the tensor has no more).
+
+    Attributes:
+        layout: what is drawn.
+        dims: the dims that are drawn.
+        index: for each dim the index at which the tensor is shown, if the dim is not drawn; 0 by default.
+    """
+
+    layout: Layout
+    dims: tuple[int, ...]
+    index: tuple[int, ...] = ()
+
+    @cached_property
+    def parts(self) -> tuple[DrawnBox, ...]:
+        """The boxes that can be seen, each once, in mesh order of their first holders; no empty ones."""
+        found: dict[Box, DrawnBox] = {}
+        for coordinate, box in self.layout.boxes():
+            if box_size(box) and self._is_visible(box):
+                rank = int(self.layout.mesh.ranks[coordinate])
+                known = found.get(box)
+                found[box] = DrawnBox(box, self._label(coordinate), min(rank, known.first) if known else rank)
+        return tuple(found.values())
+
+    @cached_property
+    def empty(self) -> int:
+        """Number of ranks that hold nothing."""
+        return sum(not box_size(box) for _, box in self.layout.boxes())
+
+    def _is_visible(self, box: Box) -> bool:
+        index = self.index or (0,) * len(box)
+        return all(start <= index[dim] < stop for dim, (start, stop) in enumerate(box) if dim not in self.dims)
+
+    def _label(self, coordinate: Sequence[int]) -> str:
+        """Return the coordinates of the holders: ranks hold the same box if they differ only along axes that split nothing."""
+        mesh, split, pending = self.layout.mesh, self.layout.dim_of, self.layout.pending
+        return ",".join(
+            str(k) if axis in split or size == 1 else "+" if axis in pending else "*"
+            for axis, size, k in zip(mesh.axis_names, mesh.shape, coordinate, strict=True)
+        )
+
+
+def _check_few_ranks(mesh: AbstractMesh, instead: str) -> None:
+    if mesh.size() > MAX_RANKS:
+        raise ValueError(
+            f"a picture shows up to {MAX_RANKS} ranks and ({axes_text(mesh.shape, mesh.axis_names)}) has {mesh.size()}; {instead}"
+        )
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def plan_panels(explanation: Explanation) -> list[Panel]:
+    """Return panels of the layouts before, after each step and at the end, in two dims that are split in one of them.
 
     Raises:
-        ValueError: a mesh of more than `MOST_RANKS` ranks.
+        ValueError: a mesh of more than `MAX_RANKS` ranks.
     """
     plan = explanation.plan
     layouts = [plan.src, *[step.dst for step in plan.steps[:-1]], *[plan.dst] * bool(plan.steps)]
     for mesh in (plan.src.mesh, plan.dst.mesh):
-        check_few_ranks(mesh, "explain the same specs on a mesh with shorter axes, or print the explanation")
-    dims = _shown_dims(layouts)
-    return [State(layout, dims) for layout in layouts]
-
-
-def _shown_dims(layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """The first two dims that are split in one of the layouts, in order; others where fewer are."""
+        _check_few_ranks(mesh, "explain the same specs on a mesh with shorter axes, or print the explanation")
     split = sorted({dim for layout in layouts for dim in layout.dim_of.values()})
-    others = [dim for dim in range(len(layouts[0].shape)) if dim not in split]
-    return tuple(sorted([*split, *others][:2]))
+    others = [dim for dim in range(len(plan.src.shape)) if dim not in split]
+    dims = tuple(sorted([*split, *others][:2]))
+    return [Panel(layout, dims) for layout in layouts]
 
 
-def picture(explanation: Explanation, path: str | PathLike[str] | None = None) -> Figure:
-    """picture(explanation, path) -> Figure: draws the boxes of every rank before, after each step and at the end.
+def plan_picture(explanation: Explanation, path: str | PathLike[str] | None = None) -> Figure:
+    """plan_picture(explanation, path) -> Figure: the boxes of every rank before, after each step and at the end.
 
-    Pending values are hatched. Of tensors with more than two dims, two that are split are shown, at index 0 of the
-    others, and the title says so. The same plan gives the same file.
+    Pending values are hatched. Of a tensor with more than two dims, two that are split are shown, at index 0 of the
+    others; the title says which. The same plan gives the same file.
 
     Args:
-        path: a file to write as well: .png, .svg, .pdf or what else matplotlib knows.
+        path: a file to write as well: .png, .svg, .pdf or another format of matplotlib.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: a mesh of more than 64 ranks, or a kind of file that matplotlib does not know.
+        ValueError: a mesh of more than 64 ranks, or a file format that matplotlib does not know.
 
     Communication: none. No display is needed.
 
@@ -68,82 +140,152 @@ def picture(explanation: Explanation, path: str | PathLike[str] | None = None) -
         >>> len(figure.axes)  # before and after one step
         2
     """
-    panels = states(explanation)
-    return drawn(lambda figure_type: _drawn_plan(figure_type, explanation, panels), path)
+    panels = plan_panels(explanation)
+    return _drawn(lambda figure_type: _draw_plan(figure_type, explanation, panels), path)
 
 
-def _drawn_plan(figure_type: type[Figure], explanation: Explanation, panels: Sequence[State]) -> Figure:
-    side = panel_side(panels)
+def _draw_plan(figure_type: type[Figure], explanation: Explanation, panels: Sequence[Panel]) -> Figure:
+    side = _panel_side(panels)
     width = 2 * EDGE + len(panels) * side + (len(panels) - 1) * GAP
     height = TOP + side + BOTTOM
-    figure = figure_type(figsize=(width, height))
-    figure.text(0.5, 1 - 0.12 / height, _plan_title(panels), ha="center", va="top", fontsize=9)
-    figure.text(0.5, 0.1 / height, legend(panels, 40 * len(panels)), ha="center", va="bottom", fontsize=7, color="0.35")
+    layout, dims = panels[0].layout, panels[0].dims
+    heading = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
+    if len(layout.shape) > 2:
+        heading += f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
+    figure = _framed(figure_type, width, height, heading, panels, len(panels))
     for i, panel in enumerate(panels):
         left = EDGE + i * (side + GAP)
         axes = figure.add_axes((left / width, BOTTOM / height, side / width, side / height))
-        draw_state(axes, panel, side, str(panel.layout.spec))
+        _draw_panel(axes, panel, side, str(panel.layout.spec))
         if i:
             _draw_step(figure, explanation.costs[i - 1], (left - GAP / 2 - 0.1) / width, (BOTTOM + side / 2) / height)
     return figure
 
 
-def _plan_title(panels: Sequence[State]) -> str:
-    layout, dims = panels[0].layout, panels[0].dims
-    text = f"{dtype_name(layout.dtype)}{list(layout.shape)} on ({axes_text(layout.mesh.shape, layout.mesh.axis_names)})"
-    if len(layout.shape) > 2:
-        text += f": dims {dims[0]} and {dims[1]} of {len(layout.shape)}, at index 0 of the others"
-    return textwrap.fill(text, 52 * len(panels))
-
-
 def _draw_step(figure: Figure, cost: StepCost, x: float, y: float) -> None:
-    """An arrow between two panels, named with the collective, its axes and the bytes into a rank."""
+    """Draw an arrow between two panels, with the collective, its axes and the bytes received by a rank."""
     rounds = f" x{cost.launches}" if cost.launches > 2 else ""
-    lines = [cost.op + rounds, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
+    name = cost.op.replace("hierarchical_", "hierarchical_\n") + rounds  # on two lines, since the gap is narrow
+    lines = [name, *[f"over {', '.join(cost.axes)}"] * bool(cost.axes)]
     figure.text(x, y, "\n".join([*lines, ""]), ha="center", va="bottom", fontsize=8)
     figure.text(x, y, "\N{RIGHTWARDS ARROW}", ha="center", va="center", fontsize=16)
     figure.text(x, y, f"\n{cost.bytes_received:,} bytes\ninto a rank", ha="center", va="top", fontsize=7)
 
 
-# -- layouts ----------------------------------------------------------------------------------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------------
 
 
-def page_states(layout: Layout) -> list[State]:
-    """A state for each page of the layout's table; one where the tensor has no elements.
+def page_panels(layout: Layout) -> list[Panel]:
+    """Return a panel for each page of the layout's table; one if the tensor has no elements.
 
     Raises:
-        ValueError: a mesh of more than `MOST_RANKS` ranks.
+        ValueError: a mesh of more than `MAX_RANKS` ranks.
     """
-    check_few_ranks(layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'")
+    _check_few_ranks(layout.mesh, "draw the same spec on a mesh with shorter axes, or use style='text'")
     dims = shown_dims(layout)
     found = [[part.start if part else 0 for part in page] for page in pages(layout, dims)]
-    return [State(layout, dims, tuple(index)) for index in found] or [State(layout, dims)]
+    return [Panel(layout, dims, tuple(index)) for index in found] or [Panel(layout, dims)]
 
 
 def layout_picture(layout: Layout, path: str | PathLike[str] | None = None) -> Figure:
-    """layout_picture(layout, path) -> Figure: draws the boxes of every rank, page by page; see `visualize`."""
-    panels = page_states(layout)
+    """layout_picture(layout, path) -> Figure: the boxes of every rank, page by page; see `visualize`."""
+    panels = page_panels(layout)
     titles = [page_title(layout, page) for page in pages(layout, shown_dims(layout))]
-    return drawn(lambda figure_type: _drawn_layout(figure_type, panels, titles if len(panels) > 1 else [""]), path)
+    return _drawn(lambda figure_type: _draw_layout(figure_type, panels, titles if len(panels) > 1 else [""]), path)
 
 
-def _directions(panel: State) -> str:
-    """Which dims are drawn, where that is not plain."""
-    return f": dim {panel.dims[0]} down, dim {panel.dims[1]} to the right" if len(panel.layout.shape) > 2 else ""
-
-
-def _drawn_layout(figure_type: type[Figure], panels: Sequence[State], titles: Sequence[str]) -> Figure:
-    side, in_a_row = panel_side(panels), min(len(panels), PANELS_IN_A_ROW)
+def _draw_layout(figure_type: type[Figure], panels: Sequence[Panel], titles: Sequence[str]) -> Figure:
+    side, in_a_row = _panel_side(panels), min(len(panels), PANELS_IN_A_ROW)
     rows = -(-len(panels) // in_a_row)
     width = 2 * EDGE + in_a_row * side + (in_a_row - 1) * EDGE
     height = TOP + rows * side + (rows - 1) * BOTTOM + BOTTOM
-    figure = figure_type(figsize=(width, height))
-    heading = textwrap.fill(title(panels[0].layout) + _directions(panels[0]), 52 * in_a_row)
-    figure.text(0.5, 1 - 0.12 / height, heading, ha="center", va="top", fontsize=9)
-    figure.text(0.5, 0.1 / height, legend(panels, 40 * in_a_row), ha="center", va="bottom", fontsize=7, color="0.35")
+    layout, dims = panels[0].layout, panels[0].dims
+    directions = f": dim {dims[0]} down, dim {dims[1]} to the right" if len(layout.shape) > 2 else ""
+    figure = _framed(figure_type, width, height, title(layout) + directions, panels, in_a_row)
     for i, (panel, name) in enumerate(zip(panels, titles, strict=True)):
         row, col = divmod(i, in_a_row)
         left, bottom = EDGE + col * (side + EDGE), height - TOP - side - row * (side + BOTTOM)
         axes = figure.add_axes((left / width, bottom / height, side / width, side / height))
-        draw_state(axes, panel, side, name)
+        _draw_panel(axes, panel, side, name)
     return figure
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def _drawn(draw: Callable[[type[Figure]], Figure], path: str | PathLike[str] | None) -> Figure:
+    """Return `draw(Figure)`, drawn in the style of all pictures here, and write it to a file if a path is given.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: a file format that matplotlib does not know.
+    """
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib, which is not installed: pip install shardmesh[viz]") from error
+    # Without the time and the version of matplotlib, which would make each file a different one.
+    metadata = {".svg": {"Date": None, "Creator": "shardmesh"}, ".pdf": {"CreationDate": None}}
+    with style.context(["default", _STYLE]):
+        figure = draw(Figure)
+        if path is not None:
+            figure.savefig(path, dpi=120, metadata=metadata.get(str(path)[-4:].lower(), {}))
+    return figure
+
+
+def _panel_side(panels: Sequence[Panel]) -> float:
+    """Return the side of each panel in inches: longer if there are many boxes."""
+    most = [len({part.box[dim] for part in panel.parts}) for panel in panels for dim in panel.dims]
+    return max([PANEL, *[_INCHES_PER_BOX * count for count in most]])
+
+
+def _framed(
+    figure_type: type[Figure], width: float, height: float, heading: str, panels: Sequence[Panel], in_a_row: int
+) -> Figure:
+    """Return a figure with a heading, and below the explanation of the labels that it has."""
+    labels = "".join(part.label for panel in panels for part in panel.parts)
+    notes = [f"labels: the coordinate on ({', '.join(panels[0].layout.mesh.axis_names)})"]
+    notes += ["*: all ranks, same values"] * ("*" in labels)
+    notes += ["+ and hatched: all ranks, one contribution each"] * ("+" in labels)
+    legend = "\n".join(textwrap.wrap("; ".join(notes), 40 * in_a_row))
+    figure = figure_type(figsize=(width, height))
+    figure.text(0.5, 1 - 0.12 / height, textwrap.fill(heading, 52 * in_a_row), ha="center", va="top", fontsize=9)
+    figure.text(0.5, 0.1 / height, legend, ha="center", va="bottom", fontsize=7, color="0.35")
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, side: float, name: str) -> None:
+    """Draw one panel of `side` inches."""
+    lengths = [panel.layout.shape[dim] for dim in panel.dims]
+    rows, cols = [*[1] * (2 - len(lengths)), *lengths]
+    empty = f"({panel.empty} ranks hold nothing)" if panel.empty else ""
+    axes.set_title("\n".join(filter(None, [textwrap.fill(name, 40), empty])), fontsize=8)
+    axes.set_xlim(0, max(cols, 1))
+    axes.set_ylim(max(rows, 1), 0)
+    axes.tick_params(labelsize=6, length=2)
+    for part in panel.parts:
+        _draw_box(axes, panel, part, side)
+    intervals = [sorted({part.box[dim] for part in panel.parts}) for dim in panel.dims]
+    axes.set_xticks(_ticks(intervals[-1]) if intervals else [])
+    axes.set_yticks(_ticks(intervals[0]) if len(intervals) == 2 else [])
+
+
+def _draw_box(axes: Axes, panel: Panel, part: DrawnBox, side: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    spans = [part.box[dim] for dim in panel.dims]
+    (top, bottom), (left, right) = [*[(0, 1)] * (2 - len(spans)), *spans]
+    hatch = "//" if panel.layout.pending else None
+    shade = colour(part.first, int(panel.layout.mesh.ranks.max()) + 1)
+    axes.add_patch(Rectangle((left, top), right - left, bottom - top, facecolor=shade, edgecolor="0.3", hatch=hatch))
+    inches = [side * (right - left) / axes.get_xlim()[1], side * (bottom - top) / axes.get_ylim()[0]]
+    size = min(9.0, 72 * inches[1] * 0.8, 72 * inches[0] * 1.5 / len(part.label))
+    behind = {"facecolor": shade, "edgecolor": "none", "pad": 1} if hatch else None
+    axes.text((left + right) / 2, (top + bottom) / 2, part.label, ha="center", va="center", fontsize=size, bbox=behind)
+
+
+def _ticks(intervals: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the borders of boxes, at most nine of them."""
+    borders = sorted({border for interval in intervals for border in interval})
+    return [] if not borders else sorted({*borders[:: math.ceil(len(borders) / 8)], borders[-1]})

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.bit_hash import bit_hash
 from ..debug.replicas.compare import compare
-from ..debug.replicas.copies import Copy, holders_over
+from ..debug.replicas.leaves import ReplicaLeaf, replica_ranks
 from ..layout.layout import Layout
 from ..tensor.autograd.engine_hooks import innermost
 from ..tensor.sharded_tensor import ShardedTensor
@@ -28,7 +28,7 @@ def check_replicas(named: Sequence[tuple[str, Any, Layout | None]], own: DeviceM
     Communication: as `compare`.
     """
     copies = [
-        Copy(path, str(layout), _plain(x), holders_over(own, layout.spec))
+        ReplicaLeaf(path, str(layout), _plain(x), replica_ranks(own, layout.spec))
         for path, x, layout in named
         if layout is not None and isinstance(x, Tensor)
     ]

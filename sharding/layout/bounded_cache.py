@@ -1,4 +1,4 @@
-"""Caches that end somewhere."""
+"""`keep`: add to a cache of bounded size."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LIMIT = 4096
 
 
 def keep(cache: dict[Key, Value], key: Key, value: Value, limit: int | None = None) -> Value:
-    """Put a value into a cache, and give it back; a full cache forgets the older half first.
+    """Put a value into a cache and return it; of a full cache, the older half is dropped first.
 
-    A cache that is emptied whole would have everything that is in use worked out again at once; counting uses would cost
-    time at each of them.
+    Half, since an empty cache would make everything in use be computed again at once, and a least-recently-used order would
+    cost time at each look-up.
     """
     limit = LIMIT if limit is None else limit
     if len(cache) >= limit:

@@ -1,4 +1,4 @@
-"""Layouts: mesh + spec + global shape + dtype, and the box of the tensor that each rank holds."""
+"""`Layout`: mesh, spec, global shape and dtype of a sharded tensor, and the box of it that each rank holds."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-_LIMIT = 8192  # layouts kept on a mesh, counting each spelling
+_LIMIT = 8192  # layouts cached on a mesh, one entry for each spelling
 
 
 class Layout:
-    """All that is needed to say which box of a global tensor each rank holds.
+    """Which box of a global tensor each rank holds. Make one with `Layout.of`.
 
-    Immutable and interned on its mesh: equal layouts are the same object, so comparing and hashing them costs nothing.
-    Make one with `Layout.of`. The mesh keeps the last few thousand with all that was decided for them, and the others only as
-    long as a tensor has them.
+    Immutable, and interned on its mesh: equal layouts are the same object, so comparing and hashing them is fast. The mesh
+    caches the last few thousand, with the plans and operator strategies made for them; others live as long as a tensor has them.
 
     Attributes:
         mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
-        spec: a `P` with one entry per tensor dim, which has sizes only where they are not those of equal parts.
+        spec: a `P` with one entry per tensor dim. It has sizes only for parts that are not equal.
         shape: the global shape.
         dtype: the element type.
 
@@ -54,34 +53,37 @@ class Layout:
     def __init__(self, mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> None:
         self.mesh, self.spec, self.shape, self.dtype = mesh, spec, shape, dtype
         self.runners: dict[Any, Any] = {}  # destination (and options) -> compiled redistribution
-        self.decisions: dict[Any, Any] = {}  # operator and arguments -> how to run it, filled by `dispatch`
+        self.decisions: dict[Any, Any] = {}  # operator and arguments -> its strategy, filled by `dispatch`
 
     @staticmethod
     def of(mesh: AbstractMesh, where: Any, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Layout:
-        """The layout of a `dtype` tensor of global `shape`, laid out on `mesh` as `where` (a `P`, placements, or a sharding on this
-        mesh) says.
+        """Return the layout of a tensor of global `shape` and `dtype` on `mesh`.
+
+        Args:
+            where: a `P`, placements, or a sharding on this mesh.
 
         Raises:
             ValueError: a sharding on another mesh; the spec does not fit the mesh or the shape, or asks for the average of integers;
-                sizes that are not one for each rank of their axes, or do not add up to the dim.
+                the number of sizes is not that of the ranks of their axes, or they do not add up to the dim.
 
         Communication: none.
         """
         where = tuple(where) if type(where) is list else where
         key = (where, tuple(shape), dtype)
         try:
-            layout = mesh._layouts.get(key)  # under whatever spelling it was asked for before
-        except TypeError:  # one that cannot be hashed
+            layout = mesh._layouts.get(key)  # by the spelling in which it was asked for before
+        except TypeError:  # not hashable
             return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
         if layout is None:
-            if isinstance(where, Sharding):
-                _check_on(mesh, where)
+            if isinstance(where, Sharding) and where.mesh is not mesh and where.mesh != mesh:
+                one, other = distinct_mesh_names(where.mesh, mesh)
+                raise ValueError(f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a sharding on that mesh")
             layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
             keep(mesh._layouts, key, layout, _LIMIT)
         return layout
 
     def is_spelled(self, where: Any) -> bool:
-        """Whether a `P` or placements are known to say how this layout lies; False where that is not known yet."""
+        """Return whether a `P` or placements are known to mean this layout; False if that was not looked up yet."""
         try:
             key = (tuple(where) if type(where) is list else where, self.shape, self.dtype)
             return self.mesh._layouts.get(key) is self
@@ -91,7 +93,7 @@ class Layout:
     def replace(
         self, spec: Any = None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Layout:
-        """This layout with some parts changed; `spec` is a `P` or placements."""
+        """Return this layout with some parts changed; `spec` is a `P` or placements."""
         if spec is None and shape is None and (dtype is None or dtype is self.dtype):
             return self
         return Layout.of(
@@ -101,16 +103,16 @@ class Layout:
             self.dtype if dtype is None else dtype,
         )
 
-    def passing(self, spec: P) -> Layout:
-        """This layout with another spec, kept only as long as somebody holds it: for the many that a planner tries."""
+    def temporary(self, spec: P) -> Layout:
+        """Return this layout with another spec, without adding it to the mesh's cache: for the many that a planner tries."""
         key = (spec, self.shape, self.dtype)
-        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, passing=True)
+        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, is_cached=False)
 
-    # -- what the spec says -------------------------------------------------------------------------------------------
+    # -- properties of the spec ----------------------------------------------------------------------------------------
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """The spec as torch spells it: one placement per mesh axis."""
+        """The spec in torch's notation: one placement per mesh axis."""
         return spec_to_placements(self.spec, self.mesh.axis_names)
 
     @cached_property
@@ -120,7 +122,7 @@ class Layout:
 
     @cached_property
     def only_sums(self) -> bool:
-        """Whether nothing is pending but sums."""
+        """Whether every pending reduction is a sum."""
         return all(kind == "sum" for _, kind in self.spec.unreduced)
 
     @cached_property
@@ -141,14 +143,14 @@ class Layout:
 
     @cached_property
     def replicated(self) -> Layout:
-        """The same tensor with every rank holding all of it."""
+        """The layout in which every rank holds the whole tensor."""
         return self.replace(P())
 
     @cached_property
     def dual(self) -> Layout:
-        """The layout in which this tensor's gradient flows: pending(sum) <-> replicated, sharded <-> itself.
+        """The layout of this tensor's gradient in autograd: pending(sum) <-> replicated, sharded <-> itself.
 
-        Along an axis that is pending with another kind than sum, every rank's own value has its own gradient.
+        Along an axis that is pending with another kind than sum, the value of every rank has a gradient of its own.
         """
         pending = {a: EACH for a, kind in self.spec.unreduced if kind != "sum"}
         pending.update(dict.fromkeys(self.replicated_axes, "sum"))
@@ -156,15 +158,15 @@ class Layout:
 
     @cached_property
     def grad(self) -> Layout:
-        """The layout in which this tensor's gradient is kept: that of the tensor, with every sum reduced."""
+        """The layout of `.grad`: that of the tensor, with every sum reduced."""
         return self.replace(self.spec.with_unreduced({a: EACH for a, kind in self.spec.unreduced if kind != "sum"}))
 
     # -- boxes --------------------------------------------------------------------------------------------------------
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
-        """The half-open interval per dim held by the rank at `coordinate` of the mesh."""
+        """Return the half-open interval per dim held by the rank at `coordinate` of the mesh."""
         box = []
-        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+        for size, (sized, chunked) in zip(self.shape, self._cuts, strict=True):
             start, stop = (0, size) if sized is None else sized.part_at(coordinate)
             for axis, parts in chunked:
                 start, stop = chunk(start, stop, parts, coordinate[axis])
@@ -172,18 +174,18 @@ class Layout:
         return tuple(box)
 
     @cached_property
-    def _cutting(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
-        """Per dim its parts of given sizes, if it has them, and the number and size of each axis that chunks those."""
-        return tuple(self._cutting_of(cuts) for cuts in self.spec.cuts)
-
-    def _cutting_of(self, cuts: Sequence[Cut]) -> tuple[_SizedCut | None, tuple[tuple[int, int], ...]]:
-        axes = [[(self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes] for cut in cuts]
-        if not cuts or cuts[0].sizes is None:
-            return None, tuple(axis for (axis,) in axes)
-        return _SizedCut(tuple(axes[0]), tuple(accumulate(cuts[0].sizes, initial=0))), tuple(a for (a,) in axes[1:])
+    def _cuts(self) -> tuple[tuple[_SizedCut | None, tuple[tuple[int, int], ...]], ...]:
+        """Per dim the cut into parts of given sizes, if any, and the index and size of each axis that chunks those further."""
+        found = []
+        for cuts in self.spec.cuts:
+            axes = [tuple((self.mesh.axis_index(axis), self.mesh.size(axis)) for axis in cut.axes) for cut in cuts]
+            sizes = cuts[0].sizes if cuts else None
+            sized = None if sizes is None else _SizedCut(axes[0], tuple(accumulate(sizes, initial=0)))
+            found.append((sized, tuple(axis for (axis,) in (axes if sized is None else axes[1:]))))
+        return tuple(found)
 
     def boxes(self) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """`(coordinate, box)` of every rank, in mesh order."""
+        """Yield `(coordinate, box)` of every rank, in mesh order."""
         for flat in range(math.prod(self.mesh.axis_sizes)):
             coordinate = unravel(flat, self.mesh.axis_sizes)
             yield coordinate, self.box_at(coordinate)
@@ -208,9 +210,9 @@ class Layout:
 
     @cached_property
     def largest_local_shape(self) -> tuple[int, ...]:
-        """Per dim the length of the longest part: of evenly cut intervals the first is."""
+        """Per dim the length of the longest part: the first one, if the interval is cut evenly."""
         lengths = []
-        for size, (sized, chunked) in zip(self.shape, self._cutting, strict=True):
+        for size, (sized, chunked) in zip(self.shape, self._cuts, strict=True):
             length = size if sized is None else sized.longest
             for _, parts in chunked:
                 length = -(-length // parts)
@@ -232,17 +234,17 @@ class Layout:
     @cached_property
     def meta(self) -> torch.Tensor:
         """A meta tensor of the global shape: the storage of every `ShardedTensor` of this layout."""
-        with outside_of_transforms(), torch.inference_mode(False):  # it outlives transform and mode
+        with outside_of_transforms(), torch.inference_mode(False):  # it is used after the transform or mode has ended
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def __str__(self) -> str:
-        """The same text on every rank, for errors."""
+        """Return a text that is the same on every rank, for errors."""
         sizes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh.axis_names, self.mesh.shape, strict=True))
         return f"{dtype_name(self.dtype)}{list(self.shape)} @ {self.spec} on ({sizes})"
 
     @cached_property
-    def stamp(self) -> int:
-        """A number for the layout, the same on every rank of its mesh."""
+    def fingerprint(self) -> int:
+        """A hash of the layout, the same on every rank of its mesh."""
         return zlib.crc32(f"{self} {self.mesh.ranks.tobytes()}".encode())
 
     def __repr__(self) -> str:
@@ -263,7 +265,7 @@ class _SizedCut(NamedTuple):
     """A dim cut into parts of given sizes.
 
     Attributes:
-        axes: `(number, size)` of the mesh axes whose ranks hold the parts, major to minor.
+        axes: `(index, size)` of the mesh axes whose ranks hold the parts, major to minor.
         bounds: where each part starts, and where the last one stops.
     """
 
@@ -271,7 +273,7 @@ class _SizedCut(NamedTuple):
     bounds: tuple[int, ...]
 
     def part_at(self, coordinate: Sequence[int]) -> tuple[int, int]:
-        """The interval of the rank at a coordinate of the mesh."""
+        """Return the interval of the rank at a coordinate of the mesh."""
         part = 0
         for axis, size in self.axes:
             part = part * size + coordinate[axis]
@@ -284,65 +286,51 @@ class _SizedCut(NamedTuple):
 
 
 def make_layout(mesh: AbstractMesh, spec: P, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """`Layout.of` by a name that `torch.load` can be told to trust."""
+    """Call `Layout.of`: a function by a global name, so that `torch.load` can be told to trust it."""
     return Layout.of(mesh, spec, shape, dtype)
 
 
 def chunk(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """The `index`-th of `parts` pieces of `[start, stop)`, cut as `torch.chunk` cuts: equal pieces, the last ones short
-    or empty."""
+    """Return the `index`-th of `parts` pieces of `[start, stop)`, cut as by `torch.chunk`: equal, the last ones short or empty."""
     step = -(-(stop - start) // parts)
     low = min(start + index * step, stop)
     return low, min(low + step, stop)
 
 
-def _check_on(mesh: AbstractMesh, sharding: Sharding) -> None:
-    """Raises: ValueError where the sharding is one on another mesh."""
-    if sharding.mesh is not mesh and sharding.mesh != mesh:
-        one, other = told_apart(sharding.mesh, mesh)
-        raise ValueError(
-            f"the sharding {sharding.spec} is one on {one}, and the tensor is laid out on {other}; give a sharding on that mesh"
-        )
 
-
-def told_apart(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
-    """The names of two meshes for an error, with their ranks where the names alone are the same."""
+def distinct_mesh_names(one: AbstractMesh, other: AbstractMesh) -> tuple[str, str]:
+    """Return the names of two meshes for an error, with their ranks if the names alone are the same."""
     if repr(one) != repr(other):
         return repr(one), repr(other)
     return f"{one} of ranks {one.ranks.tolist()}", f"{other} of ranks {other.ranks.tolist()}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Short name of a dtype: `f32`, `bf16`, `i64`."""
+    """Return the short name of a dtype: `f32`, `bf16`, `i64`."""
     return _DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, passing: bool = False) -> Layout:
+def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype, is_cached: bool = True) -> Layout:
     if spec.sizes:
-        spec = _normal(mesh, spec, shape)
+        cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
+        spec = P.of_cuts(cuts, dict(spec.unreduced))
     key = (spec, shape, dtype)
     layout = mesh._layouts.get(key) or mesh._held_layouts.get(key)
     if layout is None:
         _check_average(spec, dtype)
         layout = mesh._held_layouts[key] = Layout(mesh, spec, shape, dtype)
-    return layout if passing else keep(mesh._layouts, key, layout, _LIMIT)
+    return keep(mesh._layouts, key, layout, _LIMIT) if is_cached else layout
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def _normal(mesh: AbstractMesh, spec: P, shape: torch.Size) -> P:
-    """The same boxes with as few sizes as can say it: equal parts have none.
+def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
+    """Return one dim's cuts with sizes for as few axes as possible, so that equal layouts have equal specs.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the shape.
     """
-    cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
-    return P.of_cuts(cuts, dict(spec.unreduced))
-
-
-def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> list[Cut]:
-    """One dim's cuts, with the sizes given to as few axes as possible: the others cut what is left evenly."""
     (axes, sizes), *rest = spec.cuts[dim]
     if sizes is None:
         return [Cut(axes), *rest]
@@ -358,7 +346,7 @@ def _normal_cuts(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> li
 
 
 def _chunked(lengths: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of the parts of parts, when each interval is chunked by one axis after the other."""
+    """Return the lengths of the parts when each interval is chunked by one axis after the other."""
     for n in parts:
         lengths = tuple(
             stop - start for length in lengths for start, stop in (chunk(0, length, n, i) for i in range(n))
@@ -372,12 +360,12 @@ def _check_sizes(mesh: AbstractMesh, spec: P, dim: int, shape: torch.Size) -> No
     where = ", ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     if given != count:
         raise ValueError(
-            f"{spec} gives {given} sizes for dim {dim}, and ({where}) cuts it into {count} parts; write {count} sizes, one "
+            f"{spec} gives {given} sizes for dim {dim}, but ({where}) cuts it into {count} parts; write {count} sizes, one "
             "for each rank of the axis (of several axes, for each combination of their ranks), 0 for an empty part"
         )
     if sum(sizes or ()) != shape[dim]:
         raise ValueError(
-            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, together {sum(sizes or ())} elements, but dim {dim} "
+            f"{spec} cuts dim {dim} over ({where}) into parts of {sizes}, {sum(sizes or ())} elements in total, but dim {dim} "
             f"of {list(shape)} has {shape[dim]}; write sizes that add up to {shape[dim]}"
         )
 
@@ -386,6 +374,6 @@ def _check_average(spec: P, dtype: torch.dtype) -> None:
     averaged = [axis for axis, kind in spec.unreduced if kind == "avg"]
     if averaged and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
-            f"{spec} leaves an average pending over {averaged[0]!r} for a tensor of {dtype_name(dtype)}, and the average of "
+            f"{spec} has an average pending over {averaged[0]!r} for a tensor of {dtype_name(dtype)}, but the average of "
             "integers is not an integer; use Partial('sum'), or convert the tensor to a floating dtype first"
         )

@@ -1,4 +1,4 @@
-"""`NamedSharding`: a mesh and a spec, without a shape."""
+"""`NamedSharding`: a mesh and a spec, without shape and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .spec import P, Placement, Sharding, as_spec, spec_to_placements
 
 @dataclass(frozen=True, repr=False)
 class NamedSharding(Sharding):
-    """A mesh and a spec, as `jax.sharding.NamedSharding`; taken wherever a mesh and a spec are.
+    """A mesh and a spec, as `jax.sharding.NamedSharding`; accepted wherever a mesh and a spec are.
 
     Attributes:
         mesh: the mesh.
@@ -33,8 +33,9 @@ class NamedSharding(Sharding):
         return all(self.mesh.size(axis) == 1 for axis in self.spec.axes)
 
     def is_equivalent_to(self, other: NamedSharding, ndim: int) -> bool:
-        """Return whether both lay out a tensor of `ndim` dims alike, as JAX does: entries of None at the end and axes of one rank do not
-        count.
+        """Return whether both lay out a tensor of `ndim` dims the same way.
+
+        As in JAX, entries of None at the end and axes of one rank make no difference.
 
         Raises:
             ValueError: a spec has more entries than `ndim`, or names an axis that its mesh does not have.
@@ -43,10 +44,10 @@ class NamedSharding(Sharding):
             >>> NamedSharding(mesh, P("dp")).is_equivalent_to(NamedSharding(mesh, P("dp", None)), 2)
             True
         """
-        return self.mesh == other.mesh and self._of(ndim) == other._of(ndim)
+        return self.mesh == other.mesh and self._normalized(ndim) == other._normalized(ndim)
 
-    def _of(self, ndim: int) -> P:
-        """The spec with an entry for each dim, without the axes of one rank."""
+    def _normalized(self, ndim: int) -> P:
+        """Return the spec with an entry for each dim, without the axes of one rank."""
         spec, size = as_spec(self.spec, self.mesh.axis_names, ndim), self.mesh.size
         dims = [tuple(axis for axis in axes if size(axis) > 1) for axes in spec.dims]
         pending = {axis: kind for axis, kind in spec.unreduced if size(axis) > 1}

@@ -1,4 +1,4 @@
-"""`P`, the partition spec: per tensor dim the mesh axes that split it, and the axes with a pending reduction."""
+"""`P`, the partition spec: which mesh axes split which tensor dims, and on which axes a reduction is pending."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from operator import index
 from typing import Any, ClassVar, NamedTuple, Self
 
 KINDS = ("sum", "avg", "max", "min", "product")
-EACH = "each"  # in gradients only: every rank holds a value of its own, and nothing will combine them
+EACH = "each"  # in gradients only: every rank holds a value of its own, which is never combined with the others
 
 
 class _Unconstrained(tuple):
-    """The entry of a dim that keeps the axes it has; equal to itself only, not to the entry of a dim that is whole."""
+    """The entry of a dim that keeps its axes; equal to itself only, not to the entry of a dim that is not split."""
 
     __slots__ = ()
 
@@ -37,10 +37,10 @@ UNCONSTRAINED = _Unconstrained()
 
 
 class Cut(NamedTuple):
-    """One cut of an interval into parts: as `torch.chunk` cuts, or into parts of given sizes.
+    """One cut of an interval into parts: as by `torch.chunk`, or into parts of given sizes.
 
     Attributes:
-        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are given for several jointly.
+        axes: the mesh axes whose ranks hold the parts, major to minor; one, unless `sizes` are for several jointly.
         sizes: the length of each part, in order; None for equal parts, the last ones short or empty.
     """
 
@@ -52,19 +52,19 @@ class Cut(NamedTuple):
 class P:
     """A partition spec: for each tensor dim, the mesh axes that split it.
 
-    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they lay out a matrix alike.
-    `NamedSharding.is_equivalent_to` tells whether two do, and `==` of layouts, which have an entry for each dim.
+    As in JAX, specs are equal if they are written with the same entries: `P("dp") != P("dp", None)`, though they shard a matrix the
+    same way. Compare with `NamedSharding.is_equivalent_to`, or compare layouts, which have an entry for each dim.
 
     A spec is a sequence of its entries, each None, an axis name or a tuple of names: `len(spec)`, `spec[0]`, `spec[1:]` (a tuple),
-    `P(*spec)`, `spec + P("tp")`. Unlike a tuple it is always true. `P.UNCONSTRAINED` is the entry of a dim that keeps the axes it has,
-    which `with_sharding_constraint` takes.
+    `P(*spec)`, `spec + P("tp")`. Unlike a tuple it is always true. `P.UNCONSTRAINED`, which `with_sharding_constraint` accepts, is the
+    entry of a dim that keeps its axes.
 
     Attributes:
-        dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is whole. Dims beyond the last
-            entry are whole.
+        dims: per tensor dim the axes that split it, major to minor; `()` for a dim that is not split. Dims beyond the last
+            entry are not split.
         unreduced: `(axis, kind)` pairs, sorted by axis, on which a reduction is pending; kind is one of `KINDS`.
         sizes: `(axes, lengths)` pairs, sorted, for dims cut into parts of given lengths: one for each rank of the axis,
-            in order, zero allowed; of several axes, which must be the first ones that split their dim, one for each
+            in order, zero allowed; for several axes, which must be the first ones that split their dim, one for each
             combination, major to minor. Further axes of the dim cut each part as `torch.chunk` does. Written as a
             mapping, `sizes={"dp": (3, 0, 5)}` or `sizes={("dp", "tp"): (1, 2, 0, 5)}`.
 
@@ -104,10 +104,10 @@ class P:
             _check_outermost(self)
 
     def padded(self, ndim: int) -> P:
-        """The same spec with exactly `ndim` entries.
+        """Return the same spec with exactly `ndim` entries.
 
         Raises:
-            ValueError: when the spec names more dims than the tensor has.
+            ValueError: the spec has more entries than that.
         """
         if len(self.dims) > ndim:
             raise ValueError(
@@ -120,25 +120,23 @@ class P:
 
     @cached_property
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """Per dim how its interval is cut, one cut inside the other, outermost first."""
-        return tuple(tuple(self._cuts_of(axes)) for axes in self.dims)
-
-    def _cuts_of(self, axes: tuple[str, ...]) -> Iterator[Cut]:
-        group, sizes = next((pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ()))
-        if group:
-            yield Cut(group, sizes)
-        for axis in axes[len(group) :]:
-            yield Cut((axis,))
+        """Per dim the cuts of its interval, one inside the other, outermost first."""
+        found = []
+        for axes in self.dims:
+            sized, sizes = next((pair for pair in self.sizes if pair[0] == axes[: len(pair[0])]), ((), ()))
+            chunked = [Cut((axis,)) for axis in axes[len(sized) :]]
+            found.append((Cut(sized, sizes), *chunked) if sized else tuple(chunked))
+        return tuple(found)
 
     @classmethod
     def of_cuts(cls, cuts: Iterable[Iterable[Cut]], unreduced: Mapping[str, str]) -> Self:
-        """The spec whose dims are cut so: `P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec`."""
+        """Return the spec with these cuts: `P.of_cuts(spec.cuts, dict(spec.unreduced)) == spec`."""
         dims = [tuple(dim) for dim in cuts]
         sizes = {cut.axes: cut.sizes for dim in dims for cut in dim if cut.sizes is not None}
         return cls(*[tuple(axis for cut in dim for axis in cut.axes) for dim in dims], unreduced=unreduced, sizes=sizes)
 
     def with_unreduced(self, unreduced: Mapping[str, str]) -> Self:
-        """The same cuts with other pending axes."""
+        """Return the spec with the same cuts and other pending axes."""
         return type(self).of_cuts(self.cuts, unreduced)
 
     # -- a sequence of entries -----------------------------------------------------------------------------------------
@@ -152,7 +150,7 @@ class P:
         return len(self.dims)
 
     def __bool__(self) -> bool:
-        return True  # P(unreduced="dp") has no entries and says something all the same
+        return True  # P(unreduced="dp") has no entries but is not the same as no spec
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.partitions)
@@ -164,7 +162,7 @@ class P:
         return entry in self.partitions
 
     def __getitem__(self, index: Any) -> Any:
-        """The entry of a dim, or a tuple of entries.
+        """Return the entry of a dim, or a tuple of entries.
 
         Raises:
             IndexError: the spec has no such entry.
@@ -172,7 +170,7 @@ class P:
         return self.partitions[index]
 
     def index(self, entry: Any, *bounds: int) -> int:
-        """Return the first dim with this entry. Raises: ValueError where none has it."""
+        """Return the first dim with this entry. Raises: ValueError if none has it."""
         return self.partitions.index(entry, *bounds)
 
     def count(self, entry: Any) -> int:
@@ -180,7 +178,7 @@ class P:
         return self.partitions.count(entry)
 
     def __add__(self, other: Any) -> P:
-        """The entries of both, one after the other; of two specs also what is pending and the sizes of both."""
+        """Concatenate the entries; two specs also add up what is pending and their sizes."""
         if isinstance(other, P):
             return P(*self.dims, *other.dims, unreduced=dict(self.unreduced + other.unreduced), sizes=dict(self.sizes + other.sizes))
         if isinstance(other, (tuple, list)):
@@ -212,7 +210,7 @@ class P:
         return hash((self.dims, self.unreduced, self.sizes))
 
     def __hash__(self) -> int:
-        return self._hash  # sizes may be many, and every look-up of a layout needs it
+        return self._hash  # computed once: there may be many sizes, and every look-up of a layout hashes its spec
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make_spec, (self.dims, self.unreduced, self.sizes)
@@ -223,7 +221,7 @@ def make_spec(
     unreduced: tuple[tuple[str, str], ...],
     sizes: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...],
 ) -> P:
-    """A `P` from its attributes, by a name that `torch.load` can be told to trust."""
+    """Return a `P` from its attributes: a function by a global name, so that `torch.load` can be told to trust it."""
     return P(*dims, unreduced=dict(unreduced), sizes=dict(sizes))
 
 
@@ -240,7 +238,7 @@ def _axes_of(entry: Any) -> tuple[str, ...]:
         return UNCONSTRAINED
     axes = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, (tuple, list)) else None
     if axes is None or not all(isinstance(a, str) for a in axes):
-        raise TypeError(f"an entry of P(...) is None, an axis name or a tuple of axis names, got {entry!r}")
+        raise TypeError(f"an entry of P(...) must be None, an axis name or a tuple of axis names, got {entry!r}")
     return axes
 
 
@@ -256,28 +254,29 @@ def _pending_of(unreduced: Any) -> tuple[tuple[str, str], ...]:
 def _sizes_of(sizes: Any) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
     if not isinstance(sizes, Mapping):
         raise TypeError(
-            f"sizes= maps an axis, or a tuple of axes, to the length of each part, as in {{'dp': (3, 0, 5)}}; got {sizes!r}"
+            f"sizes must map an axis, or a tuple of axes, to the length of each part, as in {{'dp': (3, 0, 5)}}, got {sizes!r}"
         )
     return tuple(sorted((_axes_of(axes), lengths_of(given, f"sizes of {axes!r}")) for axes, given in sizes.items()))
 
 
-def lengths_of(sizes: Any, what: str) -> tuple[int, ...]:
+def lengths_of(sizes: Any, name: str) -> tuple[int, ...]:
+    """Return sizes as integers; `name` is what errors call them."""
     try:
         lengths = tuple(map(index, sizes))
     except TypeError:
-        raise TypeError(f"{what}: expected the length of each part, as in (3, 0, 5), got {sizes!r}") from None
+        raise TypeError(f"{name}: expected the length of each part, as in (3, 0, 5), got {sizes!r}") from None
     if any(n < 0 for n in lengths):
-        raise ValueError(f"{what}: a part cannot have {min(lengths)} elements, as in {lengths}; empty parts have 0")
+        raise ValueError(f"{name}: a part cannot have {min(lengths)} elements, as in {lengths}; write 0 for an empty part")
     return lengths
 
 
 def _check_outermost(spec: P) -> None:
-    """Sizes are those of the first axes of a dim, once: cuts inside a part are equal ones."""
+    """Raise ValueError unless sizes are those of the first axes of a dim: cuts inside a part are even."""
     for axes, sizes in spec.sizes:
         if not axes or not any(axes == dim[: len(axes)] for dim in spec.dims):
             raise ValueError(
                 f"{spec} gives sizes {sizes} for {_show_entry(axes)}, which must be the axis or the first axes that split a dim: "
-                "further axes cut each part evenly; to say the length of every part, give sizes for all axes of the dim "
+                "further axes cut each part evenly; to choose the length of every part, give sizes for all axes of the dim "
                 "jointly, as in P(('dp', 'tp'), sizes={('dp', 'tp'): (1, 2, 0, 5)})"
             )
     sized = [axis for axes, _ in spec.sizes for axis in axes]
@@ -287,8 +286,9 @@ def _check_outermost(spec: P) -> None:
 
 
 def check_kind(kind: str) -> None:
+    """Raise ValueError for an unknown kind of pending reduction."""
     if kind not in KINDS and kind != EACH:
-        raise ValueError(f"unknown pending kind {kind!r}; one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"unknown pending kind {kind!r}; write one of {', '.join(map(repr, KINDS))}")
 
 
 def _check_axes_once(spec: P) -> None:
@@ -296,13 +296,12 @@ def _check_axes_once(spec: P) -> None:
     twice = sorted({a for a in axes if axes.count(a) > 1})
     if twice:
         raise ValueError(
-            f"{spec} uses axis {twice[0]!r} more than once; an axis splits one dim, or is pending, not both"
+            f"{spec} uses axis {twice[0]!r} more than once; an axis can split one dim or be pending, not both"
         )
     kinds = {kind for _, kind in spec.unreduced} - {EACH}
     if len(kinds) > 1 and not kinds <= {"sum", "avg"}:
         raise ValueError(
-            f"{spec} mixes pending kinds {sorted(kinds)}, which do not commute, so its value is undefined; "
-            "reduce one of the axes first"
+            f"{spec} mixes pending kinds {sorted(kinds)}, which do not commute, so its value is undefined; reduce one of the axes first"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who holds what in a layout, on meshes of any size: what tables, pictures and `inspect` are made of.
+"""Which ranks hold which part in a layout, on meshes of any size: the data behind tables, pictures and `inspect`.
 
 An axis splits one dim at most, so a box is one interval of each dim, chosen by that dim's axes alone:
 
@@ -9,8 +9,8 @@ An axis splits one dim at most, so a box is one interval of each dim, chosen by 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,19 +22,19 @@ class Interval(NamedTuple):
 
     Attributes:
         start, stop: half-open, in the global tensor.
-        where: `(axis, index)` for each axis that splits the dim: the ranks that hold it.
+        coordinates: `(axis, index)` for each axis that splits the dim: the ranks that hold the part.
     """
 
     start: int
     stop: int
-    where: tuple[tuple[str, int], ...]
+    coordinates: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop}"
 
 
 def intervals(layout: Layout, dim: int) -> list[Interval]:
-    """The parts of one dim, ascending; empty ones too."""
+    """Return the parts of one dim, ascending, including empty ones."""
     axes, mesh, origin = layout.spec.dims[dim], layout.mesh, [0] * layout.mesh.ndim
     numbers = [mesh.axis_index(axis) for axis in axes]
     found = []
@@ -46,21 +46,18 @@ def intervals(layout: Layout, dim: int) -> list[Interval]:
 
 
 def parts(layout: Layout, dim: int) -> list[Interval]:
-    """The parts of one dim that have elements, ascending."""
+    """Return the parts of one dim that have elements, ascending."""
     return [part for part in intervals(layout, dim) if part.start < part.stop]
 
 
 def holders(layout: Layout, box: Sequence[Interval]) -> list[int]:
-    """The global ranks that hold a box, ascending; dims that are left out do not restrict them."""
-    return sorted(_ranks_at(layout, dict(pair for part in box for pair in part.where)).reshape(-1).tolist())
-
-
-def _ranks_at(layout: Layout, where: Mapping[str, int]) -> np.ndarray:
-    return layout.mesh.ranks[tuple(where.get(axis, slice(None)) for axis in layout.mesh.axis_names)]
+    """Return the global ranks that hold a box, ascending; a dim without an interval in `box` does not restrict them."""
+    at = {axis: index for part in box for axis, index in part.coordinates}
+    return sorted(layout.mesh.ranks[tuple(at.get(axis, slice(None)) for axis in layout.mesh.axis_names)].reshape(-1).tolist())
 
 
 def elements(layout: Layout) -> np.ndarray:
-    """How many elements each rank holds, in the shape of the mesh."""
+    """Return how many elements each rank holds, in the shape of the mesh."""
     mesh = layout.mesh
     counts = np.ones(mesh.shape, dtype=np.int64)
     for dim, axes in enumerate(layout.spec.dims):
@@ -72,45 +69,43 @@ def elements(layout: Layout) -> np.ndarray:
     return counts
 
 
-def split_dims(layout: Layout) -> list[int]:
-    """The dims of which no rank holds all."""
-    return [dim for dim in range(len(layout.shape)) if len(parts(layout, dim)) > 1]
+# -- pages: a table or picture shows two dims --------------------------------------------------------------------------
 
 
 def shown_dims(layout: Layout) -> tuple[int, ...]:
-    """The two dims that a table shows downwards and to the right: the last two that are split, others where fewer are.
+    """Return the two dims that a table shows as rows and columns: the last two that are split, else others.
 
-    Of tensors with one dim that one, and none of those with none.
+    One dim, or none, if the tensor has no more.
     """
-    split = split_dims(layout)
+    split = [dim for dim in range(len(layout.shape)) if len(parts(layout, dim)) > 1]
     whole = [dim for dim in range(len(layout.shape)) if dim not in split]
     return tuple(sorted([*whole, *split][-2:]))
 
 
 def pages(layout: Layout, dims: Sequence[int]) -> list[tuple[Interval | None, ...]]:
-    """The boxes of the dims that a table does not show, a page each: per dim an interval, None for those that are shown.
+    """Return the pages of a table that shows `dims`: per dim an interval, None for dims that are shown.
 
-    A page has what is in the tensor at these intervals; dims that are whole make no further pages.
+    A page shows the part of the tensor at these intervals. Dims that are not split make no further pages.
     """
     hidden = [[None] if dim in dims else parts(layout, dim) for dim in range(len(layout.shape))]
     return list(itertools.product(*hidden))
 
 
 def page_title(layout: Layout, page: Sequence[Interval | None]) -> str:
-    """`[0:2, :, :]`: which part of the tensor a page shows."""
+    """Return which part of the tensor a page shows: `[0:2, :, :]`."""
     whole = [part is None or (part.start, part.stop) == (0, n) for part, n in zip(page, layout.shape, strict=True)]
     return f"[{', '.join(':' if is_whole else str(part) for is_whole, part in zip(whole, page, strict=True))}]"
 
 
-def title(layout: Layout, most: int = 160) -> str:
-    """The layout in a line of bounded length: many sizes are shortened to the first and the last."""
+def title(layout: Layout, max_chars: int = 160) -> str:
+    """Return the layout in one line; in long ones, many sizes are shortened to the first and the last."""
     text = str(layout)
-    for _, sizes in layout.spec.sizes if len(text) > most else ():
+    for _, sizes in layout.spec.sizes if len(text) > max_chars else ():
         text = text.replace(str(sizes), f"({sizes[0]}, ..., {sizes[-1]})")
     return text
 
 
 def pending_mark(layout: Layout) -> str:
-    """`+` behind ranks that hold contributions to a sum, ` max` and so on for the other kinds, nothing where none is pending."""
-    kinds: Any = sorted(set(layout.pending.values()))
+    """Return the mark after ranks that hold contributions: `+` for a sum, ` max` and so on for other kinds, else nothing."""
+    kinds = sorted(set(layout.pending.values()))
     return "".join("+" if kind == "sum" else f" {kind}" for kind in kinds)

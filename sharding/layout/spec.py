@@ -1,12 +1,12 @@
-"""Specs: which mesh axes split which tensor dims.
+"""Placements, and conversion between the two notations for a spec.
 
-The same information has two spellings, and both convert into each other without loss:
+Both carry the same information and convert into each other without loss:
 
 * `P("dp", ("tp", "cp"), None, unreduced={"ep"})`: per tensor dim the axes that split it, major to minor, and the axes
-  over which a reduction is still pending (JAX's spelling).
-* `[Shard(0), Replicate(), Partial()]`: per mesh axis what happens on it (torch's spelling).
+  over which a reduction is still pending (JAX's notation).
+* `[Shard(0), Replicate(), Partial()]`: per mesh axis what happens on it (torch's notation).
 
-A dim is cut into equal parts, unless `sizes` say how long each part is: `P("dp", sizes={"dp": (3, 0, 5)})`, or
+A dim is cut into equal parts unless `sizes` gives the length of each: `P("dp", sizes={"dp": (3, 0, 5)})`, or
 `[Shard(0, sizes=(3, 0, 5))]`. Such a spec, and its layout, is called ragged.
 """
 
@@ -29,15 +29,15 @@ class Placement:
     """What happens to a tensor on one mesh axis: `Shard`, `Replicate` or `Partial`."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is a `Shard` (of dim `dim`, where it is given)."""
+        """Return whether this is a `Shard` (of dim `dim`, if given)."""
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
-        """Whether this is `Replicate`."""
+        """Return whether this is `Replicate`."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is a `Partial` (of that kind, where it is given)."""
+        """Return whether this is a `Partial` (of kind `reduce_op`, if given)."""
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
@@ -47,10 +47,10 @@ class Shard(Placement):
 
     Attributes:
         dim: the tensor dim; negative counts from the end.
-        order: where several axes split the same dim, this axis's position among them, 0 the most major. `None`: the
+        order: if several axes split the same dim, this axis's position among them, 0 the most major. `None`: the
             axes split the dim in mesh order.
         sizes: the length of each part in elements, zero allowed; one for each rank of the axis, in order. `None`: equal
-            parts, the last ones short or empty. Where several axes split the dim, only the first ones may have sizes;
+            parts, the last ones short or empty. If several axes split the dim, only the first ones may have sizes;
             those that have them have the same ones and cut the dim jointly: one length for each combination of their
             ranks, major to minor.
 
@@ -74,7 +74,7 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int):
             raise TypeError(
-                f"Shard takes the number of a tensor dim, got {self.dim!r}; to name mesh axes write P({self.dim!r})"
+                f"Shard takes the index of a tensor dim, got {self.dim!r}; to name mesh axes write P({self.dim!r})"
             )
         if self.sizes is not None:
             object.__setattr__(self, "sizes", lengths_of(self.sizes, f"Shard({self.dim}, sizes=...)"))
@@ -110,7 +110,7 @@ class Partial(Placement):
 
 
 class Sharding:
-    """A mesh and a spec; `NamedSharding` is the one there is.
+    """A mesh and a spec; `NamedSharding` is the only subclass.
 
     Attributes:
         mesh: the mesh.
@@ -125,16 +125,16 @@ SpecLike: TypeAlias = "P | Sequence[Placement] | Sharding | None"
 
 
 def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
-    """Turn a spec or a list of placements into a `P` with `ndim` entries.
+    """Return a spec or a list of placements as a `P` with `ndim` entries.
 
     Args:
-        where: a `P`, one placement per mesh axis (torch's own placement objects are understood), a sharding, whose mesh the caller has
+        where: a `P`, one placement per mesh axis (torch's own placement objects are accepted), a sharding, whose mesh the caller has
             checked, or `None` for replicated on every axis.
         axis_names: the mesh's axis names, in mesh order.
         ndim: number of dims of the tensor.
 
     Raises:
-        TypeError: `where` is neither.
+        TypeError: `where` is none of these.
         ValueError: unknown axis, axis used twice, wrong number of placements, dim out of range.
 
     Communication: none.
@@ -149,11 +149,11 @@ def as_spec(where: Any, axis_names: Sequence[str], ndim: int) -> P:
     if isinstance(where, str) or not isinstance(where, Sequence):
         instead = f"P({where!r})" if isinstance(where, str) else f"[{where!r}]"
         raise TypeError(f"expected P(...) or a list with one placement per mesh axis, got {where!r}; write {instead}")
-    return placements_to_spec([own_placement(p) for p in where], axis_names, ndim)
+    return placements_to_spec([as_placement(p) for p in where], axis_names, ndim)
 
 
 def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str], ndim: int) -> P:
-    """The `P` that says the same as one placement per mesh axis."""
+    """Return placements, one per mesh axis, as a `P`."""
     if len(placements) != len(axis_names):
         raise ValueError(
             f"{len(placements)} placements {list(placements)} for a mesh with {len(axis_names)} axes "
@@ -168,19 +168,19 @@ def placements_to_spec(placements: Sequence[Placement], axis_names: Sequence[str
     by_axis = dict(zip(axis_names, placements, strict=True))
     dims = [tuple(axis for _, axis in sorted(entries)) for entries in per_dim]
     unreduced = {a: p.reduce_op for a, p in by_axis.items() if isinstance(p, Partial)}
-    return P(*dims, unreduced=unreduced, sizes=_placed_sizes(dims, by_axis))
+    return P(*dims, unreduced=unreduced, sizes=_joint_sizes(dims, by_axis))
 
 
-def _placed_sizes(dims: Sequence[tuple[str, ...]], placements: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """The sizes of the axes that have them, which cut their dim jointly."""
+def _joint_sizes(dims: Sequence[tuple[str, ...]], placements: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the sizes of the axes that have them; those of one dim cut it jointly."""
     sizes = {}
     for dim, axes in enumerate(dims):
         sized = tuple(axis for axis in axes if placements[axis].sizes is not None)
         given = [placements[axis].sizes for axis in sized]
         if len(set(given)) > 1:
             raise ValueError(
-                f"the axes {sized} that split dim {dim} have sizes {given}; axes that have sizes cut the dim jointly: give "
-                "each of them the same ones, one length for each combination of their ranks, or sizes to the first only"
+                f"the axes {sized} that split dim {dim} have sizes {given}, but axes with sizes cut the dim jointly; give "
+                "each of them the same sizes, one length for each combination of their ranks, or sizes to the first only"
             )
         if sized:
             sizes[sized] = given[0]
@@ -188,7 +188,7 @@ def _placed_sizes(dims: Sequence[tuple[str, ...]], placements: Mapping[str, Any]
 
 
 def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, ...]:
-    """One placement per mesh axis that says the same as `spec`."""
+    """Return a spec as placements, one per mesh axis."""
     placements: dict[str, Placement] = {axis: Partial(kind) for axis, kind in spec.unreduced}
     mesh_order = {axis: i for i, axis in enumerate(axis_names)}
     sizes = {axis: sizes for axes, sizes in spec.sizes for axis in axes}
@@ -205,8 +205,8 @@ def spec_to_placements(spec: P, axis_names: Sequence[str]) -> tuple[Placement, .
 def _check_known(spec: P, axis_names: Sequence[str]) -> None:
     if UNCONSTRAINED in spec.dims:
         raise ValueError(
-            f"{spec} leaves dim {spec.dims.index(UNCONSTRAINED)} as it is, which only with_sharding_constraint can; write None or axis "
-            "names"
+            f"{spec} is UNCONSTRAINED on dim {spec.dims.index(UNCONSTRAINED)}, which only with_sharding_constraint accepts; write None or "
+            "axis names"
         )
     unknown = [a for a in spec.axes if a not in axis_names]
     if unknown:
@@ -214,7 +214,7 @@ def _check_known(spec: P, axis_names: Sequence[str]) -> None:
 
 
 def _check_orders(placements: Sequence[Placement], per_dim: list[list[tuple[int, str]]]) -> None:
-    """Axes that split one dim either all leave `order` out or number themselves 0, 1, 2, ..."""
+    """Raise ValueError unless the axes that split one dim either all have no `order` or are numbered 0, 1, 2, ..."""
     for dim, entries in enumerate(per_dim):
         shards = [p for p in placements if isinstance(p, Shard) and p.dim in (dim, dim - len(per_dim))]
         given = [p.order for p in shards if p.order is not None]
@@ -231,8 +231,8 @@ def _dim_index(placement: Shard, ndim: int) -> int:
     return placement.dim % ndim
 
 
-def own_placement(placement: Any) -> Placement:
-    """Ours as it is; torch's own placement objects translated."""
+def as_placement(placement: Any) -> Placement:
+    """Return a placement as one of ours; torch's own placement objects are converted."""
     if isinstance(placement, Placement):
         return placement
     name = type(placement).__name__

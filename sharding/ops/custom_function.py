@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..redistribute.autograd import redistribute_grad
+from ..redistribute.linear import redistribute_grad
 from ..tensor.autograd.engine_hooks import with_memory
 from ..tensor.sharded_tensor import ShardedTensor
 

@@ -92,7 +92,7 @@ def root(layout: Layout) -> int:
     if world is None or _settings.mode == "off":
         return 0
     line = " ".join(_lines())
-    stamp, collectives = layout.stamp, world.trace_buffer.words[Header.RECORDS]
+    stamp, collectives = layout.fingerprint, world.trace_buffer.words[Header.RECORDS]
     roots = world.comm_context.roots
     by_line, by_order = _count(roots, (line, stamp)), _count(roots, stamp)
     if by_line == 1:

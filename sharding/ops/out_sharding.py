@@ -235,7 +235,7 @@ class _Search:
         pending = {axis: kind for axis, kind in layout.spec.unreduced if axis not in changed}
         stay = [new for old, new in zip(layout.spec.dims, dims, strict=True) if new[:1] == old[:1]]
         sizes = {axes: n for axes, n in layout.spec.sizes if any(axes == dim[: len(axes)] for dim in stay)}
-        return layout.passing(P(*dims, unreduced=pending, sizes=sizes))
+        return layout.temporary(P(*dims, unreduced=pending, sizes=sizes))
 
 
 def _split(dims: Sequence[tuple[str, ...]], layout: Layout, axis: str) -> str | None:

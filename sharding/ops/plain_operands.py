@@ -28,7 +28,7 @@ from ...mesh.comm.call_site import user_line
 from ...mesh.comm.world import World
 from ...mesh.device_mesh import DeviceMesh
 from ..debug.replicas.compare import ReplicaError, compare
-from ..debug.replicas.copies import Copy
+from ..debug.replicas.leaves import ReplicaLeaf
 from ..functional.named_axes import current_axis_env
 from ..layout.bounded_cache import keep
 from ..layout.layout import dtype_name
@@ -98,7 +98,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
         return True
     file, line = user_line()
     shapes = tuple((x.dtype, x.shape, x.requires_grad) for x in plain)
-    signature = (file, line, name_of(func), shapes, tuple(x._layout.stamp for x in sharded))
+    signature = (file, line, name_of(func), shapes, tuple(x._layout.fingerprint for x in sharded))
     compared = _compared.setdefault(mesh.world, {}).setdefault(hash(mesh), {})
     if signature in compared:
         return True
@@ -112,7 +112,7 @@ def _check_replicated(func: Callable[..., Any], plain: Sequence[Tensor], sharded
 
 def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     group = mesh.group()
-    copies = [Copy(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
+    copies = [ReplicaLeaf(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:
         with implicit("allow"):
             compare(f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)

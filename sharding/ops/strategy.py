@@ -19,7 +19,7 @@ from torch import Tensor
 from ...mesh.comm.call_site import user_line
 from ...mesh.comm.transforms import is_transformed, outside_of_transforms
 from ..layout.bounded_cache import keep
-from ..layout.layout import Layout, told_apart
+from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P
 from ..tensor import random
 from ..tensor.sharded_tensor import ShardedTensor
@@ -161,7 +161,7 @@ def meta_numbers(items: Iterable[Any]) -> list[Any]:
 def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
     for layout in layouts[1:]:
         if layout.mesh is not layouts[0].mesh:
-            one, other = told_apart(layouts[0].mesh, layout.mesh)
+            one, other = distinct_mesh_names(layouts[0].mesh, layout.mesh)
             raise ValueError(
                 f"{name_of(func)}: operands are on two meshes, {one} and {other}; redistribute them to one mesh first (the "
                 "one that has all the axes)"

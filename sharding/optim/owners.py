@@ -24,7 +24,7 @@ from ...mesh.monitor.recording.trace_buffer import stable_hash
 from ..layout.bounded_cache import keep
 from ..layout.layout import Layout
 from ..layout.spec import P
-from ..redistribute.packed_collectives import Exchange, Share
+from ..redistribute.all_to_all import AllToAllV, TensorShare
 from ..redistribute.plan.routes import Transfer
 
 _NOTHING: Box = ((0, 0), (0, 0))
@@ -92,7 +92,7 @@ class Owners:
     def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[[list[Tensor]], Any]:
         """One for all units, of which each has the transfers of all ranks, and this rank's box before and after."""
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
-        return Exchange(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _staying(shares, dtype)
+        return AllToAllV(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _staying(shares, dtype)
 
 
 def owners_of(layouts: tuple[Layout, ...], units: tuple[Unit, ...], dtype: torch.dtype) -> Owners:
@@ -158,7 +158,7 @@ def _returned(owner: int, pieces: Pieces) -> list[Transfer]:
     return [Transfer(owner, rank, piece) for rank, piece in enumerate(pieces) if piece is not None and rank != owner]
 
 
-def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Share:
+def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> TensorShare:
     """What this rank sends, receives and keeps of one unit."""
     sends, recvs = ([[] for _ in group.ranks] for _ in range(2))
     for sender, receiver, box in moves:
@@ -166,12 +166,12 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Sha
             sends[receiver].append(box)
         elif receiver == group.rank:
             recvs[sender].append(box)
-    return Share(have, want, sends, recvs, intersect(have, want))
+    return TensorShare(have, want, sends, recvs, intersect(have, want))
 
 
-def _staying(shares: Sequence[Share], dtype: torch.dtype) -> Callable[[list[Tensor]], list[Tensor]]:
+def _staying(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[[list[Tensor]], list[Tensor]]:
     """Where every rank has all that it needs."""
-    cuts = [None if share.own is None else slices(share.own, box_origin(share.have)) for share in shares]
+    cuts = [None if share.kept is None else slices(share.kept, box_origin(share.have)) for share in shares]
     shapes = [box_shape(share.want) for share in shares]
 
     def run(tensors: list[Tensor]) -> list[Tensor]:

@@ -1,429 +1,279 @@
-"""Running a plan: each step becomes one call on this rank's local tensor, decided once and kept.
+"""`Executor`: plans compiled for this rank, for one tensor or for several at once.
 
-`compile_plan(plan)` looks up this rank's boxes, the groups and the packing of every step, and returns what takes a
-local tensor to a local tensor. Nothing but the data is left to do when it is called.
+A stage ends in at most one collective for each tensor. The collectives of a stage that have the same group, kind and dtype become one,
+and all of a stage are launched before the first is waited for:
+
+    x: reduce_scatter over dp   \\
+    y: reduce_scatter over dp    >  one reduce_scatter over dp of one buffer, one all_gather over tp
+    z: all_gather over tp       /
+
+One tensor is a list of one. Its steps need no bookkeeping, so a call that is waited for runs them one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import chain
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, shift, slices
-from ...mesh.comm.group import Group
-from ...mesh.comm.symmetric_memory import STAGING_BYTES
-from ...mesh.device_mesh import DeviceMesh
 from ...mesh.monitor.ledger.profiler import named
 from ...mesh.monitor.recording.recorder import CommTag
-from ...mesh.topology import Link
-from ..layout.layout import Layout, chunk
-from .packed_collectives import (
-    AllGather,
-    AllReduce,
-    Collective,
-    Exchange,
-    ExchangeReduce,
-    Gathered,
-    Into,
-    InTurn,
-    Permute,
-    ReduceScatter,
-    Share,
-    keeping,
-    sharing,
-    with_own,
-)
-from .plan import Plan, Step
-from .plan.memory import part_bytes
-from .plan.routes import Peers, routes
-from .quantized import QuantizedAllGather, QuantizedExchange
-from .symmetric_memory import Staged, SymmetricAllReduce, SymmetricPull
+from ...mesh.monitor.recording.trace_buffer import stable_hash
+from ..layout.bounded_cache import keep
+from ..layout.layout import Layout
+from .packed_collectives import AsyncResults, Collective
+from .plan import Plan, Step, plan
+from .step_collectives import LocalRun, bucket_key, can_scale, compile_collective, compile_local, device_mesh
 
-Run = Callable[[Tensor], Tensor]
-Coordinate: TypeAlias = tuple[int, ...]
-
-_NEUTRAL = {"sum": 0, "product": 1}
+_NAMED = 4  # number of tensors of a bucket that are named in errors
+Pair = tuple[Layout, Layout]
+Launched = list[tuple["_Bucket", AsyncResults]]
 
 
-class Runner:
-    """A plan made ready on this rank: `runner(local)` is this rank's part after it.
-
-    The part may have another dtype than the plan: local steps work in it, and the first collective casts as it packs.
+class _Bucket:
+    """Tensors that share a collective.
 
     Attributes:
-        steps: the plan's steps that this rank takes part in; none for a rank outside the mesh.
-        calls: for each of them a function of the local tensor, or a collective.
+        members: their indices.
+        collective: the collective, over all of them.
+        is_all_reduce: whether it may work in place on intermediate results.
+        is_final: whether its results are those of the plans.
     """
 
-    __slots__ = ("_comm_context", "_dtype", "_note", "_only", "_runs", "_without_values", "calls", "steps")
+    __slots__ = ("collective", "is_all_reduce", "is_final", "members")
 
-    def __init__(self, plan: Plan) -> None:
-        self.steps = plan.steps if device_mesh(plan.src).coordinate is not None else ()
-        self.calls = _compiled(self.steps)
-        self._runs: list[Run] = []
-        fresh = False  # whether the tensor is no longer the caller's, so that it may be overwritten
-        for step, call in zip(self.steps, self.calls, strict=True):
-            in_place = fresh and step.op == "all_reduce"
-            run = call if not isinstance(call, Collective) else call.run_own if in_place else call.run
-            self._runs.append(run)
-            fresh = fresh or step.op not in ("slice", "pad")
+    def __init__(self, members: list[int], collective: Collective, is_all_reduce: bool, is_final: bool) -> None:
+        self.members, self.collective, self.is_all_reduce, self.is_final = members, collective, is_all_reduce, is_final
+
+
+class _Stage:
+    """Local steps, then one collective for each tensor.
+
+    Attributes:
+        before: for each tensor the local steps that come first.
+        makes_new: for each tensor, whether these give a new tensor, which may be overwritten.
+        buckets: each tensor is in one at most.
+    """
+
+    __slots__ = ("before", "buckets", "makes_new")
+
+    def __init__(self, segments: Sequence[Sequence[Step]], is_final: Sequence[bool]) -> None:
+        together: dict[object, list[int]] = {}
+        local = [[step for step in segment if step.is_local] for segment in segments]
+        for i, segment in enumerate(segments):
+            if segment and not segment[-1].is_local:
+                key = device_mesh(segment[-1].src).group(segment[-1].axes), bucket_key(segment[-1])
+                together.setdefault(key, []).append(i)
+        self.buckets: list[_Bucket] = []
+        for members in together.values():
+            steps = [segments[i][-1] for i in members]
+            scales = {_exact_scale(local[i]) for i in members}
+            scale = scales.pop() if len(scales) == 1 and can_scale(steps[0]) else None
+            if scale is not None:  # the division of an average is done while packing, with the same bits
+                for i in members:
+                    local[i] = local[i][:-1]
+            collective = compile_collective(steps, scale)
+            self.buckets.append(_Bucket(members, collective, steps[0].op == "all_reduce", all(is_final[i] for i in members)))
+        self.makes_new = [any(step.op == "scale" for step in steps) for steps in local]
+        self.before: list[list[LocalRun]] = [[compile_local(step) for step in steps] for steps in local]
+
+
+def _exact_scale(steps: Sequence[Step]) -> float | None:
+    """Return the factor by which the last of these steps multiplies, if it divides by a power of two."""
+    if not steps or steps[-1].op != "scale":
+        return None
+    count = steps[-1].group_size
+    return 1 / count if steps[-1].src.dtype.is_floating_point and count & (count - 1) == 0 else None
+
+
+class Executor:
+    """Plans compiled for this rank: boxes, groups and packing are looked up once, and calls only handle data.
+
+    The parts may have another dtype than the plans: local steps keep it, and the first collective casts as it packs. On a rank
+    outside the mesh, parts are returned unchanged.
+
+    Attributes:
+        stages: local steps and collectives, in order.
+        after: for each tensor the local steps after its last collective.
+    """
+
+    __slots__ = ("_comm_context", "_dtypes", "_meta_result", "_note", "_only", "_runs", "after", "stages")
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        meshes = [device_mesh(p.src) for p in plans]
+        steps = [p.steps if mesh.coordinate is not None else () for p, mesh in zip(plans, meshes, strict=True)]
+        segments, last = zip(*map(_segments, steps), strict=True)
+        depth = max(map(len, segments))
+        self.stages = [
+            _Stage(
+                [found[k] if k < len(found) else () for found in segments],
+                [k == len(found) - 1 and not rest for found, rest in zip(segments, last, strict=True)],
+            )
+            for k in range(depth)
+        ]
+        self.after = [[compile_local(step) for step in rest] for rest in last]
+        self._dtypes = [p.dst.dtype for p in plans]
+        self._comm_context, self._note = meshes[0].world.comm_context, CommTag(_name(plans))
+        self._runs = self._sequential() if len(plans) == 1 else []
         self._only = self._runs[0] if len(self._runs) == 1 else None
-        self._dtype = plan.dst.dtype
-        self._without_values = plan.dst if device_mesh(plan.src).device_type != "meta" else None  # what parts on "meta" become
-        self._comm_context, self._note = device_mesh(plan.src).world.comm_context, CommTag(f"{plan.src} -> {plan.dst.spec}")
+        self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None  # the result for a part on "meta"
+
+    @property
+    def launches(self) -> int:
+        """Number of collectives that this rank takes part in."""
+        return sum(len(stage.buckets) for stage in self.stages)
+
+    # -- one tensor, waited for ----------------------------------------------------------------------------------------
+
+    def _sequential(self) -> list[LocalRun]:
+        """Return all that happens to a single tensor as functions of it."""
+        runs: list[LocalRun] = []
+        for number, stage in enumerate(self.stages):
+            runs += stage.before[0]
+            for bucket in stage.buckets:
+                in_place = (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce
+                runs.append(bucket.collective.run_donated if in_place else bucket.collective.run)
+        return [*runs, *self.after[0]]
 
     def __call__(self, local: Tensor) -> Tensor:
-        if local.is_meta and self._without_values is not None:  # nothing to move
-            return local.new_empty(self._without_values.local_shape, dtype=self._dtype)
+        """Return this rank's part after the plan, which must be the only one."""
+        if local.is_meta and self._meta_result is not None:  # nothing to move
+            return local.new_empty(self._meta_result.local_shape, dtype=self._dtypes[0])
         if profiler._is_profiler_enabled:
             with named(self._note):
-                return self._noted(local)
-        return self._noted(local)
+                return self._run(local)
+        return self._run(local)
 
-    def _noted(self, local: Tensor) -> Tensor:
+    def _run(self, local: Tensor) -> Tensor:
         context = self._comm_context
         context.tag = self._note
         try:
-            return self._run(local)
+            if self._only is not None:
+                local = self._only(local)
+            else:
+                for run in self._runs:
+                    local = run(local)
         finally:
             context.tag = None
+        dtype = self._dtypes[0]
+        return local if local.dtype is dtype else local.to(dtype)
 
-    def _run(self, local: Tensor) -> Tensor:
-        if self._only is not None:
-            local = self._only(local)
-        else:
-            for run in self._runs:
-                local = run(local)
-        return local if local.dtype is self._dtype else local.to(self._dtype)
+    # -- any number, perhaps async -------------------------------------------------------------------------------------
 
     def start(
-        self, tensors: list[Tensor], *, own: bool = False, out: Tensor | None = None, note: CommTag | None = None
-    ) -> Callable[[], Tensor]:
-        """Everything but waiting for the last collective; call what comes back for the result.
+        self, tensors: list[Tensor], *, donate: bool = False, outs: Sequence[Tensor] | None = None, note: CommTag | None = None
+    ) -> Callable[[], list[Tensor]]:
+        """Launch everything but what comes after the last collectives. Return a function that waits for them and returns the parts.
 
-        Collectives are launched now, in the plan's order, so that ranks that wait in different orders do not meet the
-        wrong ones.
+        Collectives are launched in the plans' order, so that ranks may wait in different orders.
 
         Args:
-            tensors: a list of this rank's part, which is emptied.
-            own: the part may be overwritten, and the result may share its memory.
-            out: where to put the result.
-            note: what it belongs to, where the caller knows that better than by the layouts.
+            tensors: a list of this rank's parts, which is emptied.
+            donate: the parts may be overwritten, and results may share their memory.
+            outs: contiguous tensors to put the results into.
+            note: what the collectives belong to, if the caller knows more than the layouts.
         """
-        note = self._comm_context.tag = note or self._note
+        parts: list[Any] = list(tensors)
+        tensors.clear()
+        is_new = [donate] * len(parts)  # whether a part may be overwritten
+        launched: Launched = []
+        self._comm_context.tag = note = note or self._note
         try:
             with named(note):
-                return self._start(tensors, own, out)
+                for stage in self.stages:
+                    _finish(launched, parts, is_new)
+                    launched = self._launch(stage, parts, is_new, donate, outs)
         finally:
             self._comm_context.tag = None
 
-    def _start(self, tensors: list[Tensor], own: bool, out: Tensor | None) -> Callable[[], Tensor]:
-        last = max((i for i, call in enumerate(self.calls) if isinstance(call, Collective)), default=-1)
-        for run, call in zip(self._runs[: max(last, 0)], self.calls, strict=False):
-            tensors[0] = call.run_own(tensors[0]) if own and isinstance(call, Collective) else run(tensors[0])
-        final, after = self.calls[last] if last >= 0 else None, self._runs[last + 1 :]
-        if not isinstance(final, Collective):
-            return partial(_chained, after, lambda: tensors.pop().to(self._dtype), out)
-        own = own or self._runs[last] == final.run_own
-        pending = final.begin(tensors, own=own, outs=[out] if out is not None and not after else None)
-        return partial(_chained, after, lambda: pending.wait()[0], out)
-
-
-def _compiled(steps: Sequence[Step]) -> list[Run | Collective]:
-    """The division of an average is done in the packing of the reduction that follows, where that gives the same bits."""
-    calls: list[Run | Collective] = []
-    for before, step in zip((None, *steps), steps, strict=False):
-        if step.is_local:
-            calls.append(compile_local(step))
-        elif before is not None and _is_exact_scale(before) and _scales(step):
-            calls[-1] = _unchanged
-            calls.append(compile_collective([step], 1 / before.group_size))
-        else:
-            calls.append(compile_collective([step]))
-    return calls
-
-
-def _is_exact_scale(step: Step) -> bool:
-    """Whether the step divides, and to divide is to multiply by the inverse."""
-    return step.op == "scale" and step.src.dtype.is_floating_point and step.group_size & (step.group_size - 1) == 0
-
-
-def _scales(step: Step) -> bool:
-    return step.op in ("reduce_scatter", "exchange_reduce") and step.rounds == 1 and step.transport is None and step.symmetric is None
-
-
-def _unchanged(local: Tensor) -> Tensor:
-    return local
-
-
-def compile_plan(plan: Plan) -> Runner:
-    """The plan as a function of this rank's local tensor.
-
-    A rank outside the mesh returns its (empty) local tensor unchanged.
-    """
-    return Runner(plan)
-
-
-def _chained(runs: Iterable[Run], first: Callable[[], Tensor], out: Tensor | None) -> Tensor:
-    local = first()
-    for run in runs:
-        local = run(local)
-    return local if out is None or local is out else out.copy_(local.view_as(out))
-
-
-def device_mesh(layout: Layout) -> DeviceMesh:
-    if not isinstance(layout.mesh, DeviceMesh):
-        raise TypeError(f"{layout} lies on an abstract mesh, which can be planned for but holds no data")
-    return layout.mesh
-
-
-def _coordinate(mesh: DeviceMesh) -> Coordinate:
-    if mesh.coordinate is None:
-        raise ValueError(f"rank {mesh.world.rank} is not in {mesh} and takes no part in its collectives")
-    return mesh.coordinate
-
-
-# -- local steps -------------------------------------------------------------------------------------------------------
-
-
-def _compile_slice(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
-    before, after = step.src.box_at(coordinate), step.dst.box_at(coordinate)
-    index = slices(after, box_origin(before))
-    return lambda local: local[index]
-
-
-def _compile_pad(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
-    """Place the shard among neutral elements; of replicas, only the one at coordinate 0 keeps its values."""
-    if step.kind not in _NEUTRAL:
-        return lambda local: local  # every rank holding the value is what pending max, min and avg mean
-    src, dst = step.src, step.dst
-    shape, box = box_shape(dst.box_at(coordinate)), slices(src.box_at(coordinate), box_origin(dst.box_at(coordinate)))
-    fresh = [a for a, kind in dst.spec.unreduced if src.pending.get(a) != kind and kind in _NEUTRAL]
-    keeps = all(coordinate[mesh.axis_index(a)] == 0 for a in fresh if a not in src.dim_of)
-    neutral = _NEUTRAL[step.kind]
-
-    def run(local: Tensor) -> Tensor:
-        out = local.new_full(shape, neutral)
-        if keeps:
-            out[box] = local
-        return out
-
-    return run
-
-
-def _compile_scale(step: Step, mesh: DeviceMesh, coordinate: Coordinate) -> Run:
-    count = step.group_size
-    return lambda local: local / count
-
-
-_LOCAL = {"slice": _compile_slice, "pad": _compile_pad, "scale": _compile_scale}
-
-
-def compile_local(step: Step) -> Run:
-    """A step that moves nothing between ranks, as a function of this rank's tensor."""
-    mesh = device_mesh(step.src)
-    return _LOCAL[step.op](step, mesh, _coordinate(mesh))
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
-
-
-def compile_collective(steps: Sequence[Step], scale: float | None = None) -> Collective:
-    """The collective of one step, or of several that can share one: see `bucket_key`. A reduction may scale what it packs."""
-    if steps[0].rounds > 1 or steps[0].op == "two_phase":
-        return _in_turn(steps)
-    if steps[0].transport is not None:
-        return _quantized(steps, steps[0].transport)
-    if steps[0].symmetric is not None and sum(part_bytes(step.src) for step in steps) <= STAGING_BYTES:
-        return _symmetric(steps, steps[0].symmetric)
-    make = _COLLECTIVES[_bucket_op(steps)]
-    return make(steps) if scale is None else make(steps, scale)
-
-
-def bucket_key(step: Step) -> object:
-    """Equal for steps over one group whose tensors can travel together in one collective."""
-    if step.rounds > 1 or step.op == "two_phase":
-        return step
-    op = "exchange" if step.op == "permute" else step.op
-    return op, step.kind, step.src.dtype, step.transport, step.symmetric, device_mesh(step.src).device
-
-
-def _bucket_op(steps: Sequence[Step]) -> str:
-    """A permutation travels with others as an exchange."""
-    return "exchange" if len(steps) > 1 and steps[0].op == "permute" else steps[0].op
-
-
-def _all_reduce(steps: Sequence[Step]) -> Collective:
-    shapes = [box_shape(step.dst.box) for step in steps]
-    return AllReduce(_group(steps[0]), steps[0].kind, _dtype(steps), shapes)
-
-
-def _all_gather(steps: Sequence[Step]) -> Collective:
-    return AllGather(_group(steps[0]), _dtype(steps), [_gathered(step, step.src, step.dst) for step in steps])
-
-
-def _reduce_scatter(steps: Sequence[Step], scale: float | None = None) -> Collective:
-    tensors = [_gathered(step, step.dst, step.src) for step in steps]
-    return ReduceScatter(_group(steps[0]), steps[0].kind, _dtype(steps), tensors, scale)
-
-
-def _gathered(step: Step, parts: Layout, whole: Layout) -> Gathered:
-    boxes = [shift(parts.box_at(c), box_origin(whole.box)) for c in _peers(step)]
-    return Gathered(box_shape(whole.box), boxes, box_shape(parts.box))
-
-
-def _exchange(steps: Sequence[Step]) -> Collective:
-    return Exchange(_group(steps[0]), _dtype(steps), [_shares(step)[0] for step in steps])
-
-
-def _exchange_reduce(steps: Sequence[Step], scale: float | None = None) -> Collective:
-    group = _group(steps[0])
-    shares = [with_own(_shares(step)[0], group.rank) for step in steps]
-    return ExchangeReduce(group, steps[0].kind, _dtype(steps), shares, scale)
-
-
-def _permute(steps: Sequence[Step]) -> Collective:
-    group, (share,) = _group(steps[0]), _shares(steps[0])
-    (dst,) = [p for p, boxes in enumerate(share.sends) if boxes] or [group.rank]
-    (src,) = [p for p, boxes in enumerate(share.recvs) if boxes] or [group.rank]
-    return Permute(group, _dtype(steps), dst, src, box_shape(share.want))
-
-
-_COLLECTIVES: dict[str, Callable[..., Collective]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "exchange": _exchange,
-    "exchange_reduce": _exchange_reduce,
-    "permute": _permute,
-}
-
-
-def _quantized(steps: Sequence[Step], transport: str) -> Collective:
-    group = _group(steps[0])
-    if steps[0].op == "all_gather":
-        return QuantizedAllGather(group, _dtype(steps), transport, [_gathered(step, step.src, step.dst) for step in steps])
-    return QuantizedExchange(group, _dtype(steps), transport, [with_own(_shares(step)[0], group.rank) for step in steps])
-
-
-def _symmetric(steps: Sequence[Step], link: Link) -> Collective:
-    group, device, first = _group(steps[0]), device_mesh(steps[0].src).device, steps[0]
-    if first.op == "all_reduce":
-        return SymmetricAllReduce(group, device, link, _dtype(steps), [box_shape(step.dst.box) for step in steps])
-    return SymmetricPull(group, device, first.op, first.kind, _dtype(steps), [_staged(step, group) for step in steps])
-
-
-def _staged(step: Step, group: Group) -> Staged:
-    """What every rank of the group gives, and what this one takes."""
-    have, want, peers = step.src.box, step.dst.box, _peers(step)
-    if step.op == "all_gather":
-        parts = [[step.src.box_at(c)] for c in peers]
-        return Staged(have, want, parts, parts, (group.size - 1) * box_size(have))
-    if step.op == "reduce_scatter":
-        parts = [step.dst.box_at(c) for c in peers]
-        return Staged(have, want, [parts] * group.size, [[want]] * group.size, (group.size - 1) * box_size(want))
-    shares = [with_own(_shares(step, c)[0], i) for i, c in enumerate(peers)]
-    given = [list(dict.fromkeys(chain.from_iterable(share.sends))) for share in shares]
-    sent = sum(box_size(box) for i, boxes in enumerate(shares[group.rank].sends) if i != group.rank for box in boxes)
-    return Staged(have, want, given, shares[group.rank].recvs, sent)
-
-
-def _group(step: Step) -> Group:
-    return device_mesh(step.src).group(step.axes)
-
-
-def _dtype(steps: Sequence[Step]) -> torch.dtype:
-    return steps[0].src.dtype
-
-
-def _peers(step: Step) -> list[Coordinate]:
-    """Coordinates of the group's ranks, in group order (ascending global rank)."""
-    found = [device_mesh(step.src).coordinate_of(rank) for rank in _group(step).ranks]
-    return [c for c in found if c is not None]
-
-
-def _shares(step: Step, coordinate: Coordinate | None = None) -> list[Share]:
-    """What the step makes a rank of the group (by default this one) send and receive in each of its exchanges, and what stays
-    there."""
-    mesh, group = device_mesh(step.src), _group(step)
-    me = _coordinate(mesh) if coordinate is None else coordinate
-    have, want = step.src.box_at(me), step.dst.box_at(me)
-    return [
-        Share(have, want, _by_peer(r.sends, mesh, group), _by_peer(r.recvs, mesh, group), intersect(have, want))
-        for r in routes(step, me)
-    ]
-
-
-def _by_peer(peers: Peers, mesh: DeviceMesh, group: Group) -> list[list[Box]]:
-    """The boxes by the other's index in the group."""
-    index = {rank: i for i, rank in enumerate(group.ranks)}
-    found: list[list[Box]] = [[] for _ in group.ranks]
-    for coordinate, box in peers:
-        found[index[int(mesh.ranks[coordinate])]].append(box)
+        def wait() -> list[Tensor]:
+            _finish(launched, parts, is_new)
+            launched.clear()
+            return self._results(parts, outs)
+
+        return wait
+
+    def _launch(
+        self, stage: _Stage, parts: list[Any], is_new: list[bool], donate: bool, outs: Sequence[Tensor] | None
+    ) -> Launched:
+        for i, runs in enumerate(stage.before):
+            for run in runs:
+                parts[i] = run(parts[i])
+            is_new[i] = is_new[i] or stage.makes_new[i]
+        launched: Launched = []
+        for bucket in stage.buckets:
+            given = [parts[i] for i in bucket.members]
+            for i in bucket.members:
+                parts[i] = None  # so that its memory can be freed as soon as it is packed
+            donated = (donate or bucket.is_all_reduce) and all(is_new[i] for i in bucket.members)
+            into = [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
+            launched.append((bucket, bucket.collective.launch(given, donate=donated, outs=into)))
+        return launched
+
+    def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:
+        found = []
+        for i, (part, runs, dtype) in enumerate(zip(parts, self.after, self._dtypes, strict=True)):
+            for run in runs:
+                part = run(part)
+            if outs is not None and part is not outs[i]:
+                part = outs[i].copy_(part.view_as(outs[i]))
+            found.append(part if part.dtype is dtype else part.to(dtype))
+        return found
+
+
+def _segments(steps: Sequence[Step]) -> tuple[list[list[Step]], list[Step]]:
+    """Return the steps up to and including each collective, and those after the last one."""
+    found: list[list[Step]] = [[]]
+    for step in steps:
+        found[-1].append(step)
+        if not step.is_local:
+            found.append([])
+    return found[:-1], found[-1]
+
+
+def _finish(launched: Launched, parts: list[Any], is_new: list[bool]) -> None:
+    for bucket, pending in launched:
+        for i, result in zip(bucket.members, pending.wait(), strict=True):
+            parts[i], is_new[i] = result, True
+
+
+def _name(plans: Sequence[Plan]) -> str:
+    """Return the layouts of the first few plans, and a number that depends on all."""
+    moves = [f"{p.src} -> {p.dst.spec}" for p in plans]
+    if len(moves) == 1:
+        return moves[0]
+    return f"{len(moves)} tensors ({'; '.join(moves[:_NAMED])}{', ...' if len(moves) > _NAMED else ''}, {stable_hash(str(moves)):x})"
+
+
+# -- cached ------------------------------------------------------------------------------------------------------------
+
+
+def executor(
+    src: Layout,
+    dst: Layout,
+    max_bytes: int | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    transport: str | None = None,
+) -> Executor:
+    """Return the compiled plan from `src` to `dst`, cached on the source layout. The options are those of `plan`."""
+    plain = max_bytes is None and accumulate_dtype is None and transport is None
+    key = dst if plain else (dst, max_bytes, accumulate_dtype, transport)
+    found = src.runners.get(key)
+    if found is None:
+        found = plan(src, dst, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype, transport=transport)
+        found = keep(src.runners, key, Executor([found]))
     return found
 
 
-# -- several collectives for one step ----------------------------------------------------------------------------------
-
-
-def _in_turn(steps: Sequence[Step]) -> Collective:
-    """In rounds, or in two phases."""
-    (step,) = steps
-    group, dtype, (first, *later) = _group(step), _dtype(steps), _shares(step)
-    if step.op == "exchange_reduce" or step.transport is not None:
-        whole = with_own(first, group.rank)
-        pieces = [[_round(whole, i, step.rounds)] for i in range(step.rounds)]
-        return InTurn(dtype, box_shape(first.want), [_into(_through(step, group, piece)) for piece in pieces])
-    turns: list[Into] = [keeping(first)]
-    turns += [_into(Exchange(group, dtype, [_round(first, i, step.rounds)])) for i in range(step.rounds)]
-    for share in later:
-        node, inside = _inside_node(step, group, share)
-        turns += [sharing(node, _round(inside, i, step.rounds)) for i in range(step.rounds)]
-    return InTurn(dtype, box_shape(first.want), turns)
-
-
-def _through(step: Step, group: Group, shares: Sequence[Share]) -> Collective:
-    """An exchange in which the own boxes go through the buffers, too."""
-    if step.transport is not None:
-        return QuantizedExchange(group, step.src.dtype, step.transport, shares)
-    return ExchangeReduce(group, step.kind, step.src.dtype, shares)
-
-
-def _into(collective: Collective) -> Into:
-    def run(x: Tensor, out: Tensor) -> None:
-        collective.start([x], outs=[out])
-
-    return run
-
-
-def _round(share: Share, index: int, rounds: int) -> Share:
-    """The `index`-th of so many pieces of every box."""
-    sends, recvs = ([_piece(boxes, index, rounds) for boxes in peers] for peers in (share.sends, share.recvs))
-    return Share(share.have, share.want, sends, recvs, None)
-
-
-def _piece(boxes: Sequence[Box], index: int, rounds: int) -> list[Box]:
-    found = []
-    for box in boxes:
-        dim = max(range(len(box)), key=lambda d: box[d][1] - box[d][0], default=None)
-        if dim is None:
-            found += [box] * (index == 0)
-            continue
-        piece = (*box[:dim], chunk(*box[dim], rounds, index), *box[dim + 1 :])
-        found += [piece] * (box_size(piece) > 0)
+def executor_of_many(pairs: Sequence[Pair], **options: Any) -> Executor:
+    """Return the compiled plans of these (source, destination) layouts, cached on the first source."""
+    if len(pairs) == 1:
+        return executor(*pairs[0], **options)
+    cache, key = pairs[0][0].runners, (tuple(pairs), *options.values())
+    found = cache.get(key)
+    if found is None:
+        found = keep(cache, key, Executor([plan(src, dst, **options) for src, dst in pairs]))
     return found
-
-
-def _inside_node(step: Step, group: Group, share: Share) -> tuple[Group, Share]:
-    """The ranks of the group in this rank's node, and what is shared with them."""
-    mesh = device_mesh(step.src)
-    nodes = (step.topology or mesh.topology).node_ids(mesh)
-    here = [i for i, c in enumerate(_peers(step)) if nodes[c] == nodes[_coordinate(mesh)]]
-    sends, recvs = ([peers[i] for i in here] for peers in (share.sends, share.recvs))
-    return mesh.world.group([group.ranks[i] for i in here]), Share(share.have, share.want, sends, recvs, None)

@@ -1,11 +1,11 @@
-"""Intervals of a split dim, from the ranks that hold them: what operators along a split dim need from others.
+"""`IntervalExchange`: get intervals of a split dim from the ranks that hold them, for operators along a split dim.
 
     x over 3 ranks   [0 1 2 | 3 4 5 | 6 7]
     wanted           (7, 8), (0, 2) on rank 0; (2, 5) on rank 1; (5, 7) on rank 2       here: x rolled by one
-    fetched          [7 0 1 | 2 3 4 | 5 6]
+    result           [7 0 1 | 2 3 4 | 5 6]
 
-One all_to_all with exact splits, or nothing at all where every rank holds what it wants. An element may be wanted by several
-ranks, or twice by one. Backward sends the gradient of every fetched element back to where it came from, and adds up there.
+One all_to_all with uneven splits, or no communication if every rank holds what it wants. An element may be wanted by several
+ranks, or twice by one. Backward sends the gradient of every element back to the rank that holds it, and adds up there.
 """
 
 from __future__ import annotations
@@ -30,51 +30,51 @@ Interval = tuple[int, int]
 Wanted = Callable[[int, int], Iterable[Interval]]
 
 
-class Piece(NamedTuple):
+class SourceInterval(NamedTuple):
     """Part of a wanted interval that one rank holds.
 
     Attributes:
-        owner: the rank that gives it, by its number in the group.
+        owner: the rank that sends it, by its index in the group.
         start, stop: the interval of the dim.
-        place: where it goes along the dim of what is fetched.
+        offset: where it begins along the dim of the result.
     """
 
     owner: int
     start: int
     stop: int
-    place: int
+    offset: int
 
 
-class Fetch:
-    """`fetch(local)`: the wanted intervals of one dim, one after the other, as this rank's tensor; differentiable.
+class IntervalExchange:
+    """`exchange(local)`: the wanted intervals of one dim, concatenated, as this rank's tensor; differentiable.
 
     Args:
-        src: how the tensor lies that `local` is this rank's part of.
-        dst: how the operator's result lies, on the same mesh; it says which ranks want something else.
-        dim: the dim of `src` that is fetched from. The other dims of a part stay as they are.
+        src: the layout of which `local` is this rank's part.
+        dst: the layout of the operator's result, on the same mesh; it determines which ranks want the same.
+        dim: the dim of `src` that the intervals are of. The other dims of a part do not change.
         wanted: `(start, stop)` of a rank's part of the result along its dim `dst_dim` -> the intervals of `dim` that the rank
             needs, in order. A function of these numbers alone, so that all ranks agree.
-        dst_dim: the dim of `dst` that the intervals are made for; by default `dim`. None where the result has no such dim:
-            `wanted` is then asked for (0, 0).
+        dst_dim: the dim of `dst` that determines the intervals; by default `dim`. None if the result has no such dim:
+            `wanted` is then called with (0, 0).
 
     Raises:
         ValueError: an axis that splits the dim in `dst` splits another dim in `src`.
 
-    Communication: one all_to_all over the axes that split the dim before or after, where any of their ranks wants what
+    Communication: one all_to_all over the axes that split the dim before or after, if any of their ranks wants what
     another one holds; the same backward.
     """
 
     def __init__(self, src: Layout, dst: Layout, dim: int, wanted: Wanted, dst_dim: int | None = -1) -> None:
         self.src, self.dst, self.dim, self.wanted = src, dst, dim, wanted
         self.dst_dim = dim if dst_dim == -1 else dst_dim
-        self._batched: dict[int, Fetch] = {}
+        self._batched: dict[int, IntervalExchange] = {}
         mesh: Any = src.mesh
         axes = dict.fromkeys((*src.spec.dims[dim], *(() if self.dst_dim is None else dst.spec.dims[self.dst_dim])))
         self.axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
         if elsewhere := [axis for axis in self.axes if src.dim_of.get(axis, dim) != dim]:
             raise ValueError(
-                f"{elsewhere[0]!r} splits dim {src.dim_of[elsewhere[0]]} of {src}, whose ranks hold other parts of that dim, so that "
-                f"dim {dim} cannot be fetched as {dst} has it; redistribute first"
+                f"axis {elsewhere[0]!r} splits dim {src.dim_of[elsewhere[0]]} of {src}, so ranks along it hold other parts of it, and "
+                f"intervals of dim {dim} for {dst} cannot be exchanged between them; redistribute first"
             )
 
     def __call__(self, local: Tensor) -> Tensor:
@@ -82,20 +82,20 @@ class Fetch:
             parts = [local.narrow(self.dim, p.start - self._start, p.stop - p.start) for p in self._mine]
             return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim) if parts else local.narrow(self.dim, 0, 0)
         if transforming():
-            return under_transforms(local, _Brought(self))
+            return under_transforms(local, _ExchangeMap(self))
         if local.requires_grad and torch.is_grad_enabled():
-            return _Fetched.apply(local, self)  # type: ignore[return-value]
-        return self.bring(local)
+            return _ForwardNode.apply(local, self)  # type: ignore[return-value]
+        return self.forward(local)
 
-    def batched(self, count: int) -> Fetch:
-        """The same for parts with a batch dim of this length at the end."""
+    def batched(self, count: int) -> IntervalExchange:
+        """Return the same exchange for parts with a batch dim of this length at the end."""
         found = self._batched.get(count)
         if found is None:
             layouts = batched_layout(self.src, count), batched_layout(self.dst, count)
-            found = keep(self._batched, count, Fetch(*layouts, self.dim, self.wanted, self.dst_dim))
+            found = keep(self._batched, count, IntervalExchange(*layouts, self.dim, self.wanted, self.dst_dim))
         return found
 
-    # -- who gives what to whom ----------------------------------------------------------------------------------------
+    # -- which rank sends what to which --------------------------------------------------------------------------------
 
     @cached_property
     def _peers(self) -> list[tuple[int, ...]]:
@@ -118,33 +118,33 @@ class Fetch:
         return self._held[self._me][0]
 
     @cached_property
-    def _pieces(self) -> list[list[Piece]]:
-        """For every rank of the group what it wants, in order."""
-        return [self._pieces_of(number) for number in range(len(self._peers))]
+    def _sources(self) -> list[list[SourceInterval]]:
+        """For each rank of the group what it wants, in order."""
+        return [self._sources_of(number) for number in range(len(self._peers))]
 
-    def _pieces_of(self, number: int) -> list[Piece]:
+    def _sources_of(self, number: int) -> list[SourceInterval]:
         box = self.dst.box_at(self._peers[number])
         interval = (0, 0) if self.dst_dim is None else box[self.dst_dim]
-        found: list[Piece] = []
-        place = 0
+        found: list[SourceInterval] = []
+        offset = 0
         for start, stop in self.wanted(*interval):
             while start < stop:
                 owner = self._owner(start, number)
                 end = min(stop, self._held[owner][1])
-                found.append(Piece(owner, start, end, place))
-                start, place = end, place + end - start
+                found.append(SourceInterval(owner, start, end, offset))
+                start, offset = end, offset + end - start
         return found
 
     def _owner(self, index: int, wanter: int) -> int:
-        """Who gives an element: the rank itself if it can, else the first that holds it."""
+        """Return the rank that sends an element: the wanting rank itself if it holds it, else the first that does."""
         start, stop = self._held[wanter]
         if start <= index < stop:
             return wanter
-        starts, owners = self._givers
+        starts, owners = self._first_owners
         return owners[bisect_right(starts, index) - 1]
 
     @cached_property
-    def _givers(self) -> tuple[list[int], list[int]]:
+    def _first_owners(self) -> tuple[list[int], list[int]]:
         """Where each part of the dim starts, and the first rank that holds it."""
         first: dict[int, int] = {}
         for owner, (start, stop) in enumerate(self._held):
@@ -155,20 +155,20 @@ class Fetch:
     @cached_property
     def moves(self) -> bool:
         """Whether any rank wants what another one holds."""
-        return any(p.owner != number for number, pieces in enumerate(self._pieces) for p in pieces)
+        return any(p.owner != number for number, pieces in enumerate(self._sources) for p in pieces)
 
     @cached_property
-    def _mine(self) -> list[Piece]:
-        return self._pieces[self._me]
+    def _mine(self) -> list[SourceInterval]:
+        return self._sources[self._me]
 
     # -- moving --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _ways(self) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
-        """Boxes of the part that go out, elements for each rank, boxes of the result that come in, elements from each."""
+    def _boxes_and_splits(self) -> tuple[list[Box], list[int], list[Box], list[int], tuple[int, ...]]:
+        """The boxes of the part that are sent, elements for each rank, boxes of the result that are received, elements from each, shape."""
         shape, count = self.src.local_shape, len(self._peers)
-        outgoing = [[(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me] for ps in self._pieces]
-        incoming = [[(p.place, p.place + p.stop - p.start) for p in self._mine if p.owner == i] for i in range(count)]
+        outgoing = [[(p.start - self._start, p.stop - self._start) for p in ps if p.owner == self._me] for ps in self._sources]
+        incoming = [[(p.offset, p.offset + p.stop - p.start) for p in self._mine if p.owner == i] for i in range(count)]
         sends, in_splits = self._boxes(outgoing, shape)
         recvs, out_splits = self._boxes(incoming, shape)
         length = sum(p.stop - p.start for p in self._mine)
@@ -181,67 +181,71 @@ class Fetch:
 
     @cached_property
     def _copies(self) -> tuple[Any, Any, Any]:
-        sends, _, recvs, _, shape = self._ways
+        sends, _, recvs, _, shape = self._boxes_and_splits
         return compile_pack(self.src.local_shape, sends), compile_unpack(shape, recvs), compile_pack(shape, recvs)
 
-    def bring(self, local: Tensor) -> Tensor:
-        """The wanted intervals, without gradient."""
-        _, in_splits, _, out_splits, _ = self._ways
-        pack, place, _ = self._copies
-        return place(self._exchange(pack(local), out_splits, in_splits))
+    def forward(self, local: Tensor) -> Tensor:
+        """Return the wanted intervals, without gradient."""
+        _, in_splits, _, out_splits, _ = self._boxes_and_splits
+        pack, unpack, _ = self._copies
+        return unpack(self._all_to_all(pack(local), out_splits, in_splits))
 
-    def give_back(self, grad: Tensor) -> Tensor:
-        """The transpose of `bring`: everything goes back to where it came from, and is added up there."""
-        sends, in_splits, _, out_splits, _ = self._ways
-        flat = self._exchange(self._copies[2](grad), in_splits, out_splits)
+    def transpose(self, grad: Tensor) -> Tensor:
+        """The transpose of `forward`: send everything back to the rank that holds it, and add up there."""
+        sends, in_splits, _, out_splits, _ = self._boxes_and_splits
+        flat = self._all_to_all(self._copies[2](grad), in_splits, out_splits)
         total = grad.new_zeros(self.src.local_shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         for box, start in zip(sends, accumulate(map(box_size, sends), initial=0), strict=False):
             total[slices(box)] += flat[start : start + box_size(box)].view(box_shape(box))
         return total.to(grad.dtype)
 
-    def _exchange(self, packed: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
+    def _all_to_all(self, sent: Tensor, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
         mesh: Any = self.src.mesh
-        arrived = packed.new_empty(sum(out_splits))
-        mesh.group(self.axes).all_to_all(arrived, packed, out_splits, in_splits)
-        return arrived
+        received = sent.new_empty(sum(out_splits))
+        mesh.group(self.axes).all_to_all(received, sent, out_splits, in_splits)
+        return received
 
 
-class _Brought(Linear):
-    """`bring`, or the way back, as a linear map under transforms of torch.func."""
+class _ExchangeMap(Linear):
+    """`forward`, or `transpose`, of an exchange as a linear map, for transforms of torch.func."""
 
-    def __init__(self, fetch: Fetch, back: bool = False) -> None:
-        self.fetch, self.back = fetch, back
+    def __init__(self, exchange: IntervalExchange, back: bool = False) -> None:
+        self.exchange, self.back = exchange, back
 
     @property
-    def transpose(self) -> _Brought:
-        return _Brought(self.fetch, not self.back)
+    def transpose(self) -> _ExchangeMap:
+        return _ExchangeMap(self.exchange, not self.back)
 
-    def batched(self, count: int) -> _Brought:
-        return _Brought(self.fetch.batched(count), self.back)
+    def batched(self, count: int) -> _ExchangeMap:
+        return _ExchangeMap(self.exchange.batched(count), self.back)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.fetch.give_back(x) if self.back else self.fetch.bring(x)
+        return self.exchange.transpose(x) if self.back else self.exchange.forward(x)
 
 
-class _Fetched(torch.autograd.Function):
+class _ForwardNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, fetch: Fetch) -> Tensor:
-        ctx.fetch = fetch
-        return fetch.bring(local)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = with_memory(grads[0])
-        return under_transforms(grad, _Brought(ctx.fetch, back=True)) if transforming() else _GivenBack.apply(grad, ctx.fetch), None
-
-
-class _GivenBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, fetch: Fetch) -> Tensor:
-        ctx.fetch = fetch
-        return fetch.give_back(grad)
+    def forward(ctx: Any, local: Tensor, exchange: IntervalExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.forward(local)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         grad = with_memory(grads[0])
-        return under_transforms(grad, _Brought(ctx.fetch)) if transforming() else _Fetched.apply(grad, ctx.fetch), None
+        if transforming():
+            return under_transforms(grad, _ExchangeMap(ctx.exchange, back=True)), None
+        return _BackwardNode.apply(grad, ctx.exchange), None
+
+
+class _BackwardNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, exchange: IntervalExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.transpose(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        grad = with_memory(grads[0])
+        if transforming():
+            return under_transforms(grad, _ExchangeMap(ctx.exchange)), None
+        return _ForwardNode.apply(grad, ctx.exchange), None

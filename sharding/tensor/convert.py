@@ -16,8 +16,9 @@ from ..functional.named_axes import current_captures
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import EACH, SpecLike
 from ..ops import dispatch
-from ..redistribute.autograd import redistribute_grad, redistribute_local
-from ..redistribute.redistribution_map import Moved
+from ..redistribute.autograd import redistribute_local
+from ..redistribute.linear import redistribute_grad
+from ..redistribute.redistribution_map import LinearRedistribution
 from . import from_dtensor
 from .autograd.engine_hooks import is_transformed, transforming
 from .global_shape import describes, global_shape
@@ -94,7 +95,7 @@ def from_local(
             f"the local tensor has shape {list(local_tensor.shape)}, but under {layout} this rank holds {list(layout.local_shape)}"
         )
     if transforming():
-        entered = Moved(layout, layout, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        entered = LinearRedistribution(layout, layout, layout.grad if grad_placements is None else layout.replace(grad_placements))
         return ShardedTensor._make_guarded(under_transforms(local_tensor, entered), layout)
     if not (local_tensor.requires_grad and torch.is_grad_enabled()):
         return ShardedTensor._make_guarded(local_tensor.detach(), layout)
@@ -194,7 +195,7 @@ def to_local(x: ShardedTensor, *, grad_placements: SpecLike = None, check: bool 
         return captures.local(x)
     layout, local = x._layout, dispatch.known_local(x)
     if transforming():
-        left = Moved(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
+        left = LinearRedistribution(layout, layout, None, layout.grad if grad_placements is None else layout.replace(grad_placements))
         return under_transforms(local, left) if local.requires_grad or is_transformed(local) else local
     if not local.requires_grad:
         return local

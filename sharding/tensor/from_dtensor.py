@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ...mesh.device_mesh import as_device_mesh
-from ..layout.spec import Placement, Shard, own_placement
+from ..layout.spec import Placement, Shard, as_placement
 from .sharded_tensor import ShardedTensor
 
 
@@ -40,7 +40,7 @@ def _own_placements(placements: Sequence[Any], sizes: Sequence[int]) -> list[Pla
     out: list[Placement] = []
     for i, placement in enumerate(placements):
         if type(placement).__name__ != "_StridedShard":
-            out.append(own_placement(placement))
+            out.append(as_placement(placement))
             continue
         later = [j for j in range(i + 1, len(placements)) if getattr(placements[j], "dim", None) == placement.dim]
         if prod(sizes[j] for j in later) != placement.split_factor:

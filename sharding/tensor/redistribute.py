@@ -12,13 +12,13 @@ from torch import Tensor
 from ...mesh.comm.current_world import current_world
 from ...mesh.device_mesh import DeviceMesh, as_device_mesh, is_mesh
 from ..functional.named_axes import current_captures
-from ..layout.layout import Layout, told_apart
+from ..layout.layout import Layout, distinct_mesh_names
 from ..layout.spec import P, Sharding, SpecLike
 from ..ops import dispatch
 from ..ops.lineage import comm_context, mixed
-from ..redistribute.autograd import redistribute_local, start_redistribute, start_redistribute_many
-from ..redistribute.cross_mesh import redistribute_across
-from ..redistribute.redistribution_map import runner
+from ..redistribute.autograd import redistribute_local, start_redistribute
+from ..redistribute.cross_mesh import redistribute_cross_mesh
+from ..redistribute.executor import executor
 from . import from_dtensor
 from .autograd.engine_hooks import any_requires_grad, transforming, transforms_active
 from .mesh_arguments import mesh_and_spec
@@ -125,12 +125,12 @@ def redistribute(
             src, target, async_op=async_op, max_bytes=max_bytes, accumulate_dtype=accumulate_dtype,
             transport=transport, donate=donate, out=out,
         )  # fmt: skip
-        moved = redistribute_across(local.to(src.dtype), src, target, backward_dtype=backward_dtype)
+        moved = redistribute_cross_mesh(local.to(src.dtype), src, target, backward_dtype=backward_dtype)
     elif target is layout and out is None:
         return Resharding(lambda: x) if async_op else x
     elif async_op or donate or max_bytes is not None or accumulate_dtype or transport or out is not None:
         start = partial(
-            start_redistribute, src=src, dst=target, backward_dtype=backward_dtype, max_bytes=max_bytes,
+            start_redistribute, pairs=[(src, target)], backward_dtype=backward_dtype, max_bytes=max_bytes,
             accumulate_dtype=accumulate_dtype, transport=transport,
         )  # fmt: skip
         tensors = [local]
@@ -142,7 +142,7 @@ def redistribute(
             if src is target or local.requires_grad or transforming():
                 moved = redistribute_local(local, src, target, backward_dtype=backward_dtype)
             else:
-                moved = runner(src, target)(local)
+                moved = executor(src, target)(local)
     result = ShardedTensor._make(_unshared(moved, local), target)
     result._lineage = x._lineage
     return result
@@ -152,21 +152,21 @@ def _start(
     x: ShardedTensor,
     tensors: list[Tensor],
     target: Layout,
-    start: Callable[..., Callable[[], Tensor]],
+    start: Callable[..., Callable[[], list[Tensor]]],
     donate: bool,
     out: ShardedTensor | None,
 ) -> Callable[[], ShardedTensor]:
     """Launch the collectives of a redistribution with options; return what waits for them and gives the result."""
     _check_writable(x, target, donate, out)
     kept, lineage = None if donate else tensors[0], x._lineage
-    into = None if out is None else dispatch.known_local(out)
+    into = None if out is None else [dispatch.known_local(out)]
     if donate:
         DonatedTensor.take(x)
     with comm_context(target.mesh.world, lineage):  # type: ignore[attr-defined]
-        wait = start(tensors, own=donate, out=into)
+        wait = start(tensors, donate=donate, outs=into)
 
     def finish() -> ShardedTensor:
-        moved = wait()
+        (moved,) = wait()
         result = out if out is not None else ShardedTensor._make(_unshared(moved, kept), target)
         result._lineage = lineage
         return result
@@ -232,7 +232,7 @@ def redistribute_many(
     with comm_context(current_world(), mixed(0, tensors)):
         for x in tensors if donate else ():
             DonatedTensor.take(x)
-        wait = start_redistribute_many(locals_, pairs, backward_dtype=backward_dtype, own=donate)
+        wait = start_redistribute(locals_, pairs, backward_dtype=backward_dtype, donate=donate)
 
     def finish() -> list[ShardedTensor]:
         results = []
@@ -283,7 +283,7 @@ def _mesh_and_placements(
         raise TypeError(f"redistribute takes placements, or a mesh and placements; got {where!r}")
     to: DeviceMesh = x.mesh if mesh is None else as_device_mesh(mesh)
     if placements is None and to is not x.mesh:
-        here, there = told_apart(x.mesh, to)
+        here, there = distinct_mesh_names(x.mesh, to)
         raise ValueError(f"{x._layout} on {here} has no placements on {there}; write x.redistribute(mesh, placements)")
     return to, x._layout.spec if placements is None else placements
 
@@ -292,7 +292,7 @@ def _check_plain(layout: Layout, target: Layout, **options: Any) -> None:
     """Raise a ValueError for an option that a redistribution to another mesh does not support."""
     given = [name for name, value in options.items() if value is not None and value is not False]
     if given:
-        here, there = told_apart(layout.mesh, target.mesh)
+        here, there = distinct_mesh_names(layout.mesh, target.mesh)
         raise ValueError(
             f"{given[0]}= is for a redistribution on one mesh, and {layout} goes from {here} to {there}; leave it out, and "
             "redistribute on one of the meshes with it"

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...mesh.context import given_or_current
 from ...mesh.device_mesh import DeviceMesh
+from ...mesh.text import table_lines
 from .sampler import data_axes
 
 
@@ -69,8 +70,7 @@ class BatchReport:
             rows.append(("for the same batch: accumulation", "", _text(self.same_accumulation)))
             if self.before.lr is not None:
                 rows += [("lr, scaled linearly", "", _text(self.linear_lr)), ("lr, by the square root", "", _text(self.sqrt_lr))]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(f"{a.ljust(widths[0])}  {b.rjust(widths[1])}  {c.rjust(widths[2])}".rstrip() for a, b, c in rows)
+        return "\n".join(table_lines(rows, right=(1, 2)))
 
     def _scaled(self, factor: float) -> float | None:
         known = self.lr if self.before is None else self.before.lr

@@ -229,7 +229,7 @@ BAD = {
     ),
     "plan between dtypes": (
         lambda m: sm.plan(sm.typeof(x(m)), sm.typeof(x(m).double())),
-        ["dtype", "torch.float32 is not torch.float64"],
+        ["the dtype must be the same, got torch.float32 and torch.float64"],
     ),
 }
 

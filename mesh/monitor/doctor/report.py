@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import columns
+from ...text import table_lines
 from ...topology import seconds_text
 from .bandwidth import Bandwidth
 from .findings import Finding
@@ -68,7 +68,7 @@ class Report:
         rows += [
             (b.axis, str(b.ranks), b.op, seconds_text(b.latency), f"{b.gigabytes_per_second:.3g} GB/s") for b in self.bandwidth
         ]
-        return ["", *columns(rows)]
+        return ["", *table_lines(rows, right=())]
 
     def _summary(self) -> str:
         faults, warnings = self.count("fault"), self.count("warning")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...comm.current_world import current_world
-from ...text import columns
+from ...text import table_lines
 from ..recording.call_text import call_text, fields_of
 from ..recording.job_directory import is_dead, is_local, is_near, is_stopped, open_buffer, read_verdict
 from ..recording.trace_buffer import RECORDS, Header, RankState, Record, TraceBuffer
@@ -384,7 +384,7 @@ class _Reader:
 
 def table(entries: Sequence[LedgerEntry]) -> list[str]:
     """Return the entries as a table."""
-    return columns([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
+    return table_lines([_HEADINGS, *map(_row, entries)], _NUMBERS) if entries else []
 
 
 def _row(entry: LedgerEntry) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...text import columns
+from ...text import table_lines
 from .ledger import ledger
 
 if TYPE_CHECKING:
@@ -125,18 +125,18 @@ class StragglerReport:
         heads = ["step", "waited for", "share", "all wait ms", *(f"rank {rank}" for rank in shown)]
         named = [*self.steps.items(), ("all", self.all)]
         rows = [["" if step is None else str(step), *_most(waits), *_cells(waits.by_rank, shown)] for step, waits in named]
-        return columns([heads, *rows], range(2, len(heads)))
+        return table_lines([heads, *rows], range(2, len(heads)))
 
     def _ranks(self) -> list[str]:
         between, shown = self.all.between, self._shown()
         heads = ["ms waited by", *(f"for rank {rank}" for rank in shown)]
         rows = [[f"rank {rank}", *(_ms(between.get((rank, other), 0.0)) for other in shown)] for rank in shown]
-        return columns([heads, *rows], range(1, len(heads)))
+        return table_lines([heads, *rows], range(1, len(heads)))
 
     def _lines(self) -> list[str]:
         heads = ["collective", "waited for", "share", "all wait ms", "line"]
         rows = [[what, *_most(waits), place] for (place, what), waits in list(self.lines.items())[:_LINES]]
-        return columns([heads, *rows], (2, 3))
+        return table_lines([heads, *rows], (2, 3))
 
     def __str__(self) -> str:
         return self.report()

@@ -1,13 +1,12 @@
-"""A hash of the bits of a tensor, computed where the tensor lies: 64 bits that depend on every bit and on its place.
+"""`bit_hash`: a 64-bit hash of the bits of a tensor and their positions, computed on the tensor's device.
 
-The tensor is read as 64-bit words, the last one filled up with zeros; word i goes with its place through a permutation of the
-64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014), and the hash is the sum of what comes out, modulo 2**64:
+The tensor is read as 64-bit words, the last one padded with zeros. Each word and its position go through a permutation of the
+64-bit numbers (the finaliser of SplitMix64, Steele, Lea, Flood 2014), and the hash is the sum of the results, modulo 2**64:
 
     sum over i of mix(word[i] ^ i * golden)
 
 So a tensor that differs in one word always has another hash; one that differs in several has the same one with a probability of
-about 2**-64. A sum has no order, so that any device gives the same number. It is no defence against somebody who looks for
-two tensors of the same hash.
+about 2**-64. The sum does not depend on the order, so any device gives the same number. The hash is not cryptographic.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_AT_A_TIME = 1 << 22  # bytes: what is mixed stays in a cache
+_AT_A_TIME = 1 << 22  # bytes, so that intermediate results fit into the cache
 _GOLDEN, _FIRST, _SECOND = (c - (1 << 64) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 @torch.no_grad()
 def bit_hash(x: Tensor) -> Tensor:
-    """bit_hash(x) -> 0-d int64 on the device of x, of the bits of a plain tensor; not of its shape and dtype.
+    """bit_hash(x) -> 0-d int64 on the device of x: a hash of the bits of a plain tensor, without its shape and dtype.
 
-    -0.0 and 0.0 differ, and NaNs of different bits.
+    -0.0 and 0.0 have different hashes, and so have NaNs with different bits.
 
     Communication: none.
     """
@@ -35,18 +34,18 @@ def bit_hash(x: Tensor) -> Tensor:
 
 
 def flat_of(x: Tensor) -> Tensor:
-    """The elements of a tensor in a row."""
+    """Return the elements of a tensor as a contiguous 1-d tensor."""
     dense = x.detach() if x.layout is torch.strided else x.detach().to_dense()
     return dense.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _mixed(part: Tensor, place: int) -> Tensor:
-    """The words of these bytes, mixed with their places, the first of which is given."""
+def _mixed(part: Tensor, start: int) -> Tensor:
+    """Return the words of these bytes, mixed with their positions, which begin at `start`."""
     count = -(-part.numel() // 8)
-    words = torch.arange(place, place + count, device=part.device).mul_(_GOLDEN)
+    words = torch.arange(start, start + count, device=part.device).mul_(_GOLDEN)
     words ^= _words(part, count)
     words *= _FIRST
-    words ^= (words >> 32).bitwise_and_((1 << 32) - 1)  # a shift that brings in zeros: torch's own brings in the sign
+    words ^= (words >> 32).bitwise_and_((1 << 32) - 1)  # a logical shift: torch's own is arithmetic
     words *= _SECOND
     words ^= (words >> 29).bitwise_and_((1 << 35) - 1)
     return words

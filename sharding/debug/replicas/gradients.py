@@ -1,10 +1,9 @@
-"""Check that the gradients of replicas agree, where a replicated value has left as plain tensors and all ranks must use it alike: by
-`to_local`, or as the gradient of a plain tensor that counts as replicated.
+"""`check_replicas_agree`: compare the gradients of replicas of a value that left as plain tensors, which all ranks must use the same way.
 
-The check is made when a signature is first seen: the lines of the program that lead to the call of `to_local`, the layout, and which one
-of these it is in the backward pass. What is called ten times in a loop is checked ten times in the first pass and not in the second. All of
-it is the same on ranks that run one program, and a signature is kept only after a check that the whole group has passed; so ranks decide
-alike.
+That is the result of `to_local`, or the gradient of a plain tensor that counts as replicated. The check is made when a signature is first
+seen: the lines of the program that lead to the call of `to_local`, the layout, and how many with these came before in the backward
+pass. What is called ten times in a loop is checked ten times in the first pass and not in the second. Signatures are the same on ranks
+that run the same program, and one is kept only after the whole group has passed the check, so all ranks make the same decision.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ...tensor.autograd import engine_hooks
 
 CHECKS = (True, False, "always")
 LEFT_BY_TO_LOCAL = (
-    "the gradients of to_local() differ between the replicas on axes {axes} of {layout}: each rank used the value differently; say "
+    "the gradients of to_local() differ between the replicas on axes {axes} of {layout}: each rank used the value differently; write "
     "to_local(grad_placements=[Partial() on those axes]) so that they are summed"
 )
 USED_DIFFERENTLY = (
@@ -35,12 +34,12 @@ USED_DIFFERENTLY = (
 
 
 class _Passed:
-    """The signatures that have passed in a group.
+    """The signatures that have passed the check in a group.
 
     Attributes:
-        signatures: those, in the order in which they passed.
-        task: the backward pass that ran last.
-        counts: how many gradients with a path and layout have come in it.
+        signatures: in the order in which they passed.
+        task: the last backward pass.
+        counts: the number of gradients with a path and layout in it.
     """
 
     def __init__(self) -> None:
@@ -53,17 +52,17 @@ class _Passed:
         if task != self.task:
             self.task = task
             self.counts.clear()
-        place = path, layout.stamp
-        self.counts[place] += 1
-        return place, self.counts[place]
+        key = path, layout.fingerprint
+        self.counts[key] += 1
+        return key, self.counts[key]
 
 
 def check_replicas_agree(grad: Tensor, layout: Layout, path: int | None, text: str = LEFT_BY_TO_LOCAL) -> None:
-    """Check that the ranks along the replicated axes of `layout` have the same gradient, if this signature has not passed before.
+    """Check that the ranks along the replicated axes of `layout` have the same gradient, unless this signature has passed before.
 
     Args:
-        path: the `call_path` of where the value left; None to check whatever has passed.
-        text: of the error, with places for `axes` and `layout`.
+        path: the `call_path` at which the value left; None to check in any case.
+        text: the error, with the fields `axes` and `layout`.
 
     Raises:
         RuntimeError: on every rank of the axes, if the replicas differ.
@@ -85,7 +84,7 @@ def check_replicas_agree(grad: Tensor, layout: Layout, path: int | None, text: s
 
 
 def _compare(grad: Tensor, layout: Layout, group: Group, text: str) -> None:
-    """Compare checksums of the gradient in a group: of its values, to half the digits of its dtype, and of where it is not finite."""
+    """Compare checksums of the gradient in a group: of its values, to half the digits of its dtype, and of its non-finite elements."""
     values = torch.view_as_real(grad.detach().resolve_conj()) if grad.is_complex() else grad.detach()
     wide = values.double().flatten()
     ramp = torch.linspace(1, 2, wide.numel(), dtype=torch.float64, device=wide.device)
@@ -96,6 +95,6 @@ def _compare(grad: Tensor, layout: Layout, group: Group, text: str) -> None:
     group.all_reduce(extremes, "max")
     if extremes.is_meta:
         return  # no values to compare
-    high, high_odd, low, low_odd, scale = extremes.tolist()
-    if high + low > math.sqrt(torch.finfo(values.dtype).eps) * scale or high_odd + low_odd > 1e-9:
+    high, high_infinite, low, low_infinite, scale = extremes.tolist()
+    if high + low > math.sqrt(torch.finfo(values.dtype).eps) * scale or high_infinite + low_infinite > 1e-9:
         raise RuntimeError(text.format(axes=layout.replicated_axes, layout=layout))

@@ -30,8 +30,7 @@ from ....mesh.simulated.simulate import SimulatedWorld
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout, chunk
 from ...layout.spec import P
-from ...redistribute.executor import Runner
-from ...redistribute.redistribution_map import runner
+from ...redistribute.executor import Executor, executor
 from ...tensor.autograd import engine_hooks
 from ...tensor.transforms import Linear, under_transforms
 from ..named_axes import Axes
@@ -93,26 +92,26 @@ class RedistributionMap(LinearMap):
 
     def __init__(self, axes: Axes) -> None:
         super().__init__(axes)
-        self._runners: dict[Any, Runner] = {}
+        self._executors: dict[Any, Executor] = {}
 
     @abstractmethod
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         """Return the layouts before and after, for a part of this shape."""
 
-    def _runner(self, x: Tensor) -> Runner:
+    def _executor(self, x: Tensor) -> Executor:
         key = (x.shape, x.dtype)
-        found = self._runners.get(key)
+        found = self._executors.get(key)
         if found is None:
-            found = keep(self._runners, key, runner(*self.layouts(x.shape, x.dtype)))
+            found = keep(self._executors, key, executor(*self.layouts(x.shape, x.dtype)))
         return found
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self._runner(x)(x)
+        out = self._executor(x)(x)
         return out.clone() if self.axes.size == 1 else out
 
     def start(self, x: Tensor) -> Finish:
-        wait = self._runner(x).start([x])
-        return (lambda: wait().clone()) if self.axes.size == 1 else wait
+        wait = self._executor(x).start([x])
+        return (lambda: wait()[0].clone()) if self.axes.size == 1 else (lambda: wait()[0])
 
 
 class GatherMap(RedistributionMap):

@@ -21,7 +21,7 @@ from ...layout.spec import Cut
 from ...ops.dispatch import known_local
 from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import from_parts, with_dim
-from ...redistribute.interval_exchange import Fetch, Interval
+from ...redistribute.interval_exchange import Interval, IntervalExchange
 from ...tensor.sharded_tensor import ShardedTensor
 
 Runs = tuple[Interval, ...]  # positions that a rank holds, one interval after the other in its memory
@@ -171,7 +171,7 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
 
 def _fetched(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
     known_local(x)
-    fetch = Fetch(x._layout, target, dim, lambda start, stop: _between(order, start, stop))
+    fetch = IntervalExchange(x._layout, target, dim, lambda start, stop: _between(order, start, stop))
     lineage = mixed(seed_of(name), [x])
 
     def moved(local: Tensor) -> Tensor:

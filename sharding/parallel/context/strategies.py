@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...layout.layout import Layout, told_apart
+from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import part_sizes, splitting_axes, with_dim
 from ...ops.rules.nn.attention import attention_local
@@ -224,7 +224,7 @@ def _places(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
 def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
     for other in (k, v):
         if other.mesh is not q.mesh:
-            here, there = told_apart(q.mesh, other.mesh)
+            here, there = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
                 f"context_parallel_attention: query, key and value lie on two meshes, {here} and {there}; bring them to one mesh first"
             )

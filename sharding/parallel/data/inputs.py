@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout.layout import told_apart
+from ...layout.layout import distinct_mesh_names
 from ...tensor.sharded_tensor import ShardedTensor
 
 
@@ -26,7 +26,7 @@ def mesh_of_inputs(inputs: Any, whole: DeviceMesh, unit: str) -> DeviceMesh | No
     mesh = next((x.mesh for x in pytree.tree_leaves(inputs) if isinstance(x, ShardedTensor)), None)
     if mesh is None or mesh is whole or (set(mesh.axis_names) <= set(whole.axis_names) and whole[mesh.axis_names] == mesh):
         return mesh
-    here, there = told_apart(mesh, whole)
+    here, there = distinct_mesh_names(mesh, whole)
     raise ValueError(
         f"an input of {unit} lies on {here}, and its parameters on {there}; redistribute the input to that mesh, or a part of it"
     )

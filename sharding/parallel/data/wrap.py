@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...debug.module_repr import show_layouts_in_repr
-from ...layout.layout import Layout, told_apart
+from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import P
 from ...ops.prepared_modules import prepare
 from ...redistribute.autograd import redistribute_local
@@ -145,7 +145,7 @@ def _base(found: Found, mesh: DeviceMesh) -> Layout:
         return Layout.of(mesh, P(), x.shape, x.dtype)
     part = x.mesh
     if part is not mesh and not (set(part.axis_names) <= set(mesh.axis_names) and mesh[part.axis_names] == part):
-        here, there = told_apart(part, mesh)
+        here, there = distinct_mesh_names(part, mesh)
         raise ValueError(f"{found[0]} lies on {here}, and is to be split on {there}; pass the mesh that has the axes of both")
     return Layout.of(mesh, x.spec, x.shape, x.dtype)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ....mesh.device_mesh import DeviceMesh
-from ...layout.layout import Layout, told_apart
+from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...ops import nonmember
 from ...ops.dispatch import known_local, wrap
@@ -273,7 +273,7 @@ def _check_one_mesh(given: dict[str, Any]) -> None:
     (name, first), *rest = given.items()
     for other, x in rest:
         if x.mesh is not first.mesh:
-            here, there = told_apart(first.mesh, x.mesh)
+            here, there = distinct_mesh_names(first.mesh, x.mesh)
             raise ValueError(f"moe: {name} lies on {here}, and {other} on {there}; bring all to one mesh first")
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
-from ...layout.spec import Cut, P, Placement, own_placement, placements_to_spec
+from ...layout.spec import Cut, P, Placement, as_placement, placements_to_spec
 from ...ops.torch_compile import not_compiled, refuse_jit_trace
 from ...tensor.convert import from_local
 from ...tensor.redistribute import redistribute, redistribute_many
@@ -311,6 +311,6 @@ def as_where(given: Any, what: str) -> Where:
     if given is None or isinstance(given, P):
         return given
     try:
-        return own_placement(given)
+        return as_placement(given)
     except TypeError:
         raise TypeError(f"{what}: expected P(...), Shard(dim), Replicate() or None, got {given!r}") from None

@@ -1,16 +1,19 @@
-"""Plans: the steps that take a tensor from one layout to another, worked out before anything moves.
+"""Plans: the steps that take a tensor from one layout to another, computed before anything moves.
 
-`plan(src, dst)` is a pure function of two layouts and a topology: no process group, no tensor, and the same answer on
-every rank. Read on in this order:
+`plan(src, dst)` is a pure function of two layouts and a topology: no process group, no tensor, and the same result on
+every rank. Read the files in this order:
 
-    steps.py      what a plan is made of
-    toward.py     layouts on the way from one to another, and which collective the geometry between two is
-    meeting.py    which ranks hold a part of a given box
-    route.py      who sends which box to whom in an exchange
-    traffic.py    bytes per rank, per node and in memory
-    cost.py       seconds
-    planner.py    the candidates, and the choice
-    bounds.py     what no plan can do better
+    steps.py                  what a plan is made of
+    intermediate_layouts.py   layouts between two others, and which collective leads from one to the next
+    overlap.py                which ranks hold a part of a given box
+    routes.py                 which rank sends which box to which in an all_to_all_v
+    nodes.py, traffic.py      bytes between nodes, and per rank
+    memory.py                 bytes in memory
+    cost.py                   seconds
+    candidates.py             the plans that are considered
+    planner.py                the choice among them
+    cross_mesh.py             plans between two meshes
+    bounds.py                 how few bytes any plan must move
 """
 
 from .intermediate_layouts import without_trivial_axes

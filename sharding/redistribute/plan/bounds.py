@@ -1,4 +1,4 @@
-"""What no plan can do better: the bytes that a rank, or a node, does not hold and must come to hold."""
+"""How few bytes any plan must move: what a rank, or a node, does not hold before and must hold after."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ from ....kernels.box import Box, box_size
 from ....mesh.topology import Topology
 from ...layout.layout import Layout
 from .intermediate_layouts import without_trivial_axes
-from .nodes import looked_at
+from .nodes import counted_nodes
 from .overlap import Coordinate
 
 
 def is_reduction(src: Layout, dst: Layout) -> bool:
-    """Whether something pending must be combined: then values of other ranks enter every element, and these bounds are
-    none."""
+    """Return whether pending values must be combined.
+
+    Then every element depends on values of other ranks, and the bounds of this file do not apply.
+    """
     size = src.mesh.size
     return any(size(a) > 1 and dst.pending.get(a) != kind for a, kind in src.spec.unreduced)
 
 
 def rank_bound(src: Layout, dst: Layout) -> int:
-    """The fewest bytes that the busiest rank must receive: its box under `dst`, less its box under `src`.
+    """Return the fewest bytes that the busiest rank must receive: its box under `dst`, less its box under `src`.
 
-    Exact on any mesh: it looks at all ranks, as arrays over the axes that the layouts name.
+    Exact on any mesh: computed for all ranks, as arrays over the axes that the layouts name.
     """
-    _, after, own = numels(src, dst)
-    return int((after - own).max()) * dst.dtype.itemsize
+    _, after, common = numels(src, dst)
+    return int((after - common).max()) * dst.dtype.itemsize
 
 
 def numels(src: Layout, dst: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Elements of every rank's box before, after, and in both: int64, broadcastable to the mesh's shape."""
-    before = after = own = np.ones((), dtype=np.int64)
+    """Return the elements of every rank's box before, after, and in both: int64 arrays that broadcast to the mesh's shape."""
+    before = after = common = np.ones((), dtype=np.int64)
     for dim in range(len(src.shape)):
         have, want = intervals(src, dim), intervals(dst, dim)
         before, after = before * (have[1] - have[0]), after * (want[1] - want[0])
-        own = own * np.maximum(np.minimum(have[1], want[1]) - np.maximum(have[0], want[0]), 0)
-    return before, after, own
+        common = common * np.maximum(np.minimum(have[1], want[1]) - np.maximum(have[0], want[0]), 0)
+    return before, after, common
 
 
 def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the interval of every rank starts and stops along a dim: int64, broadcastable to the mesh's shape."""
+    """Return where the interval of every rank starts and stops along a dim: int64 arrays that broadcast to the mesh's shape."""
     mesh, ndim = layout.mesh, layout.mesh.ndim
     start, stop = np.zeros((1,) * ndim, dtype=np.int64), np.full((1,) * ndim, layout.shape[dim], dtype=np.int64)
     for cut in layout.spec.cuts[dim]:
@@ -61,39 +63,39 @@ def intervals(layout: Layout, dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def node_bound(src: Layout, dst: Layout, topology: Topology) -> int:
-    """The fewest bytes that the busiest node must receive: what its ranks come to hold and none of them holds before.
+    """Return the fewest bytes that the busiest node must receive: what its ranks hold after and none of them holds before.
 
-    Ranks that differ along a pending axis hold different values, so each such group counts by itself. On a mesh of many
-    ranks, that of a few nodes (see `nodes.looked_at`).
+    Ranks that differ along a pending axis hold different values, so each such group counts by itself. On a large mesh only a few
+    nodes are counted (see `nodes.counted_nodes`).
     """
     src, dst = without_trivial_axes(src), without_trivial_axes(dst)
     pending = [i for i, axis in enumerate(src.mesh.axis_names) if axis in src.pending]
     most = 0
-    for ranks in looked_at(src.mesh, topology):
-        apart: dict[tuple[int, ...], list[Coordinate]] = {}
+    for ranks in counted_nodes(src.mesh, topology):
+        by_contribution: dict[tuple[int, ...], list[Coordinate]] = {}
         for c in ranks:
-            apart.setdefault(tuple(c[i] for i in pending), []).append(c)
-        most = max(most, sum(_lacking(src, dst, here) for here in apart.values()))
+            by_contribution.setdefault(tuple(c[i] for i in pending), []).append(c)
+        most = max(most, sum(_missing(src, dst, group) for group in by_contribution.values()))
     return most * src.dtype.itemsize
 
 
-def _lacking(src: Layout, dst: Layout, here: Sequence[Coordinate]) -> int:
-    """Elements of the union of the ranks' boxes after that are not in the union of their boxes before."""
-    have, want = {src.box_at(c) for c in here}, {dst.box_at(c) for c in here}
+def _missing(src: Layout, dst: Layout, ranks: Sequence[Coordinate]) -> int:
+    """Return the elements of the union of the ranks' boxes after that are not in the union of their boxes before."""
+    have, want = {src.box_at(c) for c in ranks}, {dst.box_at(c) for c in ranks}
     have, want = {b for b in have if box_size(b)}, {b for b in want if box_size(b)}
     if not src.shape:
         return 0
     grids = [sorted({border for box in have | want for border in box[dim]}) for dim in range(len(src.shape))]
     covered = _cover(want, grids) & ~_cover(have, grids)
     lengths = np.ones((), dtype=np.int64)
-    for points in grids:
-        lengths = np.multiply.outer(lengths, np.diff(points))
+    for borders in grids:
+        lengths = np.multiply.outer(lengths, np.diff(borders))
     return int((covered * lengths).sum())
 
 
 def _cover(boxes: set[Box], grids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which cells of the grid lie in one of the boxes."""
-    covered = np.zeros([max(len(points) - 1, 0) for points in grids], dtype=bool)
+    """Return which cells of the grid are inside one of the boxes."""
+    covered = np.zeros([max(len(borders) - 1, 0) for borders in grids], dtype=bool)
     for box in boxes:
         covered[tuple(slice(np.searchsorted(g, lo), np.searchsorted(g, hi)) for g, (lo, hi) in zip(grids, box, strict=True))] = True
     return covered

@@ -1,4 +1,4 @@
-"""`python -m shardmesh plan`: explain a redistribution from the command line."""
+"""`python -m shardmesh plan`: explain a redistribution on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ....kernels.quantize import FORMATS
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
-from ...debug.explain import Explanation, explain
+from ...debug.explain import explain
 from ...layout.layout import Layout, dtype_name
 from ...layout.spec import P, Partial, Placement, Replicate, Shard, SpecLike
 
@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 def add_to(commands: Any) -> None:
-    """Adds the command to an argparse parser's subparsers; its `run` takes the parsed arguments."""
+    """Add the command to the subparsers of an argparse parser; its `run` takes the parsed arguments."""
     parser = commands.add_parser(
         "plan",
         help="how a tensor gets from one layout to another: steps, bytes, bounds, memory, time",
-        description="Explains the redistribution of a tensor from one layout to another. Needs no devices.",
+        description="Explain the redistribution of a tensor from one layout to another. Needs no devices.",
         epilog=f"{_SPELLINGS}\nexample:\n{EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -50,17 +50,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", default=torch.float32, metavar="NAME", type=_argument(parse_dtype), help="its element type (f32)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="whose latencies and bandwidths to assume (cuda)")
     nodes = parser.add_mutually_exclusive_group()
-    nodes.add_argument("--node-size", metavar="RANKS", type=int, help="how many consecutive ranks share a node (all)")
-    nodes.add_argument("--crossing", default=(), metavar="AXIS,...", type=_names, help="the axes between nodes (none)")
-    add("--max-bytes", metavar="BYTES", type=int, help="the most that a rank may hold at a time (no limit)")
-    add("--transport", choices=FORMATS, help="in which 8 bits values travel, 16- and 32-bit floats (their own)")
+    nodes.add_argument("--node-size", metavar="RANKS", type=int, help="number of consecutive ranks that share a node (all)")
+    nodes.add_argument("--crossing", default=(), metavar="AXIS,...", type=_names, help="axes between nodes (none)")
+    add("--max-bytes", metavar="BYTES", type=int, help="the most bytes that a rank may hold at one time (no limit)")
+    add("--transport", choices=FORMATS, help="8-bit format in which 16- and 32-bit floats are sent (their own dtype)")
     add("--json", action="store_true", help="print the same as JSON")
-    add("--picture", metavar="FILE", help="draw who holds what into a .png, .svg or .pdf file; needs shardmesh[viz]")
+    add("--picture", metavar="FILE", help="draw which rank holds which part into a .png, .svg or .pdf file; needs shardmesh[viz]")
 
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     try:
-        explained = _explained(arguments)
+        src = Layout.of(arguments.mesh, arguments.src, arguments.shape, arguments.dtype)
+        topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
+        limits = {"max_bytes": arguments.max_bytes, "transport": arguments.transport}
+        explained = explain(src, arguments.dst, topology=topology, **limits)
         if arguments.picture:
             explained.picture(arguments.picture)
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -69,17 +72,11 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _explained(arguments: argparse.Namespace) -> Explanation:
-    src = Layout.of(arguments.mesh, arguments.src, arguments.shape, arguments.dtype)
-    topology = Topology.default(arguments.device, arguments.node_size, arguments.crossing)
-    return explain(src, arguments.dst, topology=topology, max_bytes=arguments.max_bytes, transport=arguments.transport)
-
-
-# -- what the arguments say -------------------------------------------------------------------------------------------
+# -- parsing arguments -------------------------------------------------------------------------------------------------
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """The function with errors that argparse shows (of others it hides the text)."""
+    """Return the function with errors that argparse shows; it hides the text of a ValueError or TypeError."""
 
     def parsed(text: str) -> T:
         try:
@@ -91,7 +88,7 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def parse_mesh(text: str) -> AbstractMesh:
-    """The mesh that "dp=2,tp=4" names. Raises: ValueError."""
+    """parse_mesh("dp=2,tp=4") -> AbstractMesh((2, 4), ("dp", "tp")). Raises: ValueError."""
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and size.strip().isdecimal() for name, _, size in axes):
         raise ValueError(f"{text!r} is not a mesh; write its axes with their sizes, major to minor, as in dp=2,tp=4")
@@ -99,7 +96,7 @@ def parse_mesh(text: str) -> AbstractMesh:
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that "4096,4096" names; "" is that of a scalar. Raises: ValueError."""
+    """parse_shape("4096,4096") -> (4096, 4096); "" is the shape of a scalar. Raises: ValueError."""
     sizes = [size.strip() for size in text.split(",")] if text.strip() else []
     if not all(size.isdecimal() for size in sizes):
         raise ValueError(f"{text!r} is not a shape; write the size of each dim, as in 4096,4096")
@@ -107,13 +104,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names. Raises: ValueError."""
+    """parse_dtype("bf16") -> torch.bfloat16; "bfloat16" and "torch.bfloat16" are understood, too. Raises: ValueError."""
     by_name = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     short = {dtype_name(dtype): dtype for name, dtype in by_name.items() if dtype_name(dtype) != name}
     found = (by_name | short).get(text.removeprefix("torch."))
     if found is None:
         known = ", ".join(f"{name} ({dtype})" for name, dtype in sorted(short.items()))
-        raise ValueError(f"unknown dtype {text!r}; write one of {known}, bool, or another that torch has by that name")
+        raise ValueError(f"unknown dtype {text!r}; write one of {known}, bool, or the name of another torch dtype")
     return found
 
 
@@ -122,7 +119,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def parse_spec(text: str) -> SpecLike:
-    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements as one writes them in Python.
+    """parse_spec("P('dp', None)") -> P('dp', None): a spec or a list of placements, written as in Python.
 
     Only calls of `P`, `Shard`, `Replicate` and `Partial` with literal arguments are understood; nothing is evaluated.
 
@@ -152,7 +149,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) -> T:
-    """What a call of one of these names, with literals as arguments, makes."""
+    """Return the result of calling one of the known names with literals as arguments."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known):
         raise _not_a_spec(text)
     if not all(keyword.arg for keyword in node.keywords):
@@ -167,6 +164,5 @@ def _called(node: ast.expr, text: str, known: Mapping[str, Callable[..., T]]) ->
 
 def _not_a_spec(text: str) -> ValueError:
     return ValueError(
-        f"{text!r} is neither a spec nor placements; write P('dp', None, unreduced={{'tp'}}) or [Shard(0), Replicate()], "
-        "in quotes"
+        f"expected a spec or placements in quotes, such as P('dp', None, unreduced={{'tp'}}) or [Shard(0), Replicate()], got {text!r}"
     )

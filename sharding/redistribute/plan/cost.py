@@ -1,92 +1,96 @@
-"""What a step costs in time: launches, bytes on the slower link, and copies in memory.
+"""How long a step takes, estimated from launches, bytes on the slower link, and copies in memory.
 
     seconds = launches x latency + max(bytes / local, network bytes / network) x factor + copied bytes / memory
 
-Bytes are those of the busiest rank, the larger of what it sends and what it receives. The numbers are the topology's.
+Bytes are those of the busiest rank, the larger of what it sends and what it receives. Latencies and bandwidths are the topology's.
 """
 
 from __future__ import annotations
 
 from ....mesh.topology import Link, Topology
-from .memory import arrives_in_place, part_bytes
+from .memory import is_contiguous_gather, part_bytes
 from .steps import Step
 from .traffic import Traffic, traffic
 
-_MEASURED_AS = {"exchange": "all_to_all", "permute": "all_to_all", "two_phase": "all_to_all", "exchange_reduce": "all_to_all"}
+_CALIBRATED_AS = {
+    "all_to_all_v": "all_to_all",
+    "permute": "all_to_all",
+    "hierarchical_all_to_all_v": "all_to_all",
+    "all_to_all_reduce": "all_to_all",
+}
 
 
 def seconds(step: Step, topology: Topology) -> float:
-    """Estimated time of a step, of its slowest rank."""
+    """Return the estimated time of a step on its slowest rank."""
     moved = traffic(step, topology)
     if step.symmetric is not None:
         return _symmetric_seconds(step, moved, step.symmetric, topology)
     copies = _copied(step, moved) / topology.memory
     if step.is_local:
         return copies
-    inside = max(moved.received, moved.sent) / topology.local.bandwidth
-    across = moved.network / topology.network.bandwidth
-    factor = topology.factor(_MEASURED_AS.get(step.op, step.op))
-    return _latency(step, topology, bool(moved.network)) + max(inside, across) * factor + copies
+    if step.op == "hierarchical_all_to_all_v":
+        latency = step.rounds * (topology.network.latency + topology.local.latency)
+    else:
+        latency = step.rounds * (topology.network if moved.network else topology.local).latency
+    local = max(moved.received, moved.sent) / topology.local.bandwidth
+    network = moved.network / topology.network.bandwidth
+    return latency + max(local, network) * topology.factor(_CALIBRATED_AS.get(step.op, step.op)) + copies
 
 
 def _symmetric_seconds(step: Step, moved: Traffic, link: Link, topology: Topology) -> float:
-    """By kernels that read the peers' memory: one launch, and no buffers to unpack from."""
+    """Return the time by kernels that read the peers' memory: one launch, and no buffer to unpack."""
     size = part_bytes(step.src)
     if step.op == "all_reduce":
-        one, two = _shots(size, step.group_size, link)
-        return min(one, two) + size / topology.memory
+        return min(_shots(size, step.group_size, link)) + size / topology.memory
     return link.latency + moved.received / link.bandwidth + size / topology.memory
 
 
 def _shots(size: int, ranks: int, link: Link) -> tuple[float, float]:
-    """An all-reduce in which every rank adds up everything, and one in which each adds up its share and all read those."""
+    """Return the times of a one-shot all_reduce (every rank adds up everything) and a two-shot one (reduce_scatter, then all_gather)."""
     crossing = (ranks - 1) * size / link.bandwidth
     return link.latency + crossing, 2 * link.latency + 2 * crossing / ranks
 
 
 def takes_two_shots(size: int, ranks: int, link: Link) -> bool:
-    """Whether an all-reduce of so many bytes is faster in two shots."""
+    """Return whether an all_reduce of so many bytes is faster in two shots."""
     one, two = _shots(size, ranks, link)
     return two < one
 
 
-def _latency(step: Step, topology: Topology, crosses: bool) -> float:
-    if step.op == "two_phase":
-        return step.rounds * (topology.network.latency + topology.local.latency)
-    return step.rounds * (topology.network if crosses else topology.local).latency
-
-
 def memory_bytes(step: Step, topology: Topology) -> int:
-    """Bytes that a rank reads and writes in its own memory around the collective: to pack and unpack, cast or quantise, and
-    add up; 0 where all is sent from where it lies and arrives where it belongs. What the collective itself does is not in it."""
+    """Return the bytes that a rank reads and writes in its own memory before and after the collective.
+
+    That is to pack, unpack, cast, quantise and add up: 0 where the collective reads its input and writes its result in place. What
+    the collective itself reads and writes is not counted.
+    """
     moved = traffic(step, topology)
     if step.symmetric is not None or (step.op == "all_reduce" and step.transport is None):
         return 2 * part_bytes(step.src)  # the copy that it works on, or that the peers read
-    if step.op == "exchange_reduce" and step.transport is None:  # with the own contribution
+    if step.op == "all_to_all_reduce" and step.transport is None:  # with the rank's own contribution
         return 2 * _packed(step, moved) + moved.received + 2 * part_bytes(step.dst)
     return 2 * _copied(step, moved)
 
 
 def _copied(step: Step, moved: Traffic) -> int:
-    """Bytes that a rank copies, each read and written."""
+    """Return the bytes that a rank copies, each read and written."""
     op, before, after = step.op, part_bytes(step.src), part_bytes(step.dst)
     if step.transport is not None:  # floats to codes, codes to floats
         return (before + moved.sent + moved.received + after) // 2
-    if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on counts as no time)
+    if op in ("slice", "all_reduce"):  # (the copy that an all_reduce works on is taken to cost no time)
         return 0
     if step.is_local:
         return after
     packed = _packed(step, moved)
     if op == "reduce_scatter":
         return packed
-    if op == "exchange_reduce":  # every contribution is read once to be summed
+    if op == "all_to_all_reduce":  # every contribution is read once to be added up
         return packed + moved.received + after
-    placed = after if op == "all_gather" else moved.received
-    return packed + (0 if arrives_in_place(step.src, step.dst, step.axes) else placed)
+    unpacked = after if op == "all_gather" else moved.received
+    return packed + (0 if is_contiguous_gather(step.src, step.dst) else unpacked)
 
 
 def _packed(step: Step, moved: Traffic) -> int:
-    """Bytes that are packed: none where they lie in order already."""
+    """Return the bytes that are packed: 0 where the send buffer is the tensor itself."""
     before = part_bytes(step.src)
     packed = 0 if step.op == "all_gather" else before if step.op == "reduce_scatter" else moved.sent
-    return 0 if packed <= before and arrives_in_place(step.dst, step.src, step.axes) else packed
+    return 0 if packed <= before and is_contiguous_gather(step.dst, step.src) else packed

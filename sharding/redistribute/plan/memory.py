@@ -1,4 +1,4 @@
-"""What a step holds in memory."""
+"""How much memory a step needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from .traffic import bytes_received, bytes_sent, sampled, sampled_boxes
 
 
 def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
-    """The most that a rank holds during each step: its part of the source, which its owner keeps, the input and the
-    result of the step, and buffers. For contiguous parts; of the rank with the largest boxes."""
+    """Return the most bytes that a rank holds during each step.
+
+    That is its part of the source, which the caller keeps, the input and the result of the step, and buffers. For contiguous parts;
+    of the rank with the largest boxes.
+    """
     source = part_bytes(src)
     held, between, sliced = [], 0, False
     for step in steps:
@@ -36,45 +39,44 @@ def held_bytes(steps: Sequence[Step], src: Layout) -> list[int]:
 
 
 def peak_bytes(steps: Sequence[Step], src: Layout) -> int:
-    """The most that a rank holds at a time, see `held_bytes`."""
+    """Return the most bytes that a rank holds at one time, see `held_bytes`."""
     return max(held_bytes(steps, src), default=part_bytes(src))
 
 
 def buffer_bytes(step: Step) -> int:
-    """Bytes, beside input and result, of what is sent from and received into and of sums on the way."""
-    return _BUFFERS.get(step.op, lambda step: 0)(step)
+    """Return the bytes of send buffers, receive buffers and partial sums, in addition to input and result."""
+    if step.op == "all_gather":
+        if step.transport is not None:
+            return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(step.src.largest_local_numel)
+        return 0 if is_contiguous_gather(step.src, step.dst) else part_bytes(step.dst)
+    if step.op == "reduce_scatter":
+        return 0 if is_contiguous_gather(step.dst, step.src) else part_bytes(step.src)
+    if step.op in ("all_to_all_v", "permute", "hierarchical_all_to_all_v"):
+        return _all_to_all_buffers(step)
+    if step.op == "all_to_all_reduce":  # and, where contributions to several boxes are combined, one stack of them
+        return 2 * _all_to_all_buffers(step)
+    return 0
 
 
 def part_bytes(layout: Layout) -> int:
-    """Bytes of the largest part that a rank holds."""
+    """Return the bytes of the largest part that a rank holds."""
     return layout.largest_local_numel * layout.dtype.itemsize
 
 
-def _gather_buffers(step: Step) -> int:
-    """The parts as they arrive, unless they arrive in their places."""
-    if step.transport is not None:
-        return step.wire_bytes(step.dst.largest_local_numel) + step.wire_bytes(step.src.largest_local_numel)
-    return 0 if arrives_in_place(step.src, step.dst, step.axes) else part_bytes(step.dst)
-
-
-def _scatter_buffers(step: Step) -> int:
-    return 0 if arrives_in_place(step.dst, step.src, step.axes) else part_bytes(step.src)
-
-
-def _exchange_buffers(step: Step) -> int:
-    """What one rank sends and receives in one round, in elements of whole boxes."""
+def _all_to_all_buffers(step: Step) -> int:
+    """Return the bytes that a rank sends and receives in one round, counted in elements of whole boxes."""
     mesh = step.src.mesh
-    if step.rounds == 1 and step.op != "two_phase":
-        own = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
+    if step.rounds == 1 and step.op != "hierarchical_all_to_all_v":
+        common = map(overlap, sampled_boxes(step.src), sampled_boxes(step.dst))
         moved = (bytes_sent(step, c) + bytes_received(step, c) for c in sampled(mesh))
-        # What stays on a rank may travel through the buffers all the same, see `collectives.Exchange`.
-        return max(there + 2 * here * step.src.dtype.itemsize for there, here in zip(moved, own, strict=True))
+        # What stays on a rank may go through the buffers as well, see `AllToAllV`.
+        return max(there + 2 * here * step.src.dtype.itemsize for there, here in zip(moved, common, strict=True))
     return max(_round_numel(step, c) for c in sampled(mesh)) * step.src.dtype.itemsize
 
 
 def _round_numel(step: Step, coordinate: Coordinate) -> int:
-    own = intersect(step.src.box_at(coordinate), step.dst.box_at(coordinate))
-    kept = [own, own] if own is not None and step.op == "exchange_reduce" else []
+    common = intersect(step.src.box_at(coordinate), step.dst.box_at(coordinate))
+    kept = [common, common] if common is not None and step.op == "all_to_all_reduce" else []
     return max(
         sum(_largest_piece(box, step.rounds) for box in (*[b for _, b in route.sends], *[b for _, b in route.recvs], *kept))
         for route in routes(step, coordinate)
@@ -86,14 +88,11 @@ def _largest_piece(box: Box, rounds: int) -> int:
     return box_size(box) if not longest else box_size(box) // longest * -(-longest // rounds)
 
 
-def _reduce_buffers(step: Step) -> int:
-    """As an exchange; and, where contributions to several boxes are combined, one stack of them."""
-    return 2 * _exchange_buffers(step)
+def is_contiguous_gather(parts: Layout, whole: Layout) -> bool:
+    """Return whether the parts of the group, concatenated, are the whole in memory.
 
-
-def arrives_in_place(parts: Layout, whole: Layout, axes: Sequence[str]) -> bool:
-    """Whether the parts of the group, one after the other, are the whole in memory: cut along the outermost dim that is
-    longer than one, by axes in the order of the group."""
+    They are if it is cut along the outermost dim that is longer than one, by axes in the order of the group.
+    """
     cut = [dim for dim, (a, b) in enumerate(zip(parts.spec.cuts, whole.spec.cuts, strict=True)) if a != b]
     if not cut:
         return True
@@ -105,15 +104,5 @@ def arrives_in_place(parts: Layout, whole: Layout, axes: Sequence[str]) -> bool:
 
 @lru_cache(maxsize=64)
 def _ranks_ascend(mesh: AbstractMesh) -> bool:
-    """Whether groups, which list their ranks in ascending order, list them in mesh order."""
+    """Return whether groups, which list their ranks in ascending order, list them in mesh order."""
     return bool((np.diff(mesh.ranks.ravel()) > 0).all())
-
-
-_BUFFERS = {
-    "all_gather": _gather_buffers,
-    "reduce_scatter": _scatter_buffers,
-    "exchange": _exchange_buffers,
-    "permute": _exchange_buffers,
-    "two_phase": _exchange_buffers,
-    "exchange_reduce": _reduce_buffers,
-}

@@ -1,6 +1,6 @@
-"""Bytes between nodes.
+"""How many bytes a step moves between nodes.
 
-On a mesh of more ranks than `EXACT_RANKS` only a few nodes are looked at: the first, the last and one between.
+On a mesh of more than `EXACT_RANKS` ranks only a few nodes are counted: the first, the middle and the last.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from ....kernels.box import box_size, overlap
 from ....mesh.abstract_mesh import AbstractMesh
 from ....mesh.topology import Topology
 from .overlap import Coordinate
-from .routes import group_transfers, members, routes, shares_evenly
+from .routes import elements_received, elements_sent, group_transfers, is_node_replicated, members, routes
 from .steps import RING_OPS, Step
 
-EXACT_RANKS = 64  # up to so many ranks a step is measured on every rank and node; beyond, on a sample
+EXACT_RANKS = 64  # up to this size of the mesh, steps are measured on every rank and node; above it, on a sample
 
 
 def across_nodes(step: Step, topology: Topology) -> tuple[int, int]:
-    """Bytes out of or into the busiest rank, from or to other nodes (for rings, per rail), and into the busiest node."""
-    count = _ring if step.op in RING_OPS else _column if step.topology is None else _transfers
-    if step.op == "two_phase" and shares_evenly(step):
-        count = _shared
-    busiest, into = zip(*[count(step, topology, ranks) for ranks in looked_at(step.src.mesh, topology)], strict=True)
-    return step.wire_bytes(max(busiest)), step.wire_bytes(max(into))
+    """Return the network bytes of the busiest rank (sent or received, for rings per rail) and the bytes received by the busiest node."""
+    count = _ring if step.op in RING_OPS else _uniform if step.topology is None else _transfers
+    if step.op == "hierarchical_all_to_all_v" and is_node_replicated(step):
+        count = _hierarchical
+    busiest, received = zip(*[count(step, topology, ranks) for ranks in counted_nodes(step.src.mesh, topology)], strict=True)
+    return step.wire_bytes(max(busiest)), step.wire_bytes(max(received))
 
 
 @lru_cache(maxsize=64)
-def looked_at(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinate]]:
-    """The ranks of each node; of a few nodes on a large mesh."""
+def counted_nodes(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinate]]:
+    """Return the ranks of each node; on a large mesh of a few nodes only."""
     ids = topology.node_ids(mesh)
     names = np.unique(ids)
     if mesh.size() > EXACT_RANKS:
@@ -40,66 +40,64 @@ def looked_at(mesh: AbstractMesh, topology: Topology) -> list[list[Coordinate]]:
 
 
 def _ring(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """What the node does not hold comes in once, over the rails of the group's ranks in the node."""
+    """What the node does not hold is received once, over the rails of the group's ranks in the node."""
     groups: dict[Coordinate, int] = {}
     for rank in ranks:
-        first = members_key(step, rank)
+        first = _first_member(step, rank)
         groups[first] = groups.get(first, 0) + 1
     most = total = 0
-    for first, together in groups.items():
+    for first, in_node in groups.items():
         n = step.group_size
         part = step.src if step.op == "all_gather" else step.dst
         size = box_size(part.box_at(first))  # of equal parts
-        entering = (n - together) * (2 * size // n if step.op == "all_reduce" else size)
-        rails = together if topology.rails is None else min(together, topology.rails)
+        entering = (n - in_node) * (2 * size // n if step.op == "all_reduce" else size)
+        rails = in_node if topology.rails is None else min(in_node, topology.rails)
         most, total = max(most, entering // rails), total + entering
     return most, total
 
 
-def members_key(step: Step, rank: Coordinate) -> Coordinate:
-    """The same for all ranks of a step's group: its first member."""
+def _first_member(step: Step, rank: Coordinate) -> Coordinate:
+    """Return the first rank of the group that `rank` is in."""
     names = step.src.mesh.axis_names
     return tuple(0 if name in step.axes else k for name, k in zip(names, rank, strict=True))
 
 
-def _column(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+def _uniform(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
     """All that a rank receives and sends, less what stays in the node."""
-    from .traffic import elements_received, elements_sent  # traffic adds up what is counted here
-
     most = total = 0
     for me in ranks:
-        here = [r for r in ranks if r != me and members_key(step, r) == members_key(step, me)]
+        here = [r for r in ranks if r != me and _first_member(step, r) == _first_member(step, me)]
         have, want = step.src.box_at(me), step.dst.box_at(me)
         near_in = sum(overlap(step.src.box_at(r), want) for r in here)
         near_out = sum(overlap(have, step.dst.box_at(r)) for r in here)
-        entering = elements_received(step, me) - near_in
+        entering = elements_received(step, have, want) - near_in
         most = max(most, entering, elements_sent(step, me, have, want) - near_out)
         total += entering
     return most, total
 
 
-def _shared(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """What comes and goes in the first phase; in the second nothing leaves the node."""
+def _hierarchical(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
+    """What the first collective moves; in the second nothing leaves the node."""
     first = [routes(step, me)[0] for me in ranks]
-    came = [sum(box_size(box) for _, box in route.recvs) for route in first]
-    left = [sum(box_size(box) for _, box in route.sends) for route in first]
-    return max(came + left, default=0), sum(came)
+    received = [sum(box_size(box) for _, box in route.recvs) for route in first]
+    sent = [sum(box_size(box) for _, box in route.sends) for route in first]
+    return max(received + sent, default=0), sum(received)
 
 
 def _transfers(step: Step, topology: Topology, ranks: Sequence[Coordinate]) -> tuple[int, int]:
-    """Box by box, of each group that has ranks in the node; on a large mesh of one of them, taken for all."""
+    """Box by box, for each group with ranks in the node; on a large mesh for one group, multiplied by their number."""
     nodes, mine = topology.node_ids(step.src.mesh), set(ranks)
-    firsts = list(dict.fromkeys(members_key(step, rank) for rank in ranks))
-    looked = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]
-    out: dict[Coordinate, int] = {}
-    into: dict[Coordinate, int] = {}
-    for first in looked:
-        people = members(step, first)
+    firsts = list(dict.fromkeys(_first_member(step, rank) for rank in ranks))
+    counted = firsts if step.src.mesh.size() <= EXACT_RANKS else firsts[:1]
+    sent: dict[Coordinate, int] = {}
+    received: dict[Coordinate, int] = {}
+    for first in counted:
+        group = members(step, first)
         for transfers in group_transfers(step, first):
             for sender, receiver, box in transfers:
-                a, b = people[sender], people[receiver]
+                a, b = group[sender], group[receiver]
                 if nodes[a] != nodes[b] and (a in mine or b in mine):
-                    out[a] = out.get(a, 0) + box_size(box)
-                    into[b] = into.get(b, 0) + box_size(box)
-    busiest = max([load.get(rank, 0) for load in (out, into) for rank in ranks], default=0)
-    return busiest, sum(into.get(rank, 0) for rank in ranks) * len(firsts) // len(looked)
+                    sent[a] = sent.get(a, 0) + box_size(box)
+                    received[b] = received.get(b, 0) + box_size(box)
+    busiest = max([load.get(rank, 0) for load in (sent, received) for rank in ranks], default=0)
+    return busiest, sum(received.get(rank, 0) for rank in ranks) * len(firsts) // len(counted)

@@ -1,4 +1,4 @@
-"""Which ranks hold a part of a given box: found by arithmetic, so that it costs as much as there are such ranks."""
+"""Which ranks hold a part of a given box: found by arithmetic, in time proportional to the number of such ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from ...layout.layout import Layout, chunk
 from ...layout.spec import Cut
 
 Coordinate = tuple[int, ...]
-_Part = tuple[dict[int, int], tuple[int, int]]  # index by axis position, and the interval common with the wanted one
+_DimPart = tuple[dict[int, int], tuple[int, int]]  # index by axis position, and the interval common with the wanted one
 
 
-def meeting(layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]) -> list[tuple[Coordinate, Box]]:
-    """The ranks that differ from `coordinate` only along `axes` and whose box in `layout` meets `box`, and where.
+def ranks_overlapping(layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[str]) -> list[tuple[Coordinate, Box]]:
+    """Return the ranks that differ from `coordinate` only along `axes` and whose box in `layout` overlaps `box`.
 
     Returns:
         (coordinate, intersection) pairs in mesh order. Ranks along axes that split nothing are listed one by one.
-
-    Raises: nothing. Communication: none.
     """
     mesh = layout.mesh
     free = [mesh.axis_index(a) for a in axes if a not in layout.dim_of]
-    choices: list[Any] = [_meeting_parts(layout, dim, interval, coordinate, axes) for dim, interval in enumerate(box)]
+    choices: list[Any] = [_dim_parts(layout, dim, interval, coordinate, axes) for dim, interval in enumerate(box)]
     choices += [[({i: k}, None) for k in range(mesh.shape[i])] for i in free]
     found = []
     for parts in product(*choices):
@@ -39,28 +37,28 @@ def meeting(layout: Layout, box: Box, coordinate: Coordinate, axes: Collection[s
     return found
 
 
-def _meeting_parts(
+def _dim_parts(
     layout: Layout, dim: int, wanted: tuple[int, int], coordinate: Coordinate, axes: Collection[str]
-) -> list[_Part]:
-    """Along one dim, the indices on the axes that cut it whose interval meets `wanted`."""
-    found: list[_Part] = [({}, (0, layout.shape[dim]))]
+) -> list[_DimPart]:
+    """Return the indices on the axes that cut one dim whose interval overlaps `wanted`."""
+    found: list[_DimPart] = [({}, (0, layout.shape[dim]))]
     for cut in layout.spec.cuts[dim]:
         positions = [layout.mesh.axis_index(a) for a in cut.axes]
         fixed = {i: coordinate[i] for i, a in zip(positions, cut.axes, strict=True) if a not in axes}
         found = [
-            ({**index, **{i: k for i, k in zip(positions, place, strict=True) if i not in fixed}}, part)
+            ({**index, **{i: k for i, k in zip(positions, indices, strict=True) if i not in fixed}}, part)
             for index, interval in found
-            for place, part in _parts(cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions])
-            if all(k == fixed.get(i, k) for i, k in zip(positions, place, strict=True))
+            for indices, part in _cut_parts(cut, interval, wanted, [layout.mesh.axis_sizes[i] for i in positions])
+            if all(k == fixed.get(i, k) for i, k in zip(positions, indices, strict=True))
         ]
     common = [(index, (max(lo, wanted[0]), min(hi, wanted[1]))) for index, (lo, hi) in found]
     return [(index, (lo, hi)) for index, (lo, hi) in common if lo < hi]
 
 
-def _parts(
+def _cut_parts(
     cut: Cut, interval: tuple[int, int], wanted: tuple[int, int], sizes: Sequence[int]
 ) -> Iterator[tuple[Coordinate, tuple[int, int]]]:
-    """The parts of `interval` under `cut` that meet `wanted`, with their places along the cut's axes."""
+    """Yield the parts of `interval` under `cut` that overlap `wanted`, with their indices along the cut's axes."""
     (start, stop), (low, high) = interval, wanted
     low, high = max(low, start), min(high, stop)
     if low >= high:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...ops import dispatch
 from ...ops.lineage import comm_context, mixed
-from ...redistribute.autograd import redistribute_grad, redistribute_grads
+from ...redistribute.linear import redistribute_grad, redistribute_grads
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
 from .grad_origin import Origin, note_origin

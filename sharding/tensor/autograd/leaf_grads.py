@@ -25,10 +25,11 @@ from torch import Tensor
 from ....mesh.comm.current_world import current_world
 from ....mesh.comm.world import World
 from ....mesh.monitor.recording.recorder import CommTag
-from ...layout.layout import Layout, told_apart
+from ...layout.layout import Layout, distinct_mesh_names
 from ...ops.lineage import comm_context, mixed, seed_of, unpacked
-from ...redistribute.autograd import redistribute_grad, redistribute_local
-from ...redistribute.bucket import many_runner
+from ...redistribute.autograd import redistribute_local
+from ...redistribute.executor import executor_of_many
+from ...redistribute.linear import redistribute_grad
 from ..sharded_tensor import ShardedTensor
 from . import engine_hooks
 from .grad_origin import Origin, note_origin, origin_of
@@ -296,7 +297,7 @@ def _start_bucket(
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
         donate = donate and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
-        wait = many_runner(pairs).start([origin for origin, _ in known], own=donate, note=note)
+        wait = executor_of_many(pairs).start([origin for origin, _ in known], donate=donate, note=note)
     return lambda: [
         _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)
@@ -382,7 +383,7 @@ def set_grad(x: ShardedTensor, value: Tensor | None) -> None:
     if value is not None and value.shape != x.shape:
         raise ValueError(f"a gradient of shape {list(value.shape)} for a tensor of shape {list(x.shape)}")
     if value is not None and value.mesh != x.mesh:
-        there, here = told_apart(value.mesh, x.mesh)
+        there, here = distinct_mesh_names(value.mesh, x.mesh)
         raise ValueError(
             f"a gradient on {there} for a tensor on {here}; place value.full_tensor() on the tensor's mesh"
         )

@@ -272,11 +272,11 @@ def x_of(model):
     ],
 )
 def test_reading_values_is_an_error_that_names_the_line(f):
-    line = f"{__file__}:{f.__code__.co_firstlineno}: eval_shape runs without values, and this line reads some"
+    line = f"{__file__}:{f.__code__.co_firstlineno}: eval_shape runs without values, but this line reads some"
     with pytest.raises(RuntimeError) as error:
         eval_shape(f, layout(SMALL, P("dp"), 8))
     assert str(error.value).startswith(line)
-    assert "give it the number as an argument" in str(error.value)
+    assert "pass the number as an argument" in str(error.value)
 
 
 def test_errors_of_the_function_come_out_as_they_are_and_leave_no_trace():
@@ -294,7 +294,7 @@ def test_errors_of_the_function_come_out_as_they_are_and_leave_no_trace():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="no argument lies on a mesh; give mesh="):
+    with pytest.raises(TypeError, match="no argument is on a mesh; give mesh="):
         eval_shape(lambda x: x, torch.ones(3))
     with pytest.raises(TypeError, match=r"mesh=\(2, 2\)"):
         eval_shape(lambda x: x, layout(SMALL, P("dp"), 8), mesh=(2, 2))
@@ -340,6 +340,6 @@ def test_printed():
         "result              1,048,576 bytes",
         "peak                2,105,344 bytes",
         "received over fsdp  1,040,384 bytes  in 1 launches",
-        "moved in all        1,040,384 bytes  in 1 launches",
+        "received in total   1,040,384 bytes  in 1 launches",
     ]
     assert copy.copy(found).rank == 9

@@ -24,7 +24,7 @@ def _layout(spec, shape=(8, 8), mesh=((2, 2), ("dp", "tp")), dtype=torch.float32
         (sm.P("dp", "tp"), sm.P(), ["all_gather"]),
         (sm.P(("dp", "tp")), sm.P("dp"), ["all_gather"]),
         (sm.P(), sm.P("dp", "tp"), ["slice"]),
-        (sm.P("dp"), sm.P(None, "dp"), ["exchange"]),
+        (sm.P("dp"), sm.P(None, "dp"), ["all_to_all_v"]),
         (sm.P("dp", "tp"), sm.P("tp", "dp"), ["permute"]),
         (sm.P("dp"), sm.P(None, "tp"), ["slice", "all_gather"]),
         (sm.P(unreduced={"dp"}), sm.P(), ["all_reduce"]),
@@ -46,7 +46,7 @@ def test_steps(src, dst, ops):
 
 def test_uneven_gather_is_an_exchange_of_exactly_the_missing_rows():
     explained = sm.explain(_layout(sm.P(("dp", "tp")), shape=(5, 3)), sm.P())
-    assert [step.op for step in explained.steps] == ["exchange"]
+    assert [step.op for step in explained.steps] == ["all_to_all_v"]
     assert explained.bytes_received == explained.lower_bound == 4 * 3 * 4
 
 
@@ -72,7 +72,7 @@ def test_dict_and_text():
     data = explained.as_dict()
     assert data["launches"] == 1
     assert data["bytes_received"] == data["lower_bound"] == 4 * 4 * 4
-    assert "exchange" in str(explained)
+    assert "all_to_all_v" in str(explained)
     assert str(sm.explain(_layout(sm.P("dp")), sm.P("dp"))).endswith("nothing to do")
 
 
@@ -114,7 +114,7 @@ def test_a_limit_shows_as_rounds():
     rounds = explained.launches
     assert rounds > 1
     assert explained.peak_bytes <= 20_000
-    assert f"exchange x{rounds}" in str(explained)
+    assert f"all_to_all_v x{rounds}" in str(explained)
     with pytest.raises(ValueError, match=r"max_bytes=16,384: a rank holds at least .* pass max_bytes="):
         sm.explain(layout, sm.P(None, "dp"), max_bytes=16_384)
 

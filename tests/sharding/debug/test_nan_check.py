@@ -110,7 +110,7 @@ def test_values_from_before_are_named_as_arguments(mesh):
 @every_rank(2)
 def test_a_contribution_is_called_one(mesh):
     x = sm.ShardedTensor.from_local(torch.full((3,), 1e38), mesh, [Partial()])
-    assert "a contribution that is still to be reduced" in str(caught(lambda: x * 10))  # bad
+    assert "a contribution that is not reduced yet" in str(caught(lambda: x * 10))  # bad
 
 
 @every_rank(2)
@@ -160,7 +160,7 @@ def test_the_line_that_went_forward_is_named():
 
     found = caught(program)
     assert told(found) == ("backward of sqrt", 0, (1,))
-    assert "The gradient that came to it is finite" in str(found)
+    assert "The gradient that it received is finite" in str(found)
 
 
 def test_a_gradient_that_is_bad_from_the_start():

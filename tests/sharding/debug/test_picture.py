@@ -12,7 +12,7 @@ from hypothesis import given
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.debug.picture import page_states, states
+from shardmesh.sharding.debug.picture import page_panels, plan_panels
 from tests.device import DEVICE
 from tests.sharding.strategies import AXES, ragged_moves
 
@@ -64,13 +64,13 @@ def test_patches_are_where_the_boxes_are():
 def test_every_holder_is_named_once(move):
     """Of tensors with at most two dims: the labels of a state name each rank that holds something exactly once."""
     mesh_shape, shape, src, dst = move
-    for state in states(explained(shape[:2], *[_first_dims(spec) for spec in (src, dst)], (mesh_shape, AXES[: len(mesh_shape)]))):
-        holders = {c: box for c, box in state.layout.boxes() if all(start < stop for start, stop in box)}
-        named = [(c, part.box) for part in state.parts for c in _meant(part.label, mesh_shape)]
+    for panel in plan_panels(explained(shape[:2], *[_first_dims(spec) for spec in (src, dst)], (mesh_shape, AXES[: len(mesh_shape)]))):
+        holders = {c: box for c, box in panel.layout.boxes() if all(start < stop for start, stop in box)}
+        named = [(c, part.box) for part in panel.parts for c in _meant(part.label, mesh_shape)]
         assert sorted(named) == sorted(holders.items())
-        assert state.empty == len(list(state.layout.boxes())) - len(holders)
-        assert any("+" in part.label for part in state.parts) == any(
-            state.layout.mesh.size(axis) > 1 for axis in state.layout.pending if state.parts
+        assert panel.empty == len(list(panel.layout.boxes())) - len(holders)
+        assert any("+" in part.label for part in panel.parts) == any(
+            panel.layout.mesh.size(axis) > 1 for axis in panel.layout.pending if panel.parts
         )
 
 
@@ -100,8 +100,8 @@ def test_dims_that_are_not_shown_are_named():
 
 def test_of_hidden_dims_the_first_index_is_drawn():
     mesh = ((2, 2, 2), ("a", "b", "c"))
-    (state,) = states(explained((4, 4, 4), P("a", "b", "c"), P("a", "b", "c"), mesh))
-    assert [part.box[2] for part in state.parts] == [(0, 2)] * 4
+    (panel,) = plan_panels(explained((4, 4, 4), P("a", "b", "c"), P("a", "b", "c"), mesh))
+    assert [part.box[2] for part in panel.parts] == [(0, 2)] * 4
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
@@ -170,7 +170,7 @@ def test_the_pages_of_a_layout_show_every_box_once(move):
     mesh_shape, shape, src, _ = move
     layout = sm.Layout.of(sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)]), src, shape)
     boxes = {box for _, box in layout.boxes() if all(start < stop for start, stop in box)}
-    shown = [part.box for state in page_states(layout) for part in state.parts]
+    shown = [part.box for panel in page_panels(layout) for part in panel.parts]
     assert sorted(shown) == sorted(boxes)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import Layout, P, visualize
-from shardmesh.sharding.debug.grid import Grid
+from shardmesh.sharding.debug.rank_table import RankTable
 from tests.device import DEVICE
 from tests.sharding.layout.test_layout import layouts
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place
@@ -122,7 +122,7 @@ def test_every_rank_with_elements_stands_where_its_box_is_once(layout):
     """Whatever the number of dims and axes: the labels around a rank are the intervals of its box."""
     boxes = {int(layout.mesh.ranks[c]): box for c, box in layout.boxes() if all(b > a for a, b in box)}
     found = []
-    for (corner, *cols), *rows in Grid.of(layout).pages:
+    for (corner, *cols), *rows in RankTable.of(layout).pages:
         for label, *cells in rows:
             for col, cell in zip(cols, cells, strict=True):
                 for rank in ranks_in(cell.text):
@@ -229,7 +229,7 @@ def test_rich_shows_the_same_cells_in_the_colour_of_their_ranks(spec):
     layout = Layout.of(MESH, spec, (5, 4))
     table = visualize(layout, style="rich")
     shown = [[cell.plain for cell in column.cells] for column in table.columns]
-    ((_, *rows),) = Grid.of(layout).pages
+    ((_, *rows),) = RankTable.of(layout).pages
     assert shown == [[row[i].text for row in rows] for i in range(len(rows[0]))]
     assert str(table.title) == str(layout)
     colours = [str(cell.style) for column in list(table.columns)[1:] for cell in column.cells]
@@ -257,12 +257,12 @@ def test_without_rich_it_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("x", "options", "error", "text"),
     [
-        (torch.ones(3), {}, TypeError, r"visualize\(Tensor\): a plain tensor lies on this rank alone; place it"),
+        (torch.ones(3), {}, TypeError, r"visualize\(Tensor\): a plain tensor is on this rank only; shard it"),
         ("dp", {}, TypeError, r"visualize\(str\): give a ShardedTensor or a Layout"),
-        (nn.Linear(2, 2), {"style": "picture"}, ValueError, "of a module there are the styles 'text', 'tree', 'rich'; draw"),
-        (Layout.of(MESH, P(), ()), {"style": "tree"}, ValueError, "of a tensor or a layout there are the styles 'text', 'rich', 'pic"),
+        (nn.Linear(2, 2), {"style": "picture"}, ValueError, "the styles for a module are 'text', 'tree', 'rich'; draw"),
+        (Layout.of(MESH, P(), ()), {"style": "tree"}, ValueError, "the styles for a tensor or a layout are 'text', 'rich', 'pic"),
         (Layout.of(MESH, P(), ()), {"style": ["text"]}, ValueError, r"style=\['text'\]\)"),
-        (Layout.of(MESH, P(), ()), {"path": "x.svg"}, ValueError, "only a picture is written; add style='picture'"),
+        (Layout.of(MESH, P(), ()), {"path": "x.svg"}, ValueError, "only pictures are written to files; add style='picture'"),
         (Layout.of(LARGE, P(), ()), {"style": "picture"}, ValueError, r"up to 64 ranks and \(a=16, b=8, c=8\) has 1024; draw"),
     ],
 )

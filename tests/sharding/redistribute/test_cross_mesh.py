@@ -14,8 +14,8 @@ from shardmesh import Layout, P
 from shardmesh.mesh.topology import Topology
 from shardmesh.sharding.layout.spec import KINDS
 from shardmesh.sharding.redistribute.autograd import redistribute_local
-from shardmesh.sharding.redistribute.cross_mesh import redistribute_across
-from shardmesh.sharding.redistribute.plan.cross_mesh import plan_across
+from shardmesh.sharding.redistribute.cross_mesh import redistribute_cross_mesh
+from shardmesh.sharding.redistribute.plan.cross_mesh import plan_cross_mesh
 from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import collectives, launched, same_error
@@ -73,7 +73,7 @@ def test_any_mesh_to_any_mesh_keeps_the_value(crossing):
     def program():
         src, dst = layouts(crossing)
         parts = reference.contributions(src.mesh, src.spec, src.shape)
-        moved = redistribute_across(part_of(parts, src), src, dst)
+        moved = redistribute_cross_mesh(part_of(parts, src), src, dst)
         assert moved.shape == dst.local_shape
         expected = reference.value(parts, src.spec)
         if inside(dst):
@@ -93,8 +93,8 @@ def test_bytes_are_those_of_the_plan_and_of_the_bound(crossing):
             return  # that is a plan of one mesh
         local = part_of(reference.contributions(src.mesh, src.spec, src.shape), src)
         with collectives() as records:
-            redistribute_across(local, src, dst)
-        plan, rank = plan_across(src, dst), src.mesh.world.rank
+            redistribute_cross_mesh(local, src, dst)
+        plan, rank = plan_cross_mesh(src, dst), src.mesh.world.rank
         received = sum(record.bytes_received for record in records)
         assert received == plan.bytes_received(rank)
         assert plan.pad.launches == 0
@@ -116,7 +116,7 @@ def test_gradient_equals_autograd_on_the_stack(crossing):
         weight = torch.randn(src.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         parts = reference.contributions(src.mesh, src.spec, src.shape).requires_grad_()
         local = part_of(parts.detach(), src).requires_grad_()
-        result = redistribute_local(redistribute_across(local, src, dst), dst, dst.replicated)
+        result = redistribute_local(redistribute_cross_mesh(local, src, dst), dst, dst.replicated)
         seed = redistribute_local(weight, dst.replicated, dst.replicated.dual) if inside(dst) else weight.new_empty(0)
         (grad,) = torch.autograd.grad(result, local, seed)
         assert grad.shape == src.local_shape
@@ -146,7 +146,7 @@ def test_twice_differentiable(crossing):
         src, dst = layouts(crossing)
         parts = reference.contributions(src.mesh, src.spec, src.shape)
         x = part_of(parts, src).requires_grad_()
-        loss = whole_sum(redistribute_across(x, src, dst) ** 3, dst)
+        loss = whole_sum(redistribute_cross_mesh(x, src, dst) ** 3, dst)
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
         first = redistribute_local(first, src.dual, src.grad)
         (second,) = torch.autograd.grad(whole_sum(first**2, src.grad), x)
@@ -168,7 +168,7 @@ def abstract(sizes, where, shape=(8, 8)):
 
 
 def test_a_plan_needs_no_devices():
-    plan = plan_across(abstract((2,), P("a")), abstract((2, 2), P("a", "b")))
+    plan = plan_cross_mesh(abstract((2,), P("a")), abstract((2, 2), P("a", "b")))
     assert plan.ranks == (0, 1, 2, 3)
     assert plan.launches == 1
     assert [plan.bytes_received(rank) for rank in range(5)] == [0, 16 * 8, 16 * 8, 16 * 8, 0]
@@ -178,7 +178,7 @@ def test_a_plan_needs_no_devices():
 @pytest.mark.parametrize(
     ("src", "dst", "text"),
     [
-        (((2,), P("a")), ((2, 2), P("a", "b")), "exchange among 4 ranks: P('a', None) -> P('a', 'b')"),
+        (((2,), P("a")), ((2, 2), P("a", "b")), "all_to_all_v among 4 ranks: P('a', None) -> P('a', 'b')"),
         (((4,), P("a")), ((2, 2), P(("a", "b"))), "nothing to move"),
         (((4,), P()), ((2, 2), P("a")), "nothing to move"),
         (((4,), P(unreduced={"a"})), ((2, 2), P()), "all_reduce over a: P(None, None, unreduced={'a'}) -> P(None, None)"),
@@ -186,24 +186,24 @@ def test_a_plan_needs_no_devices():
             ((4,), P(unreduced={"a"})),
             ((2, 2), P("a", "b")),
             "reduce_scatter over a: P(None, None, unreduced={'a'}) -> P('a', None); "
-            "exchange among 4 ranks: P('a', None) -> P('a', 'b')",
+            "all_to_all_v among 4 ranks: P('a', None) -> P('a', 'b')",
         ),
         (
             ((2,), P("a")),
             ((4,), P(unreduced={"a"})),
-            "exchange among 4 ranks: P('a', None) -> P('a', None); pad: P('a', None) -> P(None, None, unreduced={'a'})",
+            "all_to_all_v among 4 ranks: P('a', None) -> P('a', None); pad: P('a', None) -> P(None, None, unreduced={'a'})",
         ),
-        (((2,), P()), ((4,), P(unreduced={"a": "max"})), "exchange among 4 ranks: P(None, None) -> P(None, None); pad: "
+        (((2,), P()), ((4,), P(unreduced={"a": "max"})), "all_to_all_v among 4 ranks: P(None, None) -> P(None, None); pad: "
          "P(None, None) -> P(None, None, unreduced={'a': 'max'})"),
     ],
 )  # fmt: skip
 def test_the_way_that_fits(src, dst, text):
-    assert repr(plan_across(abstract(*src), abstract(*dst))) == f"AcrossPlan({text})"
+    assert repr(plan_cross_mesh(abstract(*src), abstract(*dst))) == f"CrossMeshPlan({text})"
 
 
 def test_replicas_share_the_sending():
     """Four ranks hold everything; each sends a part of what four others lack."""
-    plan = plan_across(abstract((4,), P()), abstract((8,), P()))
+    plan = plan_cross_mesh(abstract((4,), P()), abstract((8,), P()))
     assert sorted((t.sender, t.receiver) for t in plan.transfers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
 
 
@@ -214,7 +214,7 @@ def test_the_nearest_holder_sends():
     def program():
         src = Layout.of(sm.DeviceMesh(DEVICE, [2, 0], axis_names=("a",)), P(), (8,))
         dst = Layout.of(sm.DeviceMesh(DEVICE, [3, 1], axis_names=("a",)), P(), (8,))
-        return [(t.sender, t.receiver) for t in plan_across(src, dst, topology).transfers]
+        return [(t.sender, t.receiver) for t in plan_cross_mesh(src, dst, topology).transfers]
 
     assert sm.simulate(4)(program)() == [[(0, 1), (2, 3)]] * 4
 
@@ -232,9 +232,9 @@ def _through_three_meshes():
     first, second, third = on([0, 1], P("x")), on([3, 2], P(None, "x")), on([2, 0, 1], P())
     whole = torch.arange(24, dtype=torch.float64).reshape(6, 4)
     x = part_of(whole[None], first).requires_grad_()
-    straight = redistribute_across(x, first, third)
-    y = redistribute_across(2 * x, first, second) ** 2
-    z = redistribute_across(y, second, third) + straight
+    straight = redistribute_cross_mesh(x, first, third)
+    y = redistribute_cross_mesh(2 * x, first, second) ** 2
+    z = redistribute_cross_mesh(y, second, third) + straight
     if inside(third):
         assert torch.equal(z, 4 * whole**2 + whole)
     (grad,) = torch.autograd.grad(whole_sum(z, third), x)
@@ -252,7 +252,7 @@ def _to_other_arrangements():
     ]:
         src, dst = on([[0, 1], [2, 3]], P("x", "y")), on(ranks, where)
         x = part_of(whole[None], src).requires_grad_()
-        y = redistribute_across(x, src, dst)
+        y = redistribute_cross_mesh(x, src, dst)
         assert torch.equal(y, part_of(whole[None], dst))
         y.backward(part_of(whole[None] * 3, dst))
         assert torch.equal(x.grad, part_of(whole[None] * 3, src))
@@ -268,7 +268,7 @@ def test_dtype_of_the_gradient_on_its_way():
         src, dst = on([0, 1], P("x")), on([2, 3], P("x"))
         x = part_of(torch.ones(1, 6, 4, dtype=torch.float64), src).requires_grad_()
         with collectives() as records:
-            redistribute_across(x, src, dst, backward_dtype=torch.bfloat16).sum().backward()
+            redistribute_cross_mesh(x, src, dst, backward_dtype=torch.bfloat16).sum().backward()
         assert x.grad.dtype == torch.float64
         return [record.dtype for record in records]
 
@@ -280,7 +280,7 @@ def test_ranks_in_neither_mesh_take_no_part():
         src, dst = on([0, 1], P("x")), on([2, 1], P())
         x = part_of(torch.ones(1, 6, 4, dtype=torch.float64), src).requires_grad_()
         with collectives() as records:
-            y = redistribute_across(x, src, dst)
+            y = redistribute_cross_mesh(x, src, dst)
             y.sum().backward()
         return tuple(y.shape), tuple(x.grad.shape), launched(records)
 
@@ -296,7 +296,7 @@ def test_a_view_where_nothing_has_to_move():
         src, dst = on([0, 1], P()), on([[1, 0]], P(None, "y"))
         x = part_of(torch.ones(1, 6, 4, dtype=torch.float64), src)
         with collectives() as records:
-            y = redistribute_across(x, src, dst)
+            y = redistribute_cross_mesh(x, src, dst)
         assert records == []
         assert y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
@@ -308,15 +308,15 @@ def test_a_view_where_nothing_has_to_move():
     [
         (
             {"shape": (6, 5)},
-            "shape torch.Size([6, 4]) is not torch.Size([6, 5]); write a layout of the tensor's own shape",
+            "the shape must be the same, got torch.Size([6, 4]) and torch.Size([6, 5]); pass a layout of the tensor's own shape",
         ),
-        ({"dtype": torch.float32}, "dtype torch.float64 is not torch.float32; write x.to(dtype) first"),
+        ({"dtype": torch.float32}, "the dtype must be the same, got torch.float64 and torch.float32; write x.to(dtype) first"),
     ],
 )
 def test_layouts_that_do_not_fit(change, text):
     def program(_):
         src, dst = on([0, 1], P("x")), on([2, 1], P("x")).replace(**change)
-        redistribute_across(part_of(torch.ones(1, 6, 4, dtype=torch.float64), src), src, dst)
+        redistribute_cross_mesh(part_of(torch.ones(1, 6, 4, dtype=torch.float64), src), src, dst)
 
     assert text in same_error((4,), program, ValueError)
 
@@ -326,7 +326,7 @@ def test_parts_of_one_mesh_are_other_meshes_on_other_ranks(parts):
     def program(_):
         whole = sm.DeviceMesh(DEVICE, [[0, 1], [2, 3]], axis_names=("x", "y"))
         src, dst = (Layout.of(whole if part == "whole" else whole[part], P(), (4,)) for part in parts)
-        redistribute_across(torch.ones(4), src, dst)
+        redistribute_cross_mesh(torch.ones(4), src, dst)
 
     text = same_error((4,), program, ValueError)
     assert "parts of one mesh" in text
@@ -339,10 +339,10 @@ def test_other_orders_of_the_axes_of_one_mesh():
         src, dst = (Layout.of(part, P("x"), (6,)) for part in (whole["x", "y"], whole["y", "x"]))
         x = torch.arange(6.0)
         assert torch.equal(
-            redistribute_across(x[src.box[0][0] : src.box[0][1]], src, dst), x[dst.box[0][0] : dst.box[0][1]]
+            redistribute_cross_mesh(x[src.box[0][0] : src.box[0][1]], src, dst), x[dst.box[0][0] : dst.box[0][1]]
         )
         flat = Layout.of(whole.flatten(("y", "x")), P("y_x"), (6,))
-        assert torch.equal(redistribute_across(x, src.replicated, flat), x[flat.box[0][0] : flat.box[0][1]])
+        assert torch.equal(redistribute_cross_mesh(x, src.replicated, flat), x[flat.box[0][0] : flat.box[0][1]])
 
     sm.simulate(4)(program)()
 
@@ -351,6 +351,6 @@ def test_an_abstract_mesh_holds_no_data():
     def program(_):
         src = on([0, 1], P("x"))
         dst = Layout.of(sm.AbstractMesh((4,), ("x",)), P("x"), src.shape, src.dtype)
-        redistribute_across(part_of(torch.ones(1, 6, 4, dtype=torch.float64), src), src, dst)
+        redistribute_cross_mesh(part_of(torch.ones(1, 6, 4, dtype=torch.float64), src), src, dst)
 
     assert "abstract mesh" in same_error((4,), program, TypeError)

@@ -11,7 +11,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.layout.layout import Layout
 from shardmesh.sharding.ops.rules.check import place
-from shardmesh.sharding.redistribute.interval_exchange import Fetch
+from shardmesh.sharding.redistribute.interval_exchange import IntervalExchange
 from tests.sharding.ranks import collectives, launched, on_mesh
 from tests.sharding.strategies import AXES, ragged_specs
 from tests.tiers import examples
@@ -58,7 +58,7 @@ def test_any_intervals_of_any_layout(data):
 
     def program(mesh):
         src, dst = Layout.of(mesh, src_spec, shape, torch.float64), Layout.of(mesh, cuts, (9,), torch.float64)
-        fetch = Fetch(src, dst, dim, wanted, 0)
+        fetch = IntervalExchange(src, dst, dim, wanted, 0)
         local = place(whole, mesh, src_spec)._local.requires_grad_()
         plain = whole.clone().requires_grad_()
         with collectives() as records:
@@ -114,7 +114,7 @@ def test_an_element_comes_from_the_rank_itself_where_it_can():
 
     def program(mesh):
         layout = Layout.of(mesh, P("a"), (8, 2))
-        fetch = Fetch(layout, layout, 0, lambda start, stop: [(start, stop), (start, start + 1)])
+        fetch = IntervalExchange(layout, layout, 0, lambda start, stop: [(start, stop), (start, start + 1)])
         local = torch.randn(layout.local_shape)
         with collectives() as records:
             assert torch.equal(fetch(local), torch.cat([local, local[:1]]))
@@ -127,7 +127,7 @@ def test_an_axis_that_splits_another_dim():
     mesh = sm.AbstractMesh((2, 2), ("a", "b"))
     src = Layout.of(mesh, P("a", "b"), (8, 2))
     with pytest.raises(ValueError, match="'b' splits dim 1"):
-        Fetch(src, src.replace(P(("a", "b"))), 0, lambda start, stop: [(start, stop)])
+        IntervalExchange(src, src.replace(P(("a", "b"))), 0, lambda start, stop: [(start, stop)])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128, torch.int8])
@@ -136,7 +136,7 @@ def test_dtypes(dtype):
 
     def program(mesh):
         x = place(whole, mesh, P("a"))
-        fetch = Fetch(sm.typeof(x), sm.typeof(x), 0, lambda start, stop: [(6 - stop, 6 - start)])
+        fetch = IntervalExchange(sm.typeof(x), sm.typeof(x), 0, lambda start, stop: [(6 - stop, 6 - start)])
         assert torch.equal(fetch(x._local), fetched(sm.typeof(x), whole, 0, [(6 - sm.typeof(x).box[0][1], 6 - sm.typeof(x).box[0][0])]))
 
     on_mesh((3,), program)
@@ -147,7 +147,7 @@ def test_many_small_gradients_add_up_in_single_precision():
 
     def program(mesh):
         layout = Layout.of(mesh, P("a"), (2,), torch.bfloat16)
-        fetch = Fetch(layout, layout, 0, lambda start, stop: [(0, 1)] * 300)
+        fetch = IntervalExchange(layout, layout, 0, lambda start, stop: [(0, 1)] * 300)
         local = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
         fetch(local).sum().backward()
         assert local.grad.item() == (600 if mesh.coordinate == (0,) else 0)
@@ -161,7 +161,7 @@ def test_a_part_that_is_not_contiguous_and_a_gradient_that_is_expanded():
     def program(mesh):
         layout = Layout.of(mesh, P(None, "a"), (3, 6), torch.float64)
         local = whole.t().contiguous().t()[:, slice(*layout.box[1])].requires_grad_()
-        fetch = Fetch(layout, layout, 1, lambda start, stop: [((start + 3) % 6, (stop + 2) % 6 + 1)])
+        fetch = IntervalExchange(layout, layout, 1, lambda start, stop: [((start + 3) % 6, (stop + 2) % 6 + 1)])
         got = fetch(local)
         assert torch.equal(got, fetched(layout, whole, 1, [((layout.box[1][0] + 3) % 6, (layout.box[1][1] + 2) % 6 + 1)]))
         (grad,) = torch.autograd.grad(got.sum(), local)

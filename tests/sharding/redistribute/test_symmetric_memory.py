@@ -17,6 +17,7 @@ from shardmesh import P
 from shardmesh.mesh import current_world
 from shardmesh.mesh.comm import symmetric_memory
 from shardmesh.mesh.topology import Link
+from shardmesh.sharding.redistribute.plan.traffic import plan_bytes_received
 from tests.device import DEVICE
 from tests.kernels import shared_memory
 from tests.sharding import reference
@@ -30,7 +31,7 @@ SPECS = (
     P(None, "s", unreduced={"t"}), P(unreduced={"s", "t"}),
 )  # fmt: skip
 
-GROUP_OP = {"exchange": "all_to_all", "exchange_reduce": "all_to_all"}
+GROUP_OP = {"all_to_all_v": "all_to_all", "all_to_all_reduce": "all_to_all"}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def buckets_and_gradients(folder):
     with collectives() as records:
         whole = sm.redistribute_many(xs, [P(None, "s")] * 3)
     assert launched(records) == ["all_to_all"]
-    assert records[0].bytes_received == sum(sm.explain(sm.typeof(x), P(None, "s")).plan.bytes_received(shared.coordinate) for x in xs)
+    assert records[0].bytes_received == sum(plan_bytes_received(sm.explain(sm.typeof(x), P(None, "s")).plan, shared.coordinate) for x in xs)
     assert all(torch.equal(w.full_tensor(), t) for w, t in zip(whole, tensors, strict=True))
     sum((w * w).sum() for w in whole).backward()
     assert all(torch.equal(x.grad.full_tensor(), 2 * t) for x, t in zip(xs, tensors, strict=True))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.redistribute.autograd import redistribute_local, redistribute_locals
+from shardmesh.sharding.redistribute.plan.traffic import plan_bytes_received
 from tests.device import DEVICE
 from tests.sharding import reference
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
@@ -66,7 +67,7 @@ def test_many_are_as_each_alone(case):
             assert other.shape == dst.local_shape
             torch.testing.assert_close(*whole, rtol=1e-12, atol=1e-12)
         assert all(torch.equal(a, b) for a, b in zip(parts, kept, strict=True))
-        expected = sum(sm.plan(*pair).bytes_received(mesh.coordinate) for pair in pairs)
+        expected = sum(plan_bytes_received(sm.plan(*pair), mesh.coordinate) for pair in pairs)
         rounding = 2 * len(records)  # of 2(n-1)/n of an all_reduce
         assert abs(sum(r.bytes_received for r in records) - expected) <= rounding + 8 * len(pairs)
 
@@ -278,7 +279,7 @@ def test_rounds(mesh):
     with collectives() as records:
         y = x.redistribute(dst, max_bytes=limit)
     assert len(records) == explained.launches
-    assert sum(r.bytes_received for r in records) == explained.plan.bytes_received(mesh.coordinate)
+    assert sum(r.bytes_received for r in records) == plan_bytes_received(explained.plan, mesh.coordinate)
     assert torch.equal(y.full_tensor(), X)
 
 
@@ -316,7 +317,7 @@ def test_sums_of_16_bit_floats_in_fp32(mesh):
         assert {record.dtype for record in records} == {torch.bfloat16}
         assert launched(records)[0] == "all_to_all"
         explained = sm.explain(sm.typeof(x), spec, accumulate_dtype=torch.float32)
-        assert sum(r.bytes_received for r in records) == explained.plan.bytes_received(mesh.coordinate)
+        assert sum(r.bytes_received for r in records) == plan_bytes_received(explained.plan, mesh.coordinate)
 
 
 def test_accumulating_in_another_dtype():

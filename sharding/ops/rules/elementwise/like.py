@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....layout.layout import Layout, told_apart
+from ....layout.layout import Layout, distinct_mesh_names
 from ....tensor import methods
 from ....tensor.autograd import backward
 from ....tensor.sharded_tensor import ShardedTensor
@@ -121,7 +121,7 @@ def _copy_(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(src, ShardedTensor):
         src = ShardedTensor._make(src.to(x.device), Layout.of(x.mesh, None, src.shape, src.dtype))
     if src.mesh != x.mesh:
-        here, there = told_apart(x.mesh, src.mesh)
+        here, there = distinct_mesh_names(x.mesh, src.mesh)
         raise ValueError(f"copy_: the tensor is on {here}, its source on {there}; copy source.full_tensor() instead")
     wide: Any = src if src.shape == x.shape else src.expand(x.shape)
     check_base(x)

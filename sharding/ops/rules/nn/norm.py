@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .....kernels.box import Box
-from ....redistribute.interval_exchange import Fetch
+from ....redistribute.interval_exchange import IntervalExchange
 from ..decomposition_utils import from_parts, is_split, layout_of, reduce_pending, with_elements
 from ..notation import Rule, along_dims, einrule
 from ..reductions.reduction import Dims, accumulator_dtype, normal_dims
@@ -281,7 +281,7 @@ def _local_response_norm(
 ) -> Any:
     """Fetch the channels next to this rank's own."""
     x = reduce_pending(input)
-    fetch = Fetch(x._layout, x._layout, 1, around)
+    fetch = IntervalExchange(x._layout, x._layout, 1, around)
     sums = from_parts(x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x)
     return x / (sums * (alpha / size) + k) ** beta
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
-from ....redistribute.interval_exchange import Fetch, Interval, Wanted
+from ....redistribute.interval_exchange import Interval, IntervalExchange, Wanted
 from ....tensor.autograd.engine_hooks import transforming
 from ...plain_operands import tensors_in
 from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_part_sizes
@@ -82,7 +82,7 @@ class Halo:
         self.fetches = []
         for dim, interval in elements.items():
             if src.spec.dims[dim]:
-                self.fetches.append(Fetch(src, dst, dim, _one(interval)))
+                self.fetches.append(IntervalExchange(src, dst, dim, _one(interval)))
                 src = with_part_sizes(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
         self.shape = src.local_shape
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....redistribute.interval_exchange import Fetch
+from ....redistribute.interval_exchange import IntervalExchange
 from ..decomposition_utils import evenly_split, is_split, layout_of, sequential
 from ..registry import decomposition, decomposition_maker
 from ..shapes.view import with_whole_dims
@@ -28,7 +28,7 @@ def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append:
         return None
     dim, layout = dim % input.ndim, layout_of(input)
     target = evenly_split(layout, dim, size)
-    fetch = Fetch(layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else [])
+    fetch = IntervalExchange(layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else [])
     return sequential(target, fetch, lambda part: part.diff(n, dim))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_local, redistribute_locals
-from ....redistribute.interval_exchange import Fetch, Interval
+from ....redistribute.interval_exchange import Interval, IntervalExchange
 from ..decomposition_utils import (
     evenly_split,
     from_parts,
@@ -230,7 +230,7 @@ def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, 
     for d, (before, after) in split.items():
         size = layout.shape[d]
         target = evenly_split(layout, d, before + size + after)
-        fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size, after)))
+        fetches.append(IntervalExchange(layout, target, d, partial(_padded, mode, before, size, after)))
         layout = target
 
     padded = sequential(layout, *fetches)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ....redistribute.interval_exchange import Fetch, Interval
+from ....redistribute.interval_exchange import Interval, IntervalExchange
 from ...dispatch import marked_as_copy
 from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
 from ..notation import Rule, dim_names, einrule
@@ -46,7 +46,7 @@ def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
 @decomposition_maker(also=(torch.flip,), check=torch.flip, rule=lambda a: with_whole_dims(a.input, a.dims))
 def _flip(input: Tensor, dims: Sequence[int]) -> Decomposition | None:
     dims, layout = list(dims), layout_of(input)
-    fetches = [Fetch(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
+    fetches = [IntervalExchange(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
     return sequential(layout, *fetches, lambda part: part.flip(dims)) if fetches else None
 
 
@@ -100,7 +100,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Decomposition | None:
     for d, shift in zip(chosen or [0], [shifts] if isinstance(shifts, int) else shifts, strict=True):
         amounts[d % max(input.ndim, 1)] += shift
     layout, split = layout_of(input), _split_dims(input, list(amounts))
-    fetches = [Fetch(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
+    fetches = [IntervalExchange(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
     rest = [d for d in amounts if d not in split]
     others = [lambda part: part.roll([amounts[d] for d in rest], rest)] if rest else []
     return sequential(layout, *fetches, *others) if split else None
@@ -122,7 +122,7 @@ def _repeated(input: Tensor, counts: Sequence[int]) -> Decomposition | None:
     layout, steps = layout_of(input), []
     for d in split:
         size, target = layout.shape[d], evenly_split(layout, d, layout.shape[d] * counts[new + d])
-        steps += Fetch(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
+        steps += IntervalExchange(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
         layout = target
     rest = [1 if d - new in split else n for d, n in enumerate(counts)]
     repeated = sequential(layout, *steps)
@@ -189,7 +189,7 @@ def _repeat_interleave(
     def arranged(part: Tensor) -> Tensor:
         return part.repeat_interleave(repeats, dim).narrow(dim, start % max(repeats, 1), stop - start)
 
-    return sequential(target, Fetch(layout, target, dim, partial(_origins, repeats)), arranged)
+    return sequential(target, IntervalExchange(layout, target, dim, partial(_origins, repeats)), arranged)
 
 
 def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
@@ -215,7 +215,7 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Decompositio
         return None
     dim, layout = dimension % input.ndim, layout_of(input)
     cut = evenly_split(layout, dim, result.shape[dim])
-    fetch = Fetch(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
+    fetch = IntervalExchange(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
     target = _with_last_dim(cut, size)
 
     def local(part: Tensor) -> Tensor:

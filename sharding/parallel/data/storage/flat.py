@@ -23,7 +23,7 @@ from .....mesh.device_mesh import DeviceMesh
 from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
-from ....redistribute.autograd import runner
+from ....redistribute.executor import executor
 from ..grads.grad_places import Filling, is_at
 from .flat_layout import cut
 
@@ -114,7 +114,9 @@ class FlatBucket:
 
         Communication: one all_gather.
         """
-        return runner(self._flat(x.dtype, before), self._flat(x.dtype, after), transport=self._transport).start([x], note=note)
+        src, dst = self._flat(x.dtype, before), self._flat(x.dtype, after)
+        wait = executor(src, dst, transport=self._transport).start([x], note=note)
+        return lambda: wait()[0]
 
     def part_over(self, whole: Tensor, axis: str) -> Tensor:
         """A copy of this rank's part of the whole buffer, where that is split over one axis."""
@@ -164,7 +166,8 @@ class FlatBucket:
         Communication: one reduce_scatter over the axes.
         """
         src, dst = self._flat(whole.dtype, (), pending=self.axes), self._flat(whole.dtype, self.axes)
-        return runner(src, dst, transport=self._transport).start([whole], note=note)
+        wait = executor(src, dst, transport=self._transport).start([whole], note=note)
+        return lambda: wait()[0]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_two_patterns_that_lay_out_the_inputs_of_one_module():
         ({"*.q_proj": inputs(hidden=P())}, ValueError, "lays out the argument 'hidden', and forward takes 'input'"),
         ({"*.q_proj": inputs(P(), P())}, ValueError, "lays out 2 arguments, and forward takes 1: input"),
         ({"*.q_proj": shard({"weight": P(None, None, "tp")})}, ValueError, "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None"),
-        ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "together 7 elements, but dim 0"),
+        ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "7 elements in total, but dim 0"),
         ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') names axis 'sp', and DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
         ([colwise()], TypeError, "parallelize takes a plan such as"),
     ],

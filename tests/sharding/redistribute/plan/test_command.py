@@ -45,7 +45,7 @@ def test_the_example_of_the_help_runs(capsys):
     from shardmesh.sharding.redistribute.plan.command import EXAMPLE
 
     assert main(shlex.split(EXAMPLE)[3:]) == 0
-    assert "exchange" in capsys.readouterr().out
+    assert "all_to_all_v" in capsys.readouterr().out
 
 
 def test_json(capsys):
@@ -80,13 +80,13 @@ def test_transport(transport, capsys):
     assert main([*MOVE, "--transport", transport]) == 0
     shown = capsys.readouterr().out
     assert shown == f"{explained(sm.P('dp', 'tp'), sm.P('tp', 'dp'), transport=transport)}\n"
-    assert f"exchange as {transport}" in shown
+    assert f"all_to_all_v as {transport}" in shown
 
 
 def test_picture(tmp_path, capsys):
     assert main([*MOVE, "--picture", str(tmp_path / "plan.svg")]) == 0
     assert "</svg>" in (tmp_path / "plan.svg").read_text()
-    assert "exchange" in capsys.readouterr().out
+    assert "all_to_all_v" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_errors_are_one_line_and_status_2(arguments, words, capsys):
     ],
 )  # fmt: skip
 def test_only_literal_calls_are_understood(text):
-    with pytest.raises(ValueError, match="neither a spec nor placements; write P"):
+    with pytest.raises(ValueError, match="expected a spec or placements in quotes, such as P"):
         parse_spec(text)
 
 

@@ -11,15 +11,15 @@ import torch
 import shardmesh as sm
 from shardmesh import P, Topology
 from shardmesh.kernels.box import box_size, intersect
+from shardmesh.sharding.redistribute.plan.candidates import routed_steps
 from shardmesh.sharding.redistribute.plan.cost import seconds
 from shardmesh.sharding.redistribute.plan.intermediate_layouts import (
     is_gather,
     is_permutation,
     is_scatter,
-    leaving_axes,
+    moving_axes,
     with_pending,
 )
-from shardmesh.sharding.redistribute.plan.planner import _by_replicas_and_nodes
 from shardmesh.sharding.redistribute.plan.steps import Step
 
 NAMES = ("a", "b", "c")
@@ -46,22 +46,22 @@ def single_steps(src, dst, topology):
         yield Step("slice", (), src, dst)
         return
     kept = with_pending(src, dict.fromkeys(reduced))
-    leaving = leaving_axes(kept, dst)
+    leaving = moving_axes(kept, dst)
     axes = tuple(a for a in src.mesh.axis_names if a in leaving or a in reduced)
     if not reduced:
         if is_gather(src, dst):
             yield Step("all_gather", axes, src, dst)
         if is_permutation(src, dst, axes):
             yield Step("permute", axes, src, dst)
-        yield Step("exchange", axes, src, dst)
-        yield from _by_replicas_and_nodes(src, dst, topology)
+        yield Step("all_to_all_v", axes, src, dst)
+        yield from routed_steps(src, dst, topology)
         return
     if kept is dst:
         yield Step("all_reduce", reduced, src, dst)
     splits = set(dst.dim_of) - set(src.dim_of)
     if splits == set(reduced) and not leaving and is_scatter(src, dst):
         yield Step("reduce_scatter", reduced, src, dst)
-    yield Step("exchange_reduce", axes, src, dst)
+    yield Step("all_to_all_reduce", axes, src, dst)
 
 
 def _inside(box, other):

@@ -47,7 +47,7 @@ def test_the_gradients_of_parts_of_an_extreme_are_no_one_value():
         def asked(mesh, use=use):
             use(program(mesh))
 
-        assert "look at x.to_local()" in same_error((2,), asked, ValueError, silent=False)
+        assert "read them one by one with x.to_local()" in same_error((2,), asked, ValueError, silent=False)
 
 
 @every_rank(3)

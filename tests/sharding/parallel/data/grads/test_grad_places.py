@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
 from shardmesh.sharding.parallel.data.grads.grad_places import Placing
-from shardmesh.sharding.redistribute.packed_collectives import in_one_piece
+from shardmesh.sharding.redistribute.packed_collectives import contiguous_memory
 
 D, LAYERS = 8, 3
 
@@ -155,9 +155,9 @@ def test_what_a_failed_backward_has_put_is_not_used(form: str, again: str) -> No
 def test_adjacent_tensors_are_one_piece_of_memory() -> None:
     x = torch.arange(12.0)
     parts = [x[2:5], x[5:5], x[5:9].view(2, 2)]
-    found = in_one_piece(parts, torch.float32)
+    found = contiguous_memory(parts, torch.float32)
     assert found is not None
     assert torch.equal(found, x[2:9])
     assert found.data_ptr() == parts[0].data_ptr()
     for others in ([x[5:9], x[2:5]], [x[2:5], x[6:9]], [x[:6].view(2, 3).T, x[6:]], [x[0:2], x[2:4].double()], [x[:0], x[0:2]]):
-        assert in_one_piece(others, torch.float32) is None
+        assert contiguous_memory(others, torch.float32) is None

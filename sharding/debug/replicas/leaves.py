@@ -1,4 +1,4 @@
-"""What a rank holds of a tree, leaf by leaf, and which ranks should hold the same of it."""
+"""The leaves of a tree on this rank, and which ranks should hold the same values."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ...layout.layout import Layout
 from ...layout.spec import P
 from ...tensor.sharded_tensor import ShardedTensor
 
-# What stands for itself in text; the text of other objects may have an address in it.
+# Types whose repr determines the value; that of other objects may contain an address.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """One leaf of a tree as this rank holds it.
+class ReplicaLeaf:
+    """One leaf of a tree on this rank.
 
     Attributes:
-        path: how to name the leaf; "" for a tree that is one.
-        kind: what it is, the same text on every rank: a layout, "tensor", "float".
-        value: this rank's part, a plain tensor; or what is no tensor.
-        holders: global ranks that should hold the same, ascending, this one among them; none where this rank holds nothing.
-        start: where this rank's part begins in the whole tensor, per dim; none where it is the whole.
+        path: the name of the leaf; "" if it is the whole tree.
+        kind: the same text on every rank: a layout, "tensor", "float".
+        value: this rank's part as a plain tensor, or the leaf itself if it is not a tensor.
+        holders: global ranks that should hold the same, ascending, including this one; empty if this rank holds nothing.
+        start: where this rank's part begins in the global tensor, per dim; empty if it is the whole.
     """
 
     path: str
@@ -44,68 +44,71 @@ class Copy:
         return isinstance(self.value, (Tensor, *_PLAIN))
 
 
-def copies_of(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) -> list[Copy]:
-    """Named leaves as far as these global ranks should hold the same: what is no tensor first, since a setting that differs makes
-    tensors differ, and then in the order of their names.
+def replica_leaves(leaves: Sequence[tuple[str, Any]], ranks: tuple[int, ...]) -> list[ReplicaLeaf]:
+    """Return named leaves, compared among these global ranks, sorted by name.
+
+    Leaves that are not tensors come first, since a setting that differs makes tensors differ.
     """
-    of_layout = _Holders(frozenset(ranks))
-    copies = [_copy(path, leaf, ranks, of_layout) for path, leaf in leaves]
-    return sorted(copies, key=lambda copy: (isinstance(copy.value, Tensor), copy.path))
+    holders_of = _HoldersOf(frozenset(ranks))
+    found = [_replica_leaf(path, leaf, ranks, holders_of) for path, leaf in leaves]
+    return sorted(found, key=lambda leaf: (isinstance(leaf.value, Tensor), leaf.path))
 
 
 def mesh_over(leaves: Sequence[tuple[str, Any]]) -> Any:
-    """The mesh that has all ranks on which leaves lie, if one of theirs does; else None."""
+    """Return the mesh of a leaf whose ranks include those of all other leaves; None if there is none."""
     meshes = {leaf._layout.mesh for _, leaf in leaves if isinstance(leaf, ShardedTensor)}
     ranks = {mesh: frozenset(mesh.ranks.reshape(-1).tolist()) for mesh in meshes}
     everyone = frozenset().union(*ranks.values())
     return next((mesh for mesh, found in ranks.items() if found == everyone), None)
 
 
-class _Holders(dict[Layout, "tuple[int, ...]"]):
-    """The ranks that hold the same as this one in a layout; found once for each."""
+class _HoldersOf(dict[Layout, "tuple[int, ...]"]):
+    """Layout -> the ranks that hold the same part as this one, computed once for each layout."""
 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = ranks
 
     def __missing__(self, layout: Layout) -> tuple[int, ...]:
-        self[layout] = found = tuple(rank for rank in holders_over(layout.mesh, layout.spec) if rank in self.ranks)
+        self[layout] = found = tuple(rank for rank in replica_ranks(layout.mesh, layout.spec) if rank in self.ranks)
         return found
 
 
-def holders_over(mesh: Any, spec: P) -> tuple[int, ...]:
-    """The ranks of a mesh that hold the same as this one, ascending; none outside the mesh. Contributions to what is pending are
-    not the same."""
+def replica_ranks(mesh: Any, spec: P) -> tuple[int, ...]:
+    """Return the ranks of a mesh that hold the same values as this one, ascending; none outside the mesh.
+
+    Contributions to a pending value are not the same.
+    """
     if mesh.coordinate is None:
         return ()
     named = set(spec.axes)
-    place = tuple(at if axis in named else slice(None) for axis, at in zip(mesh.axis_names, mesh.coordinate, strict=True))
-    return tuple(sorted(np.asarray(mesh.ranks[place]).reshape(-1).tolist()))
+    index = tuple(at if axis in named else slice(None) for axis, at in zip(mesh.axis_names, mesh.coordinate, strict=True))
+    return tuple(sorted(np.asarray(mesh.ranks[index]).reshape(-1).tolist()))
 
 
-def _copy(path: str, leaf: Any, everyone: tuple[int, ...], of_layout: _Holders) -> Copy:
+def _replica_leaf(path: str, leaf: Any, everyone: tuple[int, ...], holders_of: _HoldersOf) -> ReplicaLeaf:
     if isinstance(leaf, ShardedTensor):
         layout = leaf._layout
-        return Copy(path, str(layout), leaf._local, of_layout[layout], tuple(start for start, _ in layout.box))
+        return ReplicaLeaf(path, str(layout), leaf._local, holders_of[layout], tuple(start for start, _ in layout.box))
     if isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in "biufc":
         leaf = torch.from_numpy(np.array(leaf))
-    return Copy(path, "tensor" if isinstance(leaf, Tensor) else type(leaf).__name__, leaf, everyone)
+    return ReplicaLeaf(path, "tensor" if isinstance(leaf, Tensor) else type(leaf).__name__, leaf, everyone)
 
 
 # -- naming ------------------------------------------------------------------------------------------------------------
 
 
 def leaves_of(trees: Sequence[Any]) -> list[tuple[str, Any]]:
-    """The name and value of every leaf of trees.
+    """Return the name and value of every leaf of some trees.
 
-    A module stands for its parameters and buffers, an optimizer for its state and its settings; the state of a parameter has the
-    name of the parameter where its module is in one of the trees.
+    A module stands for its parameters and buffers, an optimizer for its state and its settings. The state of a parameter has the
+    name of the parameter if its module is in one of the trees.
     """
     names = _parameter_names(trees)
     return [leaf for tree in trees for leaf in _leaves("", tree, names)]
 
 
 def _leaves(path: str, tree: Any, names: dict[int, str]) -> Iterator[tuple[str, Any]]:
-    """The name and value of every leaf; `names` are those of parameters, by identity."""
+    """Yield the name and value of every leaf; `names` are those of parameters, by id."""
     for keys, leaf in pytree.tree_flatten_with_path(tree)[0]:
         name = path + pytree.keystr(keys)
         if isinstance(leaf, nn.Module):
@@ -136,7 +139,7 @@ def _optimizer_leaves(path: str, optimizer: Optimizer, names: dict[int, str]) ->
                 yield from _leaves(f"{here}[{key!r}]", value, names)
         for j, parameter in enumerate(group["params"]):
             name = names.get(id(parameter))
-            if name is None:  # of no module here
+            if name is None:  # its module is not in the trees
                 name = f"{here}['params'][{j}]"
                 yield name, parameter
             for key, value in optimizer.state.get(parameter, {}).items():
