@@ -33,7 +33,7 @@ from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.convert import from_local, to_local
 from ...tensor.sharded_tensor import ShardedTensor
-from ..bring import bring
+from ..redistribute_operands import redistribute_operands
 from .strategies import Options, Way, way_for
 
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -126,7 +126,7 @@ def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTen
     way = _way(query._layout, key._layout, value._layout, options)
     mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
     with carrying(mesh.world, lineage):
-        given = bring([query, key, value], way.targets)
+        given = redistribute_operands([query, key, value], way.targets)
         for x in given:
             known_local(x)
         out = from_parts(way.made, way.run, *given)
