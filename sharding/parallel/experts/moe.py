@@ -253,7 +253,7 @@ def _check(x: Any, routing: Routing, params: dict[str, Any], axes: tuple[str, ..
     _check_one_mesh({"x": x, "routing.experts": experts, "routing.weights": weights, **params})
     _check_tokens(x, experts, weights)
     if capacity is not None and not 0 < capacity < math.inf:
-        raise ValueError(f"moe: capacity, the multiple of its even share that an expert takes, must be positive or None, got {capacity}")
+        raise ValueError(f"moe: capacity={capacity}: an expert's limit as a multiple of its even share must be a positive number, or None")
 
 
 def _check_params(params: dict[str, Any], axes: tuple[str, ...]) -> None:
