@@ -119,7 +119,7 @@ def test_errors():
         ema.update()
 
     text = same_error((2, 2), moved, ValueError)
-    assert "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), and its average a plain [5, 3]" in text
+    assert "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), but its average a plain [5, 3]" in text
 
     def other_paths(mesh):
         state = EMA(plain_model()).state_dict()
@@ -127,7 +127,7 @@ def test_errors():
         EMA(plain_model()).load_state_dict(state)
 
     text = same_error((2, 2), other_paths, ValueError)
-    assert "no average of ['1.weight'], and one of ['2.weight']" in text
+    assert "lacks averages of ['1.weight'], and has averages of ['2.weight']" in text
 
     def other_shape(mesh):
         state = EMA(plain_model()).state_dict()
