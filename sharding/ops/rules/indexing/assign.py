@@ -18,7 +18,7 @@ from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
-from ..decomposition_utils import layout_of, part_sizes, is_split, splitting_axes
+from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import form, handler, rule

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, replicated, reduce_pending, unshard
+from ..decomposition_utils import all_splitting_axes, reduce_pending, replicated, unshard
 from ..elementwise.pointwise import is_operand
 from ..registry import form
 

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....layout.spec import P
-from ..decomposition_utils import check_by_torch, from_parts, layout_of, reduced, reduce_pending, is_split, splitting_axes
+from ..decomposition_utils import (
+    check_by_torch,
+    from_parts,
+    is_split,
+    layout_of,
+    reduce_pending,
+    reduced,
+    splitting_axes,
+)
 from ..notation import Rule, einrule
 from ..reductions.reduction import accumulator_dtype
 from ..registry import form, rule

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..decomposition_utils import layout_of, is_split
+from ..decomposition_utils import is_split, layout_of
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .....kernels.box import Box
 from ....redistribute.interval_exchange import Fetch
-from ..decomposition_utils import check_by_torch, from_parts, layout_of, reduce_pending, is_split, with_elements
+from ..decomposition_utils import check_by_torch, from_parts, is_split, layout_of, reduce_pending, with_elements
 from ..notation import Rule, einrule
 from ..reductions.reduction import Dims, accumulator_dtype, normal_dims
 from ..registry import form, rule

@@ -15,7 +15,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....tensor.random import uniform
 from ....tensor.sharded_tensor import ShardedTensor
-from ..decomposition_utils import body_of, layout_of, reduce_pending, is_split
+from ..decomposition_utils import body_of, is_split, layout_of, reduce_pending
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .window import Halo, Parts, Window, on_parts, per_dim, unless_empty

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....tensor.autograd.engine_hooks import transforming
-from ..decomposition_utils import check_by_torch, from_parts, reduced, reduce_pending, is_split
+from ..decomposition_utils import check_by_torch, from_parts, is_split, reduce_pending, reduced
 from ..notation import Rule
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, reduction
 from ..registry import form, rule

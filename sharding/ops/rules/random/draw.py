@@ -24,8 +24,7 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
 from ..decomposition_utils import from_parts, reduce_pending, unshard, with_dim
-from ..elementwise.like import register_like
-from ..elementwise.like import without_pending
+from ..elementwise.like import register_like, without_pending
 from ..registry import RANDOM, form, functions, handler
 
 

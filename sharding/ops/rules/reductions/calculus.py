@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....redistribute.interval_exchange import Fetch
-from ..decomposition_utils import evenly_split, sequential, layout_of, is_split
+from ..decomposition_utils import evenly_split, is_split, layout_of, sequential
 from ..notation import Rule
 from ..registry import form, rule
 from ..shapes.view import with_whole_dims

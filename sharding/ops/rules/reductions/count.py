@@ -16,7 +16,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, replicated, reduce_pending, is_split
+from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
 from ..elementwise.pointwise import is_operand, tensors_of
 from ..indexing.masked import check_inside
 from ..notation import Rule, einrule

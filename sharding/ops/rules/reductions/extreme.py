@@ -17,7 +17,7 @@ from torch import Tensor, return_types
 
 from ....redistribute.autograd import redistribute_local
 from ....tensor.autograd.engine_hooks import transforming
-from ..decomposition_utils import check_by_torch, from_parts, reduced, reduce_pending, is_split
+from ..decomposition_utils import check_by_torch, from_parts, is_split, reduce_pending, reduced
 from ..notation import Rule
 from ..registry import form, rule
 from .reduction import Dims, normal_dims, reduction

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import reduce_pending, is_split, unshard
+from ..decomposition_utils import is_split, reduce_pending, unshard
 from ..elementwise.pointwise import casts_linearly
 from ..notation import Rule, einrule
 from ..registry import form, handler, rule

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_locals
-from ..decomposition_utils import all_from_parts, from_parts, layout_of, part_sizes, with_part_sizes, reduce_pending, is_split, with_dim
+from ..decomposition_utils import (
+    all_from_parts,
+    from_parts,
+    is_split,
+    layout_of,
+    part_sizes,
+    reduce_pending,
+    with_dim,
+    with_part_sizes,
+)
 from ..nn.window import joined
 from ..registry import form
 from .reduction import accumulator_dtype

@@ -31,12 +31,12 @@ from ..decomposition_utils import (
     all_from_parts,
     all_splitting_axes,
     check_by_torch,
+    is_split,
     layout_of,
     part_sizes,
-    with_part_sizes,
     reduce_pending,
-    is_split,
     unshard,
+    with_part_sizes,
 )
 from ..elementwise.pointwise import broadcast, is_operand
 from ..notation import Rule

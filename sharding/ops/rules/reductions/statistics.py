@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import reduce_pending, is_split
+from ..decomposition_utils import is_split, reduce_pending
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import form, rule

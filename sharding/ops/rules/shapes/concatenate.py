@@ -22,7 +22,16 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ....redistribute.interval_exchange import Fetch, Interval
-from ..decomposition_utils import evenly_split, from_parts, sequential, interval_of, layout_of, reduce_pending, is_split, splitting_axes
+from ..decomposition_utils import (
+    evenly_split,
+    from_parts,
+    interval_of,
+    is_split,
+    layout_of,
+    reduce_pending,
+    sequential,
+    splitting_axes,
+)
 from ..registry import form
 from .slicing import Piece
 

@@ -14,7 +14,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local
 from ...dispatch import marked_as_copy
-from ..decomposition_utils import evenly_split, from_parts, interval_of, layout_of, is_split, unshard
+from ..decomposition_utils import evenly_split, from_parts, interval_of, is_split, layout_of, unshard
 from ..notation import Rule, einrule
 from ..registry import form, rule
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....redistribute.interval_exchange import Fetch, Interval
 from ...dispatch import marked_as_copy
-from ..decomposition_utils import evenly_split, from_parts, sequential, layout_of, is_split
+from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .view import listed

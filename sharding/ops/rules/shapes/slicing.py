@@ -27,7 +27,15 @@ from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ...dispatch import marked_as_copy
 from ...sliced_from import SlicedFrom
-from ..decomposition_utils import all_from_parts, evenly_split, from_parts, layout_of, part_sizes, with_part_sizes, is_split
+from ..decomposition_utils import (
+    all_from_parts,
+    evenly_split,
+    from_parts,
+    is_split,
+    layout_of,
+    part_sizes,
+    with_part_sizes,
+)
 from ..indexing.masked import mask_form
 from ..notation import Rule
 from ..registry import form, functions, rule
