@@ -32,8 +32,8 @@ class Shampoo(MatrixOptimizer):
         rank 1   [A1] [B1]     ->      rank 1   B, its L and R    ->      rank 1   [A1] [B1]
                    one all_to_all                     one all_to_all
 
-    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Larger matrices than `block_size` are split into
-    blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks are
+    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are split
+    into blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks are
     gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
     layouts of the parameters.
 
