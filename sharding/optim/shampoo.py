@@ -33,8 +33,8 @@ class Shampoo(MatrixOptimizer):
                    one all_to_all                     one all_to_all
 
     "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are split
-    into blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks are
-    gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
+    into blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks
+    are gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
     layouts of the parameters.
 
     Args:

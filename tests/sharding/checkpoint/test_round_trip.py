@@ -255,7 +255,7 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
         ({"model": {"weight": X[:4]}}, ["'model.weight'", "torch.float32[4, 6]", "torch.float32[8, 6]"]),
         ({"model": {"weight": X.double()}}, ["torch.float64[8, 6]", "torch.float32[8, 6]"]),
         ({"model": {"weight": None}}, ["is a tensor", "pass a Layout"]),
-        ({"step": X}, ["'step'", "no tensor"]),
+        ({"step": X}, ["'step'", "not a tensor"]),
         ({"missing": None}, ["no 'missing'"]),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_like_with_pending_values(tmp_path):
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (lambda: 0, ["'bad'", "read back safely"]),
+        (lambda: 0, ["'bad'", "loaded safely"]),
         (X.numpy(), ["numpy ndarray", "torch.as_tensor"]),
         (torch.empty(2, device="meta"), ["meta"]),
         (X.to_sparse(), ["sparse"]),

@@ -134,6 +134,6 @@ def test_errors():
         state["average"]["1.weight"] = torch.zeros(2, 2)
         EMA(plain_model()).load_state_dict(state)
 
-    assert "1.weight is [2, 2], and the parameter [4, 5]" in same_error((2, 2), other_shape, ValueError)
+    assert "1.weight is [2, 2], the parameter [4, 5]" in same_error((2, 2), other_shape, ValueError)
     assert "from 0 to 1" in same_error((2, 2), lambda mesh: EMA(plain_model(), 1.5), ValueError)
     assert "nothing to average" in same_error((2, 2), lambda mesh: EMA(plain_model().requires_grad_(False)), ValueError)

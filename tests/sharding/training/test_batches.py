@@ -226,7 +226,7 @@ def test_errors_of_batches():
     assert "for 4 ranks along ('a', 'b'), but the batch dim is split over 2 along ('a',)" in text
     text = same_error((2, 2), lambda mesh: of(mesh, "b"), ValueError)
     assert "mesh=mesh, axes=('a',)" in text
-    assert "write a P" in same_error((2,), lambda mesh: of(mesh, spec="a"), TypeError)
+    assert "spec must be a P" in same_error((2,), lambda mesh: of(mesh, spec="a"), TypeError)
     assert "not pending" in same_error((2,), lambda mesh: of(mesh, spec=P("a", unreduced={"b"})), ValueError)
     assert "'c'" in same_error((2,), lambda mesh: of(mesh, spec=P("c")), MeshError)
     packed = {"collate_fn": lambda rows: {"x": torch.zeros(len(rows), 2), "packed": torch.zeros(5)}}
