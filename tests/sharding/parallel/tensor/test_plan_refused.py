@@ -134,7 +134,7 @@ def test_a_plain_input_on_a_larger_mesh():
 
     text = same_error((2, 2), program, TypeError)
     assert "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'" in text
-    assert "sm.device_put(x, mesh, P('a')) for the whole one, sm.from_local(x, mesh, P('a'))" in text
+    assert "sm.device_put(x, mesh, P('a')) for the whole tensor, sm.from_local(x, mesh, P('a'))" in text
 
 
 def test_activations_that_do_not_fit():
