@@ -32,7 +32,7 @@ from ..tensor.redistribute import redistribute_many
 from ..tensor.sharded_tensor import ShardedTensor
 from . import dispatch, plain_operands, strategy
 from .rules.notation import Rule
-from .rules.propagation import assign, axis_order, factors_alone
+from .rules.propagation import assign, axis_order
 from .rules.registry import HANDLERS, writes_first_operand
 
 Choices = tuple[str | None, ...]  # for each axis of more than one rank: KEEP, the factor that it splits, or None for whole
@@ -177,7 +177,7 @@ class _Search:
         mesh = self.layouts[0].mesh
         self.axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
         self.order = axis_order([*self.wanted, *sorted(self.layouts, key=lambda layout: -layout.nbytes)])
-        self.free = factors_alone(self.rule)
+        self.free = _factors_alone(self.rule)
 
     def best(self) -> list[Layout]:
         """Improves two beginnings axis by axis, moving no operand and moving all towards the result; the better one."""
@@ -237,6 +237,13 @@ class _Search:
         stay = [new for old, new in zip(layout.spec.dims, dims, strict=True) if new[:1] == old[:1]]
         sizes = {axes: n for axes, n in layout.spec.sizes if any(axes == dim[: len(axes)] for dim in stay)}
         return layout.passing(P(*dims, unreduced=pending, sizes=sizes))
+
+
+def _factors_alone(rule: Rule) -> set[str]:
+    """Factors that are a dim by themselves wherever they appear, and that may be split."""
+    inputs = [factors for dims in rule.inputs for factors in dims]
+    shared = {f for factors in [*inputs, *[x for dims in rule.outputs for x in dims]] if len(factors) > 1 for f in factors}
+    return {f for factors in inputs for f in factors} - shared - rule.whole
 
 
 def _split(dims: Sequence[tuple[str, ...]], layout: Layout, axis: str) -> str | None:

@@ -26,7 +26,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .device_result import device_result
 from .rules.notation import Dim, NoMatch, Rule
 from .rules.propagation import CannotKeep, assign
-from .rules.registry import DECOMPOSITIONS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
+from .rules.registry import FORMS, RANDOM, RESULT_IS_VIEW, RULES, writes_first_operand
 
 FOUND = object()  # as `Decision.outputs`: whatever tensors the function returns, replicated
 
@@ -175,7 +175,7 @@ def check_one_mesh(func: Callable[..., Any], layouts: Sequence[Layout]) -> None:
 
 def form_for(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[..., Any] | None:
     """The form for operands that lie like these; torch's own complaints about the arguments come first."""
-    maker = DECOMPOSITIONS.get(func)
+    maker = FORMS.get(func)
     if maker is None:
         return None
     try:

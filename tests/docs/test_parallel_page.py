@@ -217,7 +217,7 @@ def test_a_row_is_the_form_that_it_names(row):
         for code in programs:
             model = nn.Linear(8, 8)
             eval(code, {"sm": sm, "model": model, "mesh": mesh})
-            form = units_in(model)[0].options.form
+            form = units_in(model)[0].options.stage
             found = form.parameter, form.gradient, form.optimizer
             assert [set(axes) for axes in found] == [set(_axes(cell, mesh)) for cell in row[:3]]
 

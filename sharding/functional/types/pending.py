@@ -16,7 +16,7 @@ from ....mesh.abstract_mesh import AbstractMesh
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops.rules.propagation import CannotKeep
-from ...ops.rules.registry import DECOMPOSITIONS, RULES
+from ...ops.rules.registry import FORMS, RULES
 from ...ops.strategy import decide, name_of
 from ...tensor.sharded_tensor import ShardedTensor
 from .types import ShardingTypeError, place
@@ -62,7 +62,7 @@ def share_of_gradient(following: Following, axis: str, func: Any, args: Sequence
     try:
         return stays_pending(following, axis, func, args, kwargs)
     except ShardingTypeError:
-        if func not in RULES and func not in DECOMPOSITIONS:
+        if func not in RULES and func not in FORMS:
             return True
         return stays_pending(following, axis, func, args, kwargs, zeros=True)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch._ops import OpOverload, OpOverloadPacket
 
-from .registry import DECOMPOSITIONS, HANDLERS, RULES, functions
+from .registry import FORMS, HANDLERS, RULES, functions
 
 # Operators that have no public function of their own name, and the one that is made of them.
 _PUBLIC_NAMES = {"_softmax": "softmax", "_log_softmax": "log_softmax", "_unsafe_view": "reshape", "_local_scalar_dense": "item"}
@@ -36,7 +36,7 @@ def public_call(op: Any) -> Callable[..., Any] | None:
     Raises:
         NotImplementedError: no public function does what the operator does.
     """
-    if not isinstance(op, OpOverload | OpOverloadPacket) or op in RULES or op in DECOMPOSITIONS:
+    if not isinstance(op, OpOverload | OpOverloadPacket) or op in RULES or op in FORMS:
         return None
     return _call_of(op) if str(op).startswith("aten.") else None
 
@@ -87,7 +87,7 @@ def _public(name: str, in_python: bool = False) -> Callable[..., Any] | None:
     With `in_python`, one that is written in Python comes first: in torch, reductions are numbers in C++ and words in Python.
     """
     found = list(_candidates(name))
-    known = [func for func in found if func in HANDLERS or func in DECOMPOSITIONS or func in RULES]
+    known = [func for func in found if func in HANDLERS or func in FORMS or func in RULES]
     known.sort(key=lambda func: in_python and not inspect.isfunction(func))
     others = [func for func in found if not inspect.isfunction(func) and not name.endswith("_")]
     return next(iter((*known, *others)), None)

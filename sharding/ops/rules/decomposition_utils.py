@@ -39,12 +39,12 @@ def all_splitting_axes(layout: Layout) -> tuple[str, ...]:
     return tuple(axis for d in range(len(layout.shape)) for axis in splitting_axes(layout, d))
 
 
-def is_split(x: Any, dims: Iterable[int]) -> bool:
+def splits(x: Any, dims: Iterable[int]) -> bool:
     """Whether any of these dims of an operand is split. For makers: x is a meta tensor."""
     return any(splitting_axes(layout_of(x), d) for d in dims)
 
 
-def reduce_pending(x: Any) -> Any:
+def settled(x: Any) -> Any:
     """The tensor with everything pending reduced, so that using it several times communicates once."""
     return x.redistribute(x.spec.with_unreduced({})) if x._layout.pending else x
 
@@ -56,7 +56,7 @@ def with_dim(layout: Layout, dim: int, cuts: Sequence[Cut], size: int) -> Layout
     return Layout.of(layout.mesh, P.of_cuts(all_cuts, layout.pending), shape, layout.dtype)
 
 
-def unshard(x: ShardedTensor, *dims: int) -> ShardedTensor:
+def whole(x: ShardedTensor, *dims: int) -> ShardedTensor:
     """The tensor with these dims not split, everything else as it is.
 
     Communication: an all_gather over the axes that split them.
@@ -79,14 +79,14 @@ def part_sizes(layout: Layout, dim: int) -> list[int]:
     return sizes
 
 
-def with_part_sizes(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
+def resized(layout: Layout, dim: int, sizes: Sequence[int]) -> Layout:
     """The layout with each part of a split dim of another length, on the same ranks: what an operator that shortens every
     part leaves behind."""
     axes = layout.spec.dims[dim]
     return with_dim(layout, dim, [Cut(axes, tuple(sizes))] if axes else (), sum(sizes))
 
 
-def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
+def evenly(layout: Layout, dim: int, size: int) -> Layout:
     """The layout with a dim of another size, cut evenly over the axes that split it now; over only as many of them, the major
     ones first, as still get an element for each rank."""
     mesh, kept, parts = layout.mesh, [], 1
@@ -101,7 +101,7 @@ def evenly_split(layout: Layout, dim: int, size: int) -> Layout:
 def interval_of(layout: Layout, dim: int, start: int, stop: int) -> Layout:
     """How the interval [start, stop) of a dim of this layout lies by itself, where it is."""
     bounds = accumulate(part_sizes(layout, dim), initial=0)
-    return with_part_sizes(layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)])
+    return resized(layout, dim, [max(0, min(b, stop) - max(a, start)) for a, b in pairwise(bounds)])
 
 
 def from_parts(layout: Layout, func: Callable[..., Tensor], *tensors: ShardedTensor) -> ShardedTensor:
@@ -170,7 +170,7 @@ def _never(*_: Any) -> bool:
     return False
 
 
-def sequential(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[..., ShardedTensor]:
+def in_turn(layout: Layout, *steps: Callable[[Tensor], Tensor]) -> Callable[..., ShardedTensor]:
     """The form whose result, in this layout, is what these functions make of this rank's part one after the other."""
 
     def local(part: Tensor) -> Tensor:

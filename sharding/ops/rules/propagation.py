@@ -324,15 +324,15 @@ def _sized_factors(
     """Factor -> its cut into parts of given sizes, where the weightiest operand that is split on it has such a cut."""
     if not any(layout.spec.sizes for layout in layouts):
         return {}
-    alone = factors_alone(rule)
+    alone = _factors_alone(rule)
     first = {f: cut for i in reversed(by_weight) for f, cut in _outer_cuts(rule.inputs[i], layouts[i], split)}
     return {f: cut for f, cut in first.items() if cut.sizes is not None and f in alone}
 
 
-def factors_alone(rule: Rule) -> set[str]:
-    """Return the factors that may be split and are a dim by themselves wherever they appear."""
+def _factors_alone(rule: Rule) -> set[str]:
+    """Factors that are a dim by themselves wherever they appear."""
     shared = {f for dims in (*rule.inputs, *rule.outputs) for factors in dims if len(factors) > 1 for f in factors}
-    return {f for dims in rule.inputs for factors in dims for f in factors} - shared - rule.whole
+    return {f for dims in rule.inputs for factors in dims for f in factors} - shared
 
 
 def _outer_cuts(dims: Sequence[Dim], layout: Layout, split: dict[str, list[str]]) -> Iterator[tuple[str, Cut]]:

@@ -16,7 +16,7 @@ from .aten import public_names
 from .decomposition_utils import layout_of
 from .propagation import PENDING, REPLICATED, SPLIT, CannotKeep, State, axis_order, move_price
 from .register_rule import operands_in
-from .registry import DECOMPOSITIONS, HANDLERS, functions, writes_first_operand
+from .registry import FORMS, HANDLERS, functions, writes_first_operand
 
 Accepted = Sequence[tuple[Sequence[Any], Sequence[Any]]]
 Choice = tuple[tuple[State, ...], tuple[State, ...]]  # what one axis does to the results, and to the operands
@@ -53,7 +53,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Accepted]], Callable[.
         for one in op if isinstance(op, list | tuple) else [op]:
             for func in _callables(one):
                 HANDLERS.pop(func, None)
-                DECOMPOSITIONS[func] = _maker(func, accepted, one._schema if isinstance(one, OpOverload) else None)  # type: ignore[assignment]
+                FORMS[func] = _maker(func, accepted, one._schema if isinstance(one, OpOverload) else None)  # type: ignore[assignment]
         return accepted
 
     return register

@@ -17,7 +17,7 @@ Form = TypeVar("Form", bound=FormMaker)
 
 RULES: dict[Callable[..., Any], RuleMaker] = {}
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-DECOMPOSITIONS: dict[Callable[..., Any], FormMaker] = {}
+FORMS: dict[Callable[..., Any], FormMaker] = {}
 RESULT_IS_VIEW: set[Callable[..., Any]] = set()
 RANDOM: set[Callable[..., Any]] = set()  # functions without a rule that draw from torch's own generator
 
@@ -96,7 +96,7 @@ def form(*names: str, also: tuple[Callable[..., Any], ...] = ()) -> Callable[[Fo
 
     def register(maker: Form) -> Form:
         for func in unique(names, also):
-            _put(DECOMPOSITIONS, func, maker)
+            _put(FORMS, func, maker)
         return maker
 
     return register

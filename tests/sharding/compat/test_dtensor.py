@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import shardmesh as sm
 from shardmesh import Partial, Replicate, Shard
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS
+from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS
 from tests.device import DEVICE
 from tests.docs.pages import DOCS, check_python_examples
 from tests.sharding.compat import dtensor_program
@@ -455,9 +455,9 @@ def test_local_map_outside_the_mesh(mesh):
 @pytest.fixture
 def tables():
     """The operator tables, as they are again after the test."""
-    before = dict(DECOMPOSITIONS), dict(HANDLERS)
+    before = dict(FORMS), dict(HANDLERS)
     yield
-    for table, old in zip((DECOMPOSITIONS, HANDLERS), before, strict=True):
+    for table, old in zip((FORMS, HANDLERS), before, strict=True):
         table.clear()
         table.update(old)
 

@@ -15,7 +15,7 @@ from ...lineage import drawn, with_drawn
 from ..registry import functions, handler
 
 
-def without_pending(layout: Layout) -> Layout:
+def settled(layout: Layout) -> Layout:
     """The layout with whole values where they were pending: for values that are not a sum over ranks."""
     return layout.replace(layout.spec.with_unreduced({})) if layout.pending else layout
 
@@ -27,7 +27,7 @@ def _like(
     requires_grad: bool,
     make: Callable[[Layout, torch.device], Tensor],
 ) -> Any:
-    layout = without_pending(x._layout).replace(dtype=dtype)
+    layout = settled(x._layout).replace(dtype=dtype)
     before = drawn.last
     out = ShardedTensor._make(make(layout, _device_of_parts(x, device)), layout)
     if drawn.last is not before:
@@ -78,7 +78,7 @@ def _register_new(name: str, fill: Callable[..., Any]) -> None:
         input: Any, size: Any, *rest: Any, dtype: Any = None, device: Any = None, requires_grad: bool = False, **kwargs: Any
     ) -> Any:
         size, rest = ((size, *rest), ()) if isinstance(size, int) else (size, rest)
-        layout = without_pending(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
+        layout = settled(input._layout) if tuple(size) == input.shape else Layout.of(input.mesh, None, size)
         options = {"dtype": dtype, "device": _device_of_parts(input, device)}
         local = fill(input._local, layout.local_shape, *rest, **options, **{k: v for k, v in kwargs.items() if v is not None})
         out = ShardedTensor._make(local, layout.replace(dtype=local.dtype))

@@ -18,7 +18,7 @@ from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
-from ..decomposition_utils import is_split, layout_of, part_sizes, splitting_axes
+from ..decomposition_utils import layout_of, part_sizes, splits, splitting_axes
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import form, handler, rule
@@ -196,7 +196,7 @@ def _setitem_form(input: Tensor, index: Any, value: Any) -> Callable[..., None] 
     input[index] = value  # torch's own complaint comes first
     layout = layout_of(input)
     cuts = _cuts_of_value(layout, entries, value)
-    if not any(cut and cut != layout.spec.cuts[d] and is_split(value, [v]) for v, (d, cut) in cuts.items()):
+    if not any(cut and cut != layout.spec.cuts[d] and splits(value, [v]) for v, (d, cut) in cuts.items()):
         return None
     spec = P.of_cuts([cuts[v][1] if v in cuts else () for v in range(value.ndim)], {})
     return partial(_write_split, layout, spec)

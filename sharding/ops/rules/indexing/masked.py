@@ -20,7 +20,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, reduce_pending, replicated, unshard
+from ..decomposition_utils import all_splitting_axes, replicated, settled, whole
 from ..elementwise.pointwise import is_operand
 from ..registry import form
 
@@ -29,7 +29,7 @@ Form = Callable[..., Any] | None
 
 def by_rows(x: Any, ndim: int) -> Any:
     """The tensor with none of its first `ndim` dims split but the first, over all axes that split any of them."""
-    x = reduce_pending(x)
+    x = settled(x)
     inner = [axis for dim in x.spec.dims[1:ndim] for axis in dim]
     if not inner:
         return x
@@ -127,7 +127,7 @@ def _selected(input: Any, mask: Any) -> Any:
     if not mask.ndim:
         return _selected(input.reshape(1), mask.reshape(1))
     x, ndim = by_rows(input, mask.ndim), mask.ndim
-    rows = reduce_pending(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
+    rows = settled(mask).redistribute(P.of_cuts([x.spec.cuts[0], *[()] * (ndim - 1)], {}))
     return end_to_end(x.mesh, x.spec.dims[0], x._local[rows._local], x.shape[ndim:], x.spec.cuts[ndim:])
 
 
@@ -143,16 +143,16 @@ def _unique_form(
 
 def _unique(input: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
     """Every rank's distinct values are gathered, and the distinct ones among these found."""
-    x = reduce_pending(input.detach())
+    x = settled(input.detach())
     values, inverse, counts = torch.unique(x._local, return_inverse=True, return_counts=True)
     proposed = end_to_end(x.mesh, all_splitting_axes(x._layout), values)
     numbers = wrap(counts, proposed._layout.replace(dtype=torch.int64))
-    final, places = torch.unique(unshard(proposed, 0)._local, return_inverse=True)
+    final, places = torch.unique(whole(proposed, 0)._local, return_inverse=True)
     results = [replicated(final, x)]
     if return_inverse:
         results.append(wrap(places[inverse + proposed._layout.box[0][0]], x._layout.replace(dtype=torch.int64)))
     if return_counts:
-        results.append(replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, unshard(numbers, 0)._local), x))
+        results.append(replicated(final.new_zeros(len(final), dtype=torch.int64).index_add(0, places, whole(numbers, 0)._local), x))
     return results[0] if len(results) == 1 else tuple(results)
 
 

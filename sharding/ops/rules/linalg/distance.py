@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import is_split, reduce_pending
+from ..decomposition_utils import settled, splits
 from ..notation import Rule, einrule
 from ..registry import form, rule
 
@@ -26,7 +26,7 @@ def _along(x1: Tensor, x2: Tensor, dim: int, keepdim: bool = False) -> Rule:
 def _is_split_along(x1: Tensor, x2: Tensor, dim: int) -> bool:
     """Whether the dim, counted as in the result of broadcasting, is split in either operand."""
     place = dim % max(x1.ndim, x2.ndim) - max(x1.ndim, x2.ndim)
-    return any(x.ndim >= -place and is_split(x, [place]) for x in (x1, x2))
+    return any(x.ndim >= -place and splits(x, [place]) for x in (x1, x2))
 
 
 @rule("cosine_similarity")
@@ -48,8 +48,8 @@ def _cosines(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 def _directions(x: Any, dim: int, eps: float) -> Any:
-    x = reduce_pending(x)
-    norm = reduce_pending(torch.linalg.vector_norm(x, 2, dim, keepdim=True))
+    x = settled(x)
+    norm = settled(torch.linalg.vector_norm(x, 2, dim, keepdim=True))
     return x / (norm + (norm.detach().clamp_min(eps) - norm.detach()))
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..decomposition_utils import is_split
+from ..decomposition_utils import splits
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .window import Halo, Parts, Window, is_empty, on_parts, per_dim
@@ -101,7 +101,7 @@ def _conv_form(
 ) -> Parts | None:  # fmt: skip
     """Over split space: each rank fetches the rows that its part of the result is made of."""
     dims = range(input.ndim - n, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
     result = func(input.detach(), weight.detach(), bias, stride, padding, dilation, groups)
     windows = _windows(n, input, weight, stride, padding, dilation)
@@ -193,7 +193,7 @@ def _transposed_form(
 ) -> Parts | None:  # fmt: skip
     """Over split space: each rank fetches the rows that reach into its part of the result."""
     dims = range(input.ndim - n, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
     result = func(input.detach(), weight.detach(), bias, stride, padding, output_padding, groups, dilation)
     windows = _windows(n, input, weight, stride, padding, dilation)

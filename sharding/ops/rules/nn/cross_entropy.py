@@ -20,15 +20,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....layout.spec import P
-from ..decomposition_utils import (
-    check_by_torch,
-    from_parts,
-    is_split,
-    layout_of,
-    reduce_pending,
-    reduced,
-    splitting_axes,
-)
+from ..decomposition_utils import check_by_torch, from_parts, layout_of, reduced, settled, splits, splitting_axes
 from ..notation import Rule, einrule
 from ..reductions.reduction import accumulator_dtype
 from ..registry import form, rule
@@ -70,7 +62,7 @@ def _maker(func: Callable[..., Any], of_split_classes: Callable[..., Any]) -> Ca
         label_smoothing: float = 0.0,
     ) -> Callable[..., Any] | None:
         check_arguments(reduction, size_average=size_average, reduce=reduce)
-        if input.ndim and input.shape[_class_dim(input)] and is_split(input, [_class_dim(input)]):
+        if input.ndim and input.shape[_class_dim(input)] and splits(input, [_class_dim(input)]):
             check_by_torch(func, input, target, weight, ignore_index=ignore_index, reduction=reduction)
             return of_split_classes
         rows_split = any(splitting_axes(layout_of(x), d) for x in (input, target) for d in range(x.ndim))
@@ -104,7 +96,7 @@ def _weights(target: Any, weight: Any, ignore_index: int, dtype: torch.dtype) ->
     if weight is None:
         return counted.to(dtype)
     rows = F.embedding(torch.where(counted, target, 0), weight.detach()[:, None].to(dtype))
-    return torch.where(counted, reduce_pending(rows[..., 0]), 0)
+    return torch.where(counted, settled(rows[..., 0]), 0)
 
 
 # -- split classes ----------------------------------------------------------------------------------------------------
@@ -116,7 +108,7 @@ def _of_logits(
 ) -> Any:
     if target.is_floating_point():
         return _of_probabilities(input, target, weight, reduction, label_smoothing)
-    at, x = _class_dim(input), reduce_pending(input)
+    at, x = _class_dim(input), settled(input)
     peak = peak_of(x, (at,))
     labels = _labels_beside(x, target, at)
     log_total = torch.where(labels != ignore_index, log_sum_exp(x, peak, (at,)), 0)
@@ -136,11 +128,11 @@ def _over_all_classes(distance: Any, weight: Any, at: int, label_smoothing: floa
     if weight is None:
         return share, classes, distance.sum(at, keepdim=True)
     each = weight.detach().to(distance.dtype).view(classes, *[1] * (distance.ndim - 1 - at))
-    return share, reduce_pending(each.sum()), (distance * each).sum(at, keepdim=True)
+    return share, settled(each.sum()), (distance * each).sum(at, keepdim=True)
 
 
 def _of_log_probabilities(input: Any, target: Any, *, weight: Any, ignore_index: int, reduction: str, **_: Any) -> Any:
-    at, x = _class_dim(input), reduce_pending(input)
+    at, x = _class_dim(input), settled(input)
     labels = _labels_beside(x, target, at)
     weights = _weights(labels, weight, ignore_index, accumulator_dtype(x.dtype))
     hits = weights * _at_labels(x, labels, at, ignore_index)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....layout.layout import Layout
-from ..decomposition_utils import is_split, layout_of
+from ..decomposition_utils import layout_of, splits
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .window import Halo, Parts, on_parts, per_dim, unless_empty
@@ -39,7 +39,7 @@ def _interpolate_form(
 ) -> Callable[..., Any] | None:  # fmt: skip
     """Over split space, each rank fetches the elements that its part of the result repeats or mixes."""
     n = input.ndim - 2
-    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not is_split(input, range(2, input.ndim)):
+    if mode not in ("nearest", "nearest-exact", "area", *_LINEAR) or antialias or not splits(input, range(2, input.ndim)):
         return None
     result = F.interpolate(input.detach(), size, scale_factor, mode, align_corners, recompute_scale_factor)
     if mode == "area":

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decomposition_utils import body_of, layout_of, reduce_pending, splitting_axes
+from ..decomposition_utils import body_of, layout_of, settled, splitting_axes
 from ..elementwise.pointwise import broadcast, tensors_of
 from ..notation import Rule, einrule
 from ..reductions.reduction import accumulator_dtype
@@ -34,7 +34,7 @@ def check_arguments(reduction: str, **legacy: Any) -> None:
 
 def narrowed(x: Any, dtype: torch.dtype) -> Any:
     """The result in its dtype; a sum is added up over all ranks before it is rounded."""
-    return x if x.dtype is dtype else reduce_pending(x).to(dtype)
+    return x if x.dtype is dtype else settled(x).to(dtype)
 
 
 def _in_all(*operands: Tensor) -> Rule:
@@ -209,7 +209,7 @@ def _run_ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengt
 
 def _run_body(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     check_arguments(kwargs.get("reduction", "mean"), **{name: kwargs.get(name) for name in ("size_average", "reduce")})
-    return body_of(func)(*[reduce_pending(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
+    return body_of(func)(*[settled(x) if isinstance(x, Tensor) else x for x in args], **kwargs)
 
 
 for _func in (F.multilabel_soft_margin_loss, F.gaussian_nll_loss, F.triplet_margin_with_distance_loss):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .....kernels.box import Box
 from ....redistribute.interval_exchange import Fetch
-from ..decomposition_utils import check_by_torch, from_parts, is_split, layout_of, reduce_pending, with_elements
+from ..decomposition_utils import check_by_torch, from_parts, layout_of, settled, splits, with_elements
 from ..notation import Rule, einrule
 from ..reductions.reduction import Dims, accumulator_dtype, normal_dims
 from ..registry import form, rule
@@ -48,7 +48,7 @@ def _standardised(x: Any, mean: Any, var: Any, eps: float) -> Any:
 
 def _wide(input: Any) -> Any:
     """The whole values, in the dtype in which torch adds up."""
-    return reduce_pending(input).to(accumulator_dtype(input.dtype))
+    return settled(input).to(accumulator_dtype(input.dtype))
 
 
 def _beside_channels(x: Any, like: Any) -> Any:
@@ -87,7 +87,7 @@ def _layer_norm_form(
 ) -> Form | None:
     check_by_torch(torch.layer_norm, input, normalized_shape, weight, bias, eps)
     dims = _normalised_dims(input, normalized_shape)
-    return partial(_run_layer_norm, dims) if is_split(input, dims) else None
+    return partial(_run_layer_norm, dims) if splits(input, dims) else None
 
 
 def _run_layer_norm(
@@ -115,14 +115,14 @@ def _rms_norm(
 def _rms_norm_form(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Form | None:
     check_by_torch(torch.rms_norm, input, normalized_shape, weight, eps)
     dims = _normalised_dims(input, normalized_shape)
-    return partial(_run_rms_norm, dims) if is_split(input, dims) else None
+    return partial(_run_rms_norm, dims) if splits(input, dims) else None
 
 
 def _run_rms_norm(
     dims: tuple[int, ...], input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
     x = _wide(input)
-    square = reduce_pending((x * x).mean(dims, keepdim=True))
+    square = settled((x * x).mean(dims, keepdim=True))
     return _scaled(x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt(), weight, None, input.dtype)
 
 
@@ -136,11 +136,11 @@ def _normalize(input: Tensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12,
 @form("normalize")
 def _normalize_form(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: None = None) -> Form | None:
     check_by_torch(F.normalize, input, p, dim, eps)
-    return _run_normalize if is_split(input, normal_dims(dim, input.ndim)) else None
+    return _run_normalize if splits(input, normal_dims(dim, input.ndim)) else None
 
 
 def _run_normalize(input: Any, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: None = None) -> Any:
-    x = reduce_pending(input)
+    x = settled(input)
     return x / torch.linalg.vector_norm(x, p, dim, keepdim=True).clamp_min(eps)
 
 
@@ -191,7 +191,7 @@ def _group_norm_form(
     input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Form | None:
     check_by_torch(F.group_norm, input, num_groups, weight, bias, eps)
-    return _run_group_norm if is_split(input, range(1, input.ndim)) and input.numel() else None
+    return _run_group_norm if splits(input, range(1, input.ndim)) and input.numel() else None
 
 
 def _run_group_norm(
@@ -212,7 +212,7 @@ def _mean_of_groups(x: Any, groups: int) -> Any:
     """
     n, channels = x.shape[:2]
     sums = x.sum(tuple(range(2, x.ndim))) if x.ndim > 2 else x
-    means = reduce_pending(sums.unflatten(1, (groups, -1)).sum(2)) / (x.numel() // max(n * groups, 1))
+    means = settled(sums.unflatten(1, (groups, -1)).sum(2)) / (x.numel() // max(n * groups, 1))
     spread = means[:, :, None].expand(-1, -1, channels // groups).flatten(1)
     return spread.view(n, channels, *[1] * (x.ndim - 2))
 
@@ -269,7 +269,7 @@ def _batch_norm_form(
     over = [d for d in range(input.ndim) if d != 1]
     if training:
         _check_running(running_mean, running_var)
-    return _run_batch_norm if training and (running_mean is not None or is_split(input, over)) else None
+    return _run_batch_norm if training and (running_mean is not None or splits(input, over)) else None
 
 
 def _run_batch_norm(
@@ -342,7 +342,7 @@ def _instance_norm_form(
     check_by_torch(F.instance_norm, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if use_input_stats:
         _check_running(running_mean, running_var)
-    composed = running_mean is not None or is_split(input, range(2, input.ndim))
+    composed = running_mean is not None or splits(input, range(2, input.ndim))
     return _run_instance_norm if composed else None
 
 
@@ -398,7 +398,7 @@ def _local_response_norm_form(
     input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Form | None:
     check_by_torch(F.local_response_norm, input, size)
-    if not is_split(input, [1]):
+    if not splits(input, [1]):
         return None
     before, after, channels = size // 2, (size - 1) // 2, input.shape[1]
 
@@ -412,7 +412,7 @@ def _run_local_response_norm(
     around: Callable[[int, int], Any], input: Any, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> Any:
     """Each rank fetches the channels beside its own."""
-    x = reduce_pending(input)
+    x = settled(input)
     fetch = Fetch(x._layout, x._layout, 1, around)
     sums = from_parts(x._layout, lambda local: _window_sums(fetch(local), x._layout.box, x.shape[1], size), x * x)
     return x / (sums * (alpha / size) + k) ** beta

@@ -15,7 +15,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....tensor.random import uniform
 from ....tensor.sharded_tensor import ShardedTensor
-from ..decomposition_utils import body_of, is_split, layout_of, reduce_pending
+from ..decomposition_utils import body_of, layout_of, settled, splits
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .window import Halo, Parts, Window, on_parts, per_dim, unless_empty
@@ -59,7 +59,7 @@ def _max_form(
     n: int, func: Parts, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
     ceil_mode: bool = False, return_indices: bool = False,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    if not is_split(input, _space(n, input)):
+    if not splits(input, _space(n, input)):
         return None
     result = func(input.detach(), kernel_size, [] if stride is None else stride, padding, dilation, ceil_mode)
     windows = _windows(n, input, kernel_size, stride, padding, dilation)
@@ -120,7 +120,7 @@ def _avg_form(
     n: int, func: Parts, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
     count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Callable[..., Any] | None:  # fmt: skip
-    if not is_split(input, _space(n, input)):
+    if not splits(input, _space(n, input)):
         return None
     over = () if divisor_override is None else (divisor_override,)
     result = func(input.detach(), kernel_size, [] if stride is None else stride, padding, ceil_mode, count_include_pad, *over)
@@ -189,9 +189,9 @@ def _adaptive_avg_form(n: int, input: Tensor, output_size: Any) -> Callable[...,
     """Over split dims: to one element, a mean; to an even divisor, windows of equal size."""
     getattr(F, f"adaptive_avg_pool{n}d")(input.detach(), output_size)  # torch's complaint, if it has one
     sizes, space = _sizes(n, input, output_size), _space(n, input)
-    split = [bool(is_split(input, [d])) for d in space]
+    split = [bool(splits(input, [d])) for d in space]
     ones = [d for d, size in zip(space, sizes, strict=True) if size == 1]
-    means = ones if is_split(input, ones) else []
+    means = ones if splits(input, ones) else []
     windows = [
         old // size if s and size > 1 and old % size == 0 else 1
         for old, size, s in zip(input.shape[-n:], sizes, split, strict=True)
@@ -204,7 +204,7 @@ def _adaptive_avg_form(n: int, input: Tensor, output_size: Any) -> Callable[...,
 def _averaged(n: int, means: Sequence[int], windows: Sequence[int], sizes: Sequence[int], input: Any, output_size: Any) -> Any:
     out = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     if means:
-        out = reduce_pending(out.mean(means, keepdim=True))
+        out = settled(out.mean(means, keepdim=True))
     if set(windows) != {1}:
         out = getattr(F, f"avg_pool{n}d")(out, windows)
     if list(out.shape[-n:]) != list(sizes):
@@ -216,7 +216,7 @@ def _adaptive_max_form(n: int, indices: bool, input: Tensor, output_size: Any, r
     """Over split dims, where all windows are equal."""
     sizes = _sizes(n, input, output_size)
     even = all(size > 0 and old % size == 0 for old, size in zip(input.shape[-n:], sizes, strict=True))
-    if not even or not is_split(input, _space(n, input)):
+    if not even or not splits(input, _space(n, input)):
         return None
     windows = [old // size for old, size in zip(input.shape[-n:], sizes, strict=True)]
     pool = partial(getattr(F, f"max_pool{n}d"), kernel_size=windows, return_indices=indices)
@@ -281,7 +281,7 @@ def _adaptive_max_forms(n: int, func: Any, *args: Any, **kwargs: Any) -> Callabl
 
 def _lp_form(n: int, func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
     """torch's own lines: powers, a mean over windows, and a root."""
-    return body_of(func) if is_split(input, _space(n, input)) else None
+    return body_of(func) if splits(input, _space(n, input)) else None
 
 
 _register("max_pool{}d", _pooled, _max_form)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....layout.spec import P
 from ....tensor.sharded_tensor import ShardedTensor
-from ..decomposition_utils import is_split
+from ..decomposition_utils import splits
 from ..notation import Rule, einrule
 from ..registry import form, functions, handler, rule
 from .window import unless_empty
@@ -107,8 +107,8 @@ def _cell_form(
     """Over split weights or features: two products of matrices, and gates that are whole, a row of them for each sequence."""
     func(input.detach(), hx, w_ih, w_hh, b_ih, b_hh)
     weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
-    along = [x for x in (input, *_listed(hx)) if is_split(x, [-1])]
-    return _COMPOSED[func] if along or any(is_split(w, range(w.ndim)) for w in weights) else None
+    along = [x for x in (input, *_listed(hx)) if splits(x, [-1])]
+    return _COMPOSED[func] if along or any(splits(w, range(w.ndim)) for w in weights) else None
 
 
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....tensor.autograd.engine_hooks import transforming
-from ..decomposition_utils import check_by_torch, from_parts, is_split, reduce_pending, reduced
+from ..decomposition_utils import check_by_torch, from_parts, reduced, settled, splits
 from ..notation import Rule
 from ..reductions.reduction import Dims, accumulator_dtype, along, normal_dims, reduction
 from ..registry import form, rule
@@ -51,7 +51,7 @@ def _dim(input: Any, dim: int | None) -> int:
 
 def _divided(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
     sizes = (x - peak).exp()
-    return sizes / reduce_pending(sizes.sum(dims, keepdim=True))
+    return sizes / settled(sizes.sum(dims, keepdim=True))
 
 
 def _log_divided(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
@@ -60,7 +60,7 @@ def _log_divided(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
 
 def _needs_form(input: Any, dims: tuple[int, ...], dtype: torch.dtype | None = None) -> bool:
     """Whether one of these dims is split, and torch can take exponentials of this dtype."""
-    return (dtype or input.dtype).is_floating_point and is_split(input, dims) and all(input.shape[d] for d in dims)
+    return (dtype or input.dtype).is_floating_point and splits(input, dims) and all(input.shape[d] for d in dims)
 
 
 def _maker(finish: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def _run(
     finish: Callable[..., Any], at: tuple[int, ...], input: Any, dim: Any = None, _stacklevel: Any = None, dtype: Any = None
 ) -> Any:
     result = _dtype_in(_stacklevel, dtype) or input.dtype
-    x = reduce_pending(input.to(result))
+    x = settled(input.to(result))
     return finish(x, peak_of(x, at), at).to(result)
 
 
@@ -107,7 +107,7 @@ def _logsumexp_form(input: Any, dim: Dims, keepdim: bool = False) -> Callable[..
 
 
 def _run_logsumexp(dims: tuple[int, ...], input: Any, dim: Dims, keepdim: bool = False) -> Any:
-    x = reduce_pending(input)
+    x = settled(input)
     peak = peak_of(x, dims)
     peak = torch.where(peak.isfinite(), peak, 0)
     result = (log_sum_exp(x, peak, dims) + peak).to(x.dtype)
@@ -122,7 +122,7 @@ def peak_of(x: Any, dims: tuple[int, ...]) -> Any:
 
     Communication: a reduction of one number for each row.
     """
-    return reduce_pending(x.detach().amax(dims, keepdim=True)).to(accumulator_dtype(x.dtype))
+    return settled(x.detach().amax(dims, keepdim=True)).to(accumulator_dtype(x.dtype))
 
 
 def log_sum_exp(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
@@ -131,9 +131,9 @@ def log_sum_exp(x: Any, peak: Any, dims: tuple[int, ...]) -> Any:
     Communication: a reduction of one number for each row, and the same in backward.
     """
     if transforming():
-        return reduce_pending((x - peak).exp().sum(dims, keepdim=True)).log()
+        return settled((x - peak).exp().sum(dims, keepdim=True)).log()
     layout = reduced(x._layout.replace(dtype=peak.dtype), dims)
-    return reduce_pending(from_parts(layout, partial(_SumOfExp.apply, dims), x, peak)).log()
+    return settled(from_parts(layout, partial(_SumOfExp.apply, dims), x, peak)).log()
 
 
 class _SumOfExp(torch.autograd.Function):

@@ -19,7 +19,7 @@ from ....layout.spec import Cut, P
 from ....redistribute.interval_exchange import Fetch, Interval, Wanted
 from ....tensor.autograd.engine_hooks import transforming
 from ...plain_operands import tensors_in
-from ..decomposition_utils import all_from_parts, layout_of, part_sizes, with_part_sizes
+from ..decomposition_utils import all_from_parts, layout_of, part_sizes, resized
 from ..notation import Rule
 from ..propagation import assign
 
@@ -83,7 +83,7 @@ class Halo:
         for dim, interval in elements.items():
             if src.spec.dims[dim]:
                 self.fetches.append(Fetch(src, dst, dim, _one(interval)))
-                src = with_part_sizes(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
+                src = resized(src, dim, [high - low for low, high in (interval(*i) for i in _parts(dst, dim))])
         self.shape = src.local_shape
 
     def __call__(self, local: Tensor) -> Tensor:

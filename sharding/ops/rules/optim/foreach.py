@@ -21,7 +21,7 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_bases, known_local
 from ...lineage import mixed, seed_of
 from ...plain_operands import refuse_without_value
-from ..decomposition_utils import reduce_pending
+from ..decomposition_utils import settled
 from ..reductions.reduction import accumulator_dtype, safe_root
 from ..registry import HANDLERS, handler
 
@@ -163,13 +163,13 @@ def _foreach_norm(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None
     norms: dict[int, Any] = {}
     for bucket in dict.fromkeys(total._layout for total in totals):
         places = [i for i, total in enumerate(totals) if total._layout is bucket]
-        roots = safe_root(reduce_pending(torch.stack([totals[i] for i in places])))
+        roots = safe_root(settled(torch.stack([totals[i] for i in places])))
         norms.update(zip(places, roots.unbind(), strict=True))
     return [norms[i].to(dtype or _real(x.dtype)) for i, x in enumerate(tensors)]
 
 
 def _sum_of_squares(x: Any, dtype: torch.dtype | None) -> Any:
-    size = reduce_pending(x if dtype is None else x.to(dtype)).abs()
+    size = settled(x if dtype is None else x.to(dtype)).abs()
     size = size.to(accumulator_dtype(size.dtype))
     return (size * size).sum()
 

@@ -23,8 +23,9 @@ from ....tensor.factories import arange
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
 from ...lineage import drawn, with_drawn
-from ..decomposition_utils import from_parts, reduce_pending, unshard, with_dim
-from ..elementwise.like import register_like, without_pending
+from ..decomposition_utils import from_parts, settled, whole, with_dim
+from ..elementwise.like import register_like
+from ..elementwise.like import settled as settled_layout
 from ..registry import RANDOM, form, functions, handler
 
 
@@ -138,7 +139,7 @@ def _as_operand(p: Tensor, like: Any) -> Any:
     if isinstance(p, ShardedTensor):
         if p.mesh != like.mesh:
             raise ValueError(f"bernoulli_: the tensor lies on {like.mesh}, its probabilities on {p.mesh}; bring them to one mesh first")
-        return reduce_pending(p)
+        return settled(p)
     if p.ndim:
         raise RuntimeError(
             f"bernoulli_: mixes a plain tensor {p.dtype}{list(p.shape)} with a ShardedTensor; say how the plain tensor lies on the "
@@ -168,7 +169,7 @@ def _nothing_of(local: Tensor) -> Tensor:
 
 def _aligned(*tensors: Any) -> list[Any]:
     """The operands broadcast against each other, lying alike: as the first of the full shape does."""
-    tensors = tuple(map(reduce_pending, tensors))
+    tensors = tuple(map(settled, tensors))
     shape = torch.broadcast_shapes(*[x.shape for x in tensors])
     spec = next((x.spec for x in tensors if x.shape == shape), P())
     return [x.expand(shape).redistribute(spec) for x in tensors]
@@ -197,7 +198,7 @@ def _bernoulli(input: Any, p: float | None = None, *, generator: Any = None) -> 
 def _run_bernoulli(input: Any, p: None = None, *, generator: Any = None) -> Any:
     """True with the probability that the element says."""
     _no_generator(generator)
-    x = reduce_pending(input)
+    x = settled(input)
     return _draw(x._layout, _truths, x)
 
 
@@ -208,13 +209,13 @@ def _truths(p: Tensor, units: laws.Units) -> Tensor:
 
 def _run_bernoulli_like(input: Any, p: float, *, generator: Any = None) -> Any:
     _no_generator(generator)
-    drawn = random.bernoulli(without_pending(input._layout), p)
-    layout = without_pending(input._layout)
+    drawn = random.bernoulli(settled_layout(input._layout), p)
+    layout = settled_layout(input._layout)
 
     def values(local: Tensor) -> Tensor:
         return drawn.to(local.dtype) + _nothing_of(local) if local.requires_grad else drawn.to(local.dtype)
 
-    return from_parts(layout, values, reduce_pending(input))
+    return from_parts(layout, values, settled(input))
 
 
 @form("poisson")
@@ -225,7 +226,7 @@ def _poisson(input: Any, generator: Any = None) -> Callable[..., Any]:
 
 def _run_poisson(input: Any, generator: Any = None) -> Any:
     _no_generator(generator)
-    x = reduce_pending(input)
+    x = settled(input)
     return _draw(x._layout, _counts, x)
 
 
@@ -301,7 +302,7 @@ def _run_multinomial(input: Any, num_samples: int, replacement: bool = False, *,
     Efraimidis and Spirakis ("Weighted random sampling with a reservoir", 2006) show to be right.
     """
     _no_generator(generator)
-    x = reduce_pending(unshard(input.detach(), -1))
+    x = settled(whole(input.detach(), -1))
     layout = with_dim(x._layout, x.ndim - 1, (), num_samples).replace(dtype=torch.int64)
     units = random.units(layout if replacement else x._layout)
     return from_parts(layout, partial(_chosen, units=units, count=num_samples, replacement=replacement), x)
@@ -326,7 +327,7 @@ def _gumbel_softmax(logits: Any, tau: float = 1, hard: bool = False, eps: float 
 
     def run(logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1) -> Any:
         """Softmax of what is perturbed; where hard, its one-hot maximum with the gradient of the softmax."""
-        layout = without_pending(logits._layout)
+        layout = settled_layout(logits._layout)
         noise = ShardedTensor._make(random.draw(laws.gumbel, layout), layout)
         soft = ((logits + noise) / tau).softmax(dim)
         return _one_hot_maximum(soft.detach(), dim) - soft.detach() + soft if hard else soft
@@ -362,7 +363,7 @@ def _run_rrelu(
         return F.leaky_relu(input, (lower + upper) / 2, in_place)
     if in_place:
         _check_fillable(input)
-    x = reduce_pending(input)
+    x = settled(input)
     slopes = random.uniform(x._layout, lower, upper)
     if in_place and x.mesh.coordinate is not None:
         x._local.mul_(_rectified(x._local.detach(), slopes))

@@ -19,7 +19,7 @@ from ....layout.spec import P
 from ....tensor import random
 from ....tensor.sharded_tensor import ShardedTensor
 from ...dispatch import check_base
-from ..decomposition_utils import from_parts, layout_of, reduce_pending
+from ..decomposition_utils import from_parts, layout_of, settled
 from ..registry import form
 
 _SELU_FLOOR = 1.7580993408473766  # the negative of what SELU tends to (Klambauer et al. 2017, "alpha prime")
@@ -129,7 +129,7 @@ def _run(apply: Apply, linear: bool, mask: Layout, input: Any, p: float = 0.5, *
     _check(p)
     if p == 0:
         return input
-    x = input if linear else reduce_pending(input)
+    x = input if linear else settled(input)
     kept = _kept(mask, p)
     return from_parts(x._layout, lambda local: apply(local, kept, p), x)
 
@@ -196,7 +196,7 @@ def _native_dropout(input: Any, p: float, train: bool | None) -> Callable[..., A
         """The result, and which elements were kept."""
         _check(p)
         kept = _kept(mask, p if on else 0)
-        x = input if linear else reduce_pending(input)
+        x = input if linear else settled(input)
         dropped = from_parts(x._layout, lambda local: _scale(local, kept, p if on else 0), x)
         return dropped, ShardedTensor._make(kept, mask)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....redistribute.interval_exchange import Fetch
-from ..decomposition_utils import evenly_split, is_split, layout_of, sequential
+from ..decomposition_utils import evenly, in_turn, layout_of, splits
 from ..notation import Rule
 from ..registry import form, rule
 from ..shapes.view import with_whole_dims
@@ -30,12 +30,12 @@ def _diff(input: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append:
         return lambda input, *_, **__: input.clone()
     if prepend is not None or append is not None:
         return _diff_of_joined
-    if not is_split(input, [dim]):
+    if not splits(input, [dim]):
         return None
     dim, layout = dim % input.ndim, layout_of(input)
-    target = evenly_split(layout, dim, size)
+    target = evenly(layout, dim, size)
     fetch = Fetch(layout, target, dim, lambda start, stop: [(start, stop + n)] if stop > start else [])
-    return sequential(target, fetch, lambda part: part.diff(n, dim))
+    return in_turn(target, fetch, lambda part: part.diff(n, dim))
 
 
 def _diff_of_joined(input: Any, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:

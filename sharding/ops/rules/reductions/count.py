@@ -16,7 +16,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....layout.spec import P
 from ...dispatch import wrap
-from ..decomposition_utils import all_splitting_axes, is_split, reduce_pending, replicated
+from ..decomposition_utils import all_splitting_axes, replicated, settled, splits
 from ..elementwise.pointwise import is_operand, tensors_of
 from ..indexing.masked import check_inside
 from ..notation import Rule, einrule
@@ -75,11 +75,11 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
     Raises:
         RuntimeError: a negative number, on every rank alike.
     """
-    x = reduce_pending(input)
+    x = settled(input)
     low, high = (int(extreme) for extreme in torch.aminmax(x)) if x.numel() else (0, -1)
     if low < 0:
         raise RuntimeError(f"bincount only supports 1-d non-negative integral inputs, and {low} is among these")
-    given = None if weights is None else reduce_pending(weights).redistribute(x.spec)._local
+    given = None if weights is None else settled(weights).redistribute(x.spec)._local
     counts = torch.bincount(x._local, given, max(minlength, high + 1))
     if given is not None and not x._local.numel():  # torch forgets the weights of an empty part
         counts = counts.to(torch.float32 if given.dtype is torch.float32 else torch.float64)
@@ -88,12 +88,12 @@ def _bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
 
 @form("histc")
 def _histc_form(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Callable[..., Any] | None:
-    return partial(_histc) if is_split(input, range(input.ndim)) and input.numel() else None
+    return partial(_histc) if splits(input, range(input.ndim)) and input.numel() else None
 
 
 def _histc(input: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Between the least and the greatest element of all where no limits are given, as in torch."""
-    x = reduce_pending(input.detach())
+    x = settled(input.detach())
     if min == max:
         min, max = (extreme.item() for extreme in torch.aminmax(x))
     if min == max:
@@ -112,14 +112,14 @@ def _histogram_form(input: Tensor, bins: Any, *, range: Any = None, weight: Any 
 
 
 def _histogram(input: Any, bins: int, *, range: Any = None, weight: Any = None, density: bool = False) -> Any:
-    x = reduce_pending(input.detach())
+    x = settled(input.detach())
     low, high = range or [extreme.item() for extreme in torch.aminmax(x)]
     low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
-    given = None if weight is None else reduce_pending(weight.detach()).redistribute(x.spec)._local
+    given = None if weight is None else settled(weight.detach()).redistribute(x.spec)._local
     local = torch.histogram(x._local, bins, range=(low, high), weight=given)
     edges = replicated(local.bin_edges, x)
     counts = _summed(x, local.hist)
     if density:
-        counts = reduce_pending(counts)
+        counts = settled(counts)
         counts = counts / (counts.sum() * edges.diff())
     return torch.return_types.histogram((counts, edges))

@@ -17,7 +17,7 @@ from torch import Tensor, return_types
 
 from ....redistribute.autograd import redistribute_local
 from ....tensor.autograd.engine_hooks import transforming
-from ..decomposition_utils import check_by_torch, from_parts, is_split, reduce_pending, reduced
+from ..decomposition_utils import check_by_torch, from_parts, reduced, settled, splits
 from ..notation import Rule
 from ..registry import form, rule
 from .reduction import Dims, normal_dims, reduction
@@ -51,17 +51,17 @@ def _rule(extreme: Extreme, input: Tensor, dim: Dims = (), keepdim: bool = False
 def _make(extreme: Extreme, input: Tensor, dim: Dims = (), keepdim: bool = False) -> Callable[..., Any] | None:
     check_by_torch(extreme, input, dim, keepdim)
     dims = normal_dims(dim, input.ndim)
-    return partial(_run, extreme, dims) if is_split(input, dims) else None
+    return partial(_run, extreme, dims) if splits(input, dims) else None
 
 
 def _run(
     extreme: Extreme, dims: tuple[int, ...], input: Any, dim: Dims = (), keepdim: bool = False, *, nan_is_equal: bool = False
 ) -> Any:
-    x = reduce_pending(input)
+    x = settled(input)
     kind = _KINDS[extreme]
     value = from_parts(reduced(x._layout, dims, kind), partial(_of_part, extreme, dims), x.detach())
     if x.is_floating_point() and (transforming() or (x.requires_grad and torch.is_grad_enabled())):
-        value = _with_gradient(x, reduce_pending(value), dims, nan_is_equal)
+        value = _with_gradient(x, settled(value), dims, nan_is_equal)
     return value if keepdim else value.squeeze(dims)
 
 
@@ -69,16 +69,16 @@ def extreme_of_all(extreme: Extreme, input: Tensor) -> Callable[..., Any]:
     """The form of `max(x)` and `min(x)`. Unlike those of amax, torch's gradients have nan equal to nan here."""
     dims = tuple(range(input.ndim))
     check_by_torch(extreme, input)
-    return partial(_run, extreme, dims, nan_is_equal=True) if is_split(input, dims) else extreme
+    return partial(_run, extreme, dims, nan_is_equal=True) if splits(input, dims) else extreme
 
 
 def _with_gradient(x: Any, value: Any, dims: tuple[int, ...], nan_is_equal: bool) -> Any:
     equal = x.detach() == value
     if nan_is_equal:
         equal = equal | ((x != x) & (value != value))
-    count = reduce_pending(equal.sum(dims, keepdim=True))
+    count = settled(equal.sum(dims, keepdim=True))
     if transforming():  # by zeros with the derivative of the extreme
-        return value + reduce_pending((torch.where(equal & value.isfinite(), x - x.detach(), 0) / count).sum(dims, keepdim=True))
+        return value + settled((torch.where(equal & value.isfinite(), x - x.detach(), 0) / count).sum(dims, keepdim=True))
     return from_parts(value._layout, partial(_Shared.apply, x._layout, value._layout), x, value, equal, count)
 
 
@@ -112,9 +112,9 @@ def _aminmax(input: Tensor, *, dim: int | None = None, keepdim: bool = False) ->
 def _aminmax_form(input: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Callable[..., Any] | None:
     torch.aminmax(input, dim=dim, keepdim=keepdim)
     dims = normal_dims(dim, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
-    return lambda input, **_: _amin_and_amax(reduce_pending(input), dims, keepdim)
+    return lambda input, **_: _amin_and_amax(settled(input), dims, keepdim)
 
 
 def _amin_and_amax(x: Any, dims: Any, keepdim: bool) -> Any:

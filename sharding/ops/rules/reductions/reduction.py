@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import is_split, reduce_pending, unshard
+from ..decomposition_utils import settled, splits, whole
 from ..elementwise.pointwise import casts_linearly
 from ..notation import Rule, einrule
 from ..registry import form, handler, rule
@@ -117,7 +117,7 @@ def _mean_form(
 ) -> Any:
     """The sum over all ranks by the global count: right for uneven parts."""
     dims = normal_dims(dim if axis is None else axis, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
     result = input.mean(dims, keepdim, dtype=dtype).dtype
     wide, count = accumulator_dtype(result), math.prod(input.shape[d] for d in dims)
@@ -135,13 +135,13 @@ def _nanmean_form(
 ) -> Any:
     """The sum of the numbers by how many they are, both over all ranks."""
     dims = normal_dims(dim, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
     result = input.nanmean(dims, keepdim, dtype=dtype).dtype
     wide = accumulator_dtype(result)
 
     def run(input: Any, *_: Any, **__: Any) -> Any:
-        x = reduce_pending(input)
+        x = settled(input)
         count = x.isnan().logical_not().sum(dims, keepdim=keepdim)
         return (x.nansum(dims, keepdim=keepdim, dtype=wide) / count).to(result)
 
@@ -168,13 +168,13 @@ def _vector_norm_form(
 ) -> Any:
     """Over split dims: powers summed, or absolute values compared, then the root."""
     dims = normal_dims(dim, x.ndim)
-    if not is_split(x, dims):
+    if not splits(x, dims):
         return None
     result = torch.linalg.vector_norm(x, ord, dims, keepdim, dtype=dtype).dtype
     wide = accumulator_dtype(result)
 
     def run(x: Any, ord: float = 2, *_: Any, **__: Any) -> Any:
-        size = (reduce_pending(x) if dtype is None else reduce_pending(x).to(dtype)).abs().to(wide)
+        size = (settled(x) if dtype is None else settled(x).to(dtype)).abs().to(wide)
         return _norm_of_sizes(size, ord, dims, keepdim).to(result)
 
     return run
@@ -188,7 +188,7 @@ def _norm_of_sizes(size: Any, ord: float, dims: Sequence[int], keepdim: bool) ->
     if ord == 1:
         return size.sum(dims, keepdim=keepdim)
     if ord == 2:
-        return safe_root(reduce_pending((size * size).sum(dims, keepdim=keepdim)))
+        return safe_root(settled((size * size).sum(dims, keepdim=keepdim)))
     return (size**ord).sum(dims, keepdim=keepdim) ** (1 / ord)
 
 
@@ -204,7 +204,7 @@ def _matrix_norm_form(
     """Over split dims: Frobenius' norm is that of a vector, and the largest sum of a row or column that of sums. Others take
     singular values, of the whole matrix."""
     dims = row, column = normal_dims(dim, A.ndim)
-    if not is_split(A, dims):
+    if not splits(A, dims):
         return None
     torch.linalg.matrix_norm(A, ord, dims, keepdim, dtype=dtype)  # torch's own complaints
 
@@ -212,9 +212,9 @@ def _matrix_norm_form(
         if ord == "fro":
             return torch.linalg.vector_norm(A, 2, dims, keepdim, dtype=dtype)
         if ord == "nuc" or abs(ord) == 2:
-            return torch.linalg.matrix_norm(unshard(A, *dims), ord, dims, keepdim, dtype=dtype)
+            return torch.linalg.matrix_norm(whole(A, *dims), ord, dims, keepdim, dtype=dtype)
         summed = row if abs(ord) == 1 else column
-        sums = reduce_pending(torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype))
+        sums = settled(torch.linalg.vector_norm(A, 1, summed, True, dtype=dtype))
         return (torch.amax if ord > 0 else torch.amin)(sums, dims, keepdim)
 
     return run
@@ -233,7 +233,7 @@ def _norm_form(
 ) -> Any:
     """A vector norm, of all elements where no dim is given, or the sum of singular values."""
     dims = normal_dims(dim, input.ndim)
-    if not is_split(input, dims):
+    if not splits(input, dims):
         return None
     torch.norm(input, p, dim, keepdim, dtype=dtype)  # torch's own complaints
 
@@ -257,7 +257,7 @@ def _linalg_norm_form(
     A: Tensor, ord: Any = None, dim: Dims = None, keepdim: bool = False, *, out: None = None, dtype: Any = None
 ) -> Any:
     dims = normal_dims(dim, A.ndim)
-    if not is_split(A, dims):
+    if not splits(A, dims):
         return None
     torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # torch's own complaints
 

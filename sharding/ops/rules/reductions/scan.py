@@ -21,16 +21,7 @@ from torch import Tensor
 
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_locals
-from ..decomposition_utils import (
-    all_from_parts,
-    from_parts,
-    is_split,
-    layout_of,
-    part_sizes,
-    reduce_pending,
-    with_dim,
-    with_part_sizes,
-)
+from ..decomposition_utils import all_from_parts, from_parts, layout_of, part_sizes, resized, settled, splits, with_dim
 from ..nn.window import joined
 from ..registry import form
 from .reduction import accumulator_dtype
@@ -51,7 +42,7 @@ class _Parts:
     def __init__(self, layout: Layout, dim: int) -> None:
         self.dim = dim
         counts = [min(size, 1) for size in part_sizes(layout, dim)]
-        self.totals = with_part_sizes(layout, dim, counts)
+        self.totals = resized(layout, dim, counts)
         self.gathered = with_dim(layout, dim, (), sum(counts))
         self.before = self.totals.box[dim][0]
 
@@ -78,14 +69,14 @@ def _scanned(parts: _Parts, scan: Scan, total: Total, dtype: torch.dtype | None,
 def _form(scan: Scan, total: Total, linear: bool, input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     """The form of a scan for which a part's total is as good as the part, for what comes after it."""
     result = scan(input if dtype is None else input.to(dtype), dim)
-    if not input.ndim or not is_split(input, [dim]):
+    if not input.ndim or not splits(input, [dim]):
         return None
     layout = layout_of(input)
     kept = linear and layout.only_sums and result.dtype is input.dtype
     source = layout if kept else layout.replace(layout.spec.with_unreduced({}))
     local = partial(_scanned, _Parts(source, dim % input.ndim), scan, total, dtype)
     target = source.replace(dtype=result.dtype)
-    return lambda input, *_, **__: from_parts(target, local, input if kept else reduce_pending(input))
+    return lambda input, *_, **__: from_parts(target, local, input if kept else settled(input))
 
 
 form("cumsum")(partial(_form, torch.cumsum, partial(torch.sum, keepdim=True), True))
@@ -99,13 +90,13 @@ form("logcumsumexp")(partial(_form, torch.logcumsumexp, partial(torch.logsumexp,
 def _extreme(scan: Callable[..., Any], input: Tensor, dim: int) -> Callable[..., Any] | None:
     """cummax or cummin: of each part its extreme travels, with its place in the whole dim."""
     results = scan(input, dim)
-    if not input.ndim or not is_split(input, [dim]):
+    if not input.ndim or not splits(input, [dim]):
         return None
     layout = layout_of(input)
     source = layout.replace(layout.spec.with_unreduced({}))
     local = partial(_extremes, scan, _Parts(source, dim % input.ndim), source.box[dim][0])
     layouts, container = [source, source.replace(dtype=torch.int64)], type(results)
-    return lambda input, *_, **__: container(all_from_parts(layouts, local, reduce_pending(input)))
+    return lambda input, *_, **__: container(all_from_parts(layouts, local, settled(input)))
 
 
 def _located(scan: Callable[..., Any], x: Tensor, dim: int) -> tuple[Tensor, Tensor]:

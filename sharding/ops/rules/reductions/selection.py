@@ -31,12 +31,12 @@ from ..decomposition_utils import (
     all_from_parts,
     all_splitting_axes,
     check_by_torch,
-    is_split,
     layout_of,
     part_sizes,
-    reduce_pending,
-    unshard,
-    with_part_sizes,
+    resized,
+    settled,
+    splits,
+    whole,
 )
 from ..elementwise.pointwise import broadcast, is_operand
 from ..notation import Rule
@@ -51,12 +51,12 @@ def _choice(input: Tensor, dim: int, count: int, choose: Choose) -> Callable[[An
     """`x -> (values, places)` of at most `count` elements along a split dim, chosen by `choose` from any number of them."""
     layout = layout_of(input)
     layout, dim = layout.replace(layout.spec.with_unreduced({})), dim % input.ndim
-    proposed = with_part_sizes(layout, dim, [min(count, size) for size in part_sizes(layout, dim)])
+    proposed = resized(layout, dim, [min(count, size) for size in part_sizes(layout, dim)])
     layouts = proposed, proposed.replace(dtype=torch.int64)
     propose = partial(_proposals, choose, dim, layout)
 
     def run(x: Any) -> tuple[Any, Any]:
-        values, places = _together(dim, *all_from_parts(layouts, propose, reduce_pending(x)))
+        values, places = _together(dim, *all_from_parts(layouts, propose, settled(x)))
         best, at = choose(values)
         return best, places.gather(dim, at)
 
@@ -73,17 +73,17 @@ def _proposals(choose: Choose, dim: int, layout: Layout, local: Tensor) -> tuple
 
 
 def _together(dim: int, values: ShardedTensor, places: ShardedTensor) -> tuple[ShardedTensor, ShardedTensor]:
-    """`whole` of both along `dim`, which are laid out alike; with the gradient of `unshard(values)`.
+    """`whole` of both along `dim`, which are laid out alike; with the gradient of `whole(values)`.
 
     Communication: one all_gather of the bytes of both, or an all_to_all where parts are uneven.
     """
     layout = values._layout
     if layout.mesh.coordinate is None or transforming():  # type: ignore[attr-defined]
-        return unshard(values, dim), unshard(places, dim)
+        return whole(values, dim), whole(places, dim)
     with torch.no_grad():
         packed = torch.cat([_bytes(values._local), _bytes(places._local)], -1)
         spec, width = P.of_cuts([*layout.spec.cuts, ()], {}), packed.shape[-1]
-        gathered = unshard(wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim)._local
+        gathered = whole(wrap(packed, Layout.of(layout.mesh, spec, [*layout.shape, width], torch.uint8)), dim)._local
         best, at = (x.contiguous() for x in gathered.split([width - 8, 8], -1))
         best, at = best.view(layout.dtype).squeeze(-1), at.view(torch.int64).squeeze(-1)
     target = layout.replace(P.of_cuts([() if d == dim else cuts for d, cuts in enumerate(layout.spec.cuts)], {}))
@@ -97,7 +97,7 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _is_split(x: Any, dim: int) -> bool:
-    return x.ndim > 0 and is_split(x, [dim])
+    return x.ndim > 0 and splits(x, [dim])
 
 
 # -- extremes ----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _argmax(input: Tensor, dim: int | None = None, keepdim: bool = False) -> Rul
 
 def _arg_form(name: str, input: Tensor, dim: int | None = None, keepdim: bool = False) -> Callable[..., Any] | None:
     getattr(torch, f"arg{name}")(input, dim, keepdim)
-    if not (is_split(input, range(input.ndim)) if dim is None else _is_split(input, dim)):
+    if not (splits(input, range(input.ndim)) if dim is None else _is_split(input, dim)):
         return None
     if dim is None:
         return _arg_of_all(name, input, keepdim)
@@ -161,7 +161,7 @@ def _arg_of_all(name: str, input: Tensor, keepdim: bool) -> Callable[..., Any]:
     layouts = proposed, proposed.replace(dtype=torch.int64)
 
     def run(input: Any, *_: Any, **__: Any) -> Any:
-        x = reduce_pending(input.detach())
+        x = settled(input.detach())
         values, places = _together(0, *all_from_parts(layouts, partial(_first_extreme, name, layout), x))
         best = getattr(values, f"a{name}")()
         first = torch.where((values == best) | (values != values), places, math.prod(layout.shape)).amin()

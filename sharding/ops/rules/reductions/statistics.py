@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decomposition_utils import is_split, reduce_pending
+from ..decomposition_utils import settled, splits
 from ..elementwise.pointwise import is_operand
 from ..notation import Rule, einrule
 from ..registry import form, rule
@@ -21,12 +21,12 @@ from .reduction import accumulator_dtype, normal_dims, reduction, safe_root
 
 def _moments(x: Any, dims: Sequence[int], keepdim: bool, correction: float) -> tuple[Any, Any]:
     """Variance in two passes (the mean, then squared distances from it), and the mean."""
-    wide = reduce_pending(x).to(accumulator_dtype(x.dtype))
-    mean = reduce_pending(wide.mean(dims, keepdim=True))
+    wide = settled(x).to(accumulator_dtype(x.dtype))
+    mean = settled(wide.mean(dims, keepdim=True))
     distance = wide - mean
     squares = (distance * distance.conj()).real if x.is_complex() else distance * distance
     count = max(math.prod(x.shape[d] for d in dims) - correction, 0)
-    return reduce_pending(squares.sum(dims, keepdim=keepdim)) / count, mean if keepdim else mean.squeeze(dims)
+    return settled(squares.sum(dims, keepdim=keepdim)) / count, mean if keepdim else mean.squeeze(dims)
 
 
 Arguments = tuple[tuple[int, ...], bool, float]
@@ -48,7 +48,7 @@ def _variance(name: str) -> None:
 
     def make_form(input: Tensor, *args: Any, **kwargs: Any) -> Callable[..., Any] | None:
         dims = _arguments(input, *args, **kwargs)[0]
-        if not is_split(input, dims):
+        if not splits(input, dims):
             return None
         results = own(input, *args, **kwargs)
         dtype = (results[0] if with_mean else results).dtype
@@ -86,20 +86,20 @@ for _name in ("var", "std", "var_mean", "std_mean"):
 
 def _covariance(dtype: torch.dtype, correction: float, x: Any, fweights: Any = None, aweights: Any = None) -> Any:
     """As torch has it: rows are variables, columns observations, weighted if need be."""
-    x = reduce_pending(x).to(dtype)
+    x = settled(x).to(dtype)
     x = x[None] if x.ndim < 2 else x
     weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
     if weights is None:
         mean, scale = x.mean(1, keepdim=True), max(x.shape[1] - correction, 0)
     else:
-        weights = reduce_pending(weights)
-        total = reduce_pending(weights.sum())
+        weights = settled(weights)
+        total = settled(weights.sum())
         mean = (x * weights).sum(1, keepdim=True) / total
-        lost = correction if aweights is None else correction * reduce_pending((weights * aweights).sum()) / total
+        lost = correction if aweights is None else correction * settled((weights * aweights).sum()) / total
         scale = (total - lost).clamp_min(0)
-    distance = x - reduce_pending(mean)
+    distance = x - settled(mean)
     weighted = distance if weights is None else distance * weights
-    return (reduce_pending(distance @ weighted.T.conj()) / scale).squeeze()
+    return (settled(distance @ weighted.T.conj()) / scale).squeeze()
 
 
 def _check_covariance(input: Tensor, fweights: Tensor | None, aweights: Tensor | None) -> torch.dtype:
@@ -130,7 +130,7 @@ def _cov_form(
 ) -> Any:
     dtype = _check_covariance(input, fweights, aweights)
     given = [x for x in (input, fweights, aweights) if x is not None]
-    if not any(is_split(x, range(x.ndim)) for x in given):
+    if not any(splits(x, range(x.ndim)) for x in given):
         return None
 
     def run(input: Any, *, fweights: Any = None, aweights: Any = None, **_: Any) -> Any:
@@ -153,7 +153,7 @@ def _cov(
 @form("corrcoef")
 def _corrcoef_form(input: Tensor) -> Any:
     dtype = _check_covariance(input, None, None)
-    return partial(_correlations, dtype) if is_split(input, range(input.ndim)) else None
+    return partial(_correlations, dtype) if splits(input, range(input.ndim)) else None
 
 
 def _correlations(dtype: torch.dtype, input: Any) -> Any:

@@ -22,16 +22,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ....redistribute.interval_exchange import Fetch, Interval
-from ..decomposition_utils import (
-    evenly_split,
-    from_parts,
-    interval_of,
-    is_split,
-    layout_of,
-    reduce_pending,
-    sequential,
-    splitting_axes,
-)
+from ..decomposition_utils import evenly, from_parts, in_turn, interval_of, layout_of, settled, splits, splitting_axes
 from ..registry import form
 from .slicing import Piece
 
@@ -53,7 +44,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Form | None:
     largest = max(layouts, key=lambda layout: (layout.nbytes, layout.is_fully_replicated))
     if any(t.ndim != result.ndim for t in tensors) or not splitting_axes(largest, dim):
         return None
-    target = _unreduced(evenly_split(largest, dim, result.shape[dim]), _common_pending(layouts)).replace(dtype=result.dtype)
+    target = _unreduced(evenly(largest, dim, result.shape[dim]), _common_pending(layouts)).replace(dtype=result.dtype)
     bounds = accumulate([layout.shape[dim] for layout in layouts], initial=0)
     targets = [interval_of(target, dim, a, b).replace(dtype=x.dtype) for (a, b), x in zip(pairwise(bounds), layouts, strict=True)]
     pairs = list(zip(layouts, targets, strict=True))
@@ -135,11 +126,11 @@ def _block_diag(*tensors: Tensor) -> Form:
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Form | None:
     F.pad(input, pad, mode, value if mode == "constant" else None)
     sides = {input.ndim - 1 - i: (pad[2 * i], pad[2 * i + 1]) for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]}
-    if not is_split(input, sides):
+    if not splits(input, sides):
         return None
     if mode == "constant":
         return _constant_pad(layout_of(input), sides, value)
-    split = {d: lengths for d, lengths in sides.items() if is_split(input, [d])}
+    split = {d: lengths for d, lengths in sides.items() if splits(input, [d])}
     if mode == "circular":
         _check_wraps_once(input, split)
     rest = [0 if input.ndim - 1 - i // 2 in split else n for i, n in enumerate(pad)]
@@ -164,7 +155,7 @@ def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: floa
     target = source
     lengths = {d: (max(a, 0), max(b, 0)) for d, (a, b) in sides.items()}
     for d, (a, b) in lengths.items():
-        target = evenly_split(target, d, a + piece.cut.shape[d] + b)
+        target = evenly(target, d, a + piece.cut.shape[d] + b)
     middle = target
     for d, (a, _) in lengths.items():
         middle = interval_of(middle, d, a, a + piece.cut.shape[d])
@@ -174,7 +165,7 @@ def _constant_pad(layout: Layout, sides: dict[int, tuple[int, int]], value: floa
         return F.pad(redistribute_local(piece.part(local), piece.cut, middle), around, "constant", value)
 
     def run(input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-        return from_parts(target, partial(local_pad, value=value), reduce_pending(input) if value else input)
+        return from_parts(target, partial(local_pad, value=value), settled(input) if value else input)
 
     return run
 
@@ -206,11 +197,11 @@ def _mirrored_pad(layout: Layout, split: dict[int, tuple[int, int]], mode: str, 
     fetches = []
     for d, (before, after) in split.items():
         size = layout.shape[d]
-        target = evenly_split(layout, d, before + size + after)
+        target = evenly(layout, d, before + size + after)
         fetches.append(Fetch(layout, target, d, partial(_padded, mode, before, size, after)))
         layout = target
 
-    padded = sequential(layout, *fetches)
+    padded = in_turn(layout, *fetches)
     return (lambda input, *_, **__: F.pad(padded(input), rest, mode)) if any(rest) else padded
 
 
@@ -227,7 +218,7 @@ def _padded(mode: str, before: int, size: int, after: int, start: int, stop: int
 def _scattered(input: Any, src: Any, dim: int, chosen: range) -> Any:
     """`input` with the chosen indices of a dim replaced by `src`, which goes where the input has them."""
     if input._layout.pending != src._layout.pending or input.dtype is not src.dtype:
-        input, src = reduce_pending(input), reduce_pending(src)
+        input, src = settled(input), settled(src)
     cut = Piece(input._layout, {dim: chosen})
     wanted = cut.cut.replace(dtype=src.dtype)
 

@@ -14,7 +14,7 @@ from ....layout.layout import Layout
 from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local
 from ...dispatch import marked_as_copy
-from ..decomposition_utils import evenly_split, from_parts, interval_of, is_split, layout_of, unshard
+from ..decomposition_utils import evenly, from_parts, interval_of, layout_of, splits, whole
 from ..notation import Rule, einrule
 from ..registry import form, rule
 
@@ -77,14 +77,14 @@ def _diagonal(input: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> F
     """Of a matrix split in one dim every rank has a piece of the diagonal; split in both, the columns are gathered first."""
     size = input.diagonal(offset, dim1, dim2).shape[-1]
     row, column = dim1 % input.ndim, dim2 % input.ndim
-    if not is_split(input, [row, column]):
+    if not splits(input, [row, column]):
         return None
-    if is_split(input, [row]) and is_split(input, [column]):
-        return lambda input, *_, **__: unshard(input, column).diagonal(offset, row, column)
-    dim, first = (row, max(0, -offset)) if is_split(input, [row]) else (column, max(0, offset))
+    if splits(input, [row]) and splits(input, [column]):
+        return lambda input, *_, **__: whole(input, column).diagonal(offset, row, column)
+    dim, first = (row, max(0, -offset)) if splits(input, [row]) else (column, max(0, offset))
     layout = layout_of(input)
     cut = _diagonal_of(interval_of(layout, dim, first, first + size), dim, row + column - dim)
-    moved = evenly_split(cut, input.ndim - 2, size)
+    moved = evenly(cut, input.ndim - 2, size)
     start = layout.box[dim][0] * (1 if dim == row else -1)
 
     def local(part: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _linalg_diagonal(A: Tensor, *, offset: int = 0, dim1: int = -2, dim2: int = 
 def _diag_embed(input: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Form | None:
     """Of a split dim: every rank's elements repeated over their rows, of which all but the diagonal is cleared."""
     torch.diag_embed(input, offset, dim1, dim2)
-    if not is_split(input, [-1]) and (dim1, dim2) == (-2, -1):
+    if not splits(input, [-1]) and (dim1, dim2) == (-2, -1):
         return None
     sides = (max(offset, 0), max(-offset, 0), max(-offset, 0), max(offset, 0))
 

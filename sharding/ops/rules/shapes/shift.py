@@ -20,7 +20,7 @@ from torch import Tensor
 from ....layout.layout import Layout
 from ....redistribute.interval_exchange import Fetch, Interval
 from ...dispatch import marked_as_copy
-from ..decomposition_utils import evenly_split, from_parts, is_split, layout_of, sequential
+from ..decomposition_utils import evenly, from_parts, in_turn, layout_of, splits
 from ..notation import Rule, einrule
 from ..registry import form, rule
 from .view import listed
@@ -29,7 +29,7 @@ Form = Callable[..., Any]
 
 
 def _split_dims(input: Tensor, dims: Sequence[int]) -> list[int]:
-    return [d for d in dict.fromkeys(d % input.ndim for d in dims) if is_split(input, [d])] if input.ndim else []
+    return [d for d in dict.fromkeys(d % input.ndim for d in dims) if splits(input, [d])] if input.ndim else []
 
 
 def _cyclic(size: int, start: int, stop: int) -> Iterator[Interval]:
@@ -49,7 +49,7 @@ def _flip(input: Tensor, dims: Sequence[int]) -> Form | None:
     torch.flip(input, dims)
     layout = layout_of(input)
     fetches = [Fetch(layout, layout, d, partial(_mirror, layout.shape[d])) for d in _split_dims(input, dims)]
-    return sequential(layout, *fetches, lambda part: part.flip(dims)) if fetches else None
+    return in_turn(layout, *fetches, lambda part: part.flip(dims)) if fetches else None
 
 
 def _mirror(size: int, start: int, stop: int) -> list[Interval]:
@@ -98,7 +98,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Form | None:
     fetches = [Fetch(layout, layout, d, partial(_rolled, layout.shape[d], amounts[d])) for d in split]
     rest = [d for d in amounts if d not in split]
     others = [lambda part: part.roll([amounts[d] for d in rest], rest)] if rest else []
-    return sequential(layout, *fetches, *others) if split else None
+    return in_turn(layout, *fetches, *others) if split else None
 
 
 def _rolled(size: int, shift: int, start: int, stop: int) -> Iterator[Interval]:
@@ -116,11 +116,11 @@ def _repeated(input: Tensor, counts: Sequence[int]) -> Form | None:
         return None
     layout, steps = layout_of(input), []
     for d in split:
-        size, target = layout.shape[d], evenly_split(layout, d, layout.shape[d] * counts[new + d])
+        size, target = layout.shape[d], evenly(layout, d, layout.shape[d] * counts[new + d])
         steps += Fetch(layout, target, d, partial(_repetition, size)), partial(_unrolled, d, size, *target.box[d])
         layout = target
     rest = [1 if d - new in split else n for d, n in enumerate(counts)]
-    repeated = sequential(layout, *steps)
+    repeated = in_turn(layout, *steps)
     return lambda input, *_, **__: repeated(input).repeat(rest) if any(n != 1 for n in rest) or new else repeated(input)
 
 
@@ -160,13 +160,13 @@ def _repeat_interleave(input: Tensor, repeats: int, dim: int | None = None, *, o
         return lambda input, *_, **__: input.flatten().repeat_interleave(repeats, 0)
     dim = (dim or 0) % input.ndim
     layout = layout_of(input)
-    target = evenly_split(layout, dim, layout.shape[dim] * repeats)
+    target = evenly(layout, dim, layout.shape[dim] * repeats)
     start, stop = target.box[dim]
 
     def arranged(part: Tensor) -> Tensor:
         return part.repeat_interleave(repeats, dim).narrow(dim, start % max(repeats, 1), stop - start)
 
-    return sequential(target, Fetch(layout, target, dim, partial(_origins, repeats)), arranged)
+    return in_turn(target, Fetch(layout, target, dim, partial(_origins, repeats)), arranged)
 
 
 def _origins(repeats: int, start: int, stop: int) -> list[Interval]:
@@ -192,7 +192,7 @@ def _unfold(input: Tensor, dimension: int, size: int, step: int) -> Form | None:
     if not _split_dims(input, [dimension]):
         return None
     dim, layout = dimension % input.ndim, layout_of(input)
-    cut = evenly_split(layout, dim, result.shape[dim])
+    cut = evenly(layout, dim, result.shape[dim])
     fetch = Fetch(layout, cut, dim, lambda start, stop: [(start * step, (stop - 1) * step + size)] if stop > start else [])
     target = _with_last_dim(cut, size)
 

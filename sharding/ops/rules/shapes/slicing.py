@@ -27,15 +27,7 @@ from ....layout.spec import P
 from ....redistribute.autograd import redistribute_local, redistribute_locals
 from ...dispatch import marked_as_copy
 from ...sliced_from import SlicedFrom
-from ..decomposition_utils import (
-    all_from_parts,
-    evenly_split,
-    from_parts,
-    is_split,
-    layout_of,
-    part_sizes,
-    with_part_sizes,
-)
+from ..decomposition_utils import all_from_parts, evenly, from_parts, layout_of, part_sizes, resized, splits
 from ..indexing.masked import mask_form
 from ..notation import Rule
 from ..registry import form, functions, rule
@@ -54,7 +46,7 @@ def _cut(layout: Layout, dim: int, chosen: range) -> Layout:
     for size in part_sizes(layout, dim):
         sizes.append(len(within(chosen, bounds, bounds + size)))
         bounds += size
-    return with_part_sizes(layout, dim, sizes) if layout.spec.dims[dim] else evenly_split(layout, dim, len(chosen))
+    return resized(layout, dim, sizes) if layout.spec.dims[dim] else evenly(layout, dim, len(chosen))
 
 
 class Piece:
@@ -69,7 +61,7 @@ class Piece:
     def __init__(self, layout: Layout, ranges: dict[int, range]) -> None:
         self.cut = self.moved = layout
         for dim, chosen in ranges.items():
-            self.cut, self.moved = _cut(self.cut, dim, chosen), evenly_split(self.moved, dim, len(chosen))
+            self.cut, self.moved = _cut(self.cut, dim, chosen), evenly(self.moved, dim, len(chosen))
         self.index = tuple(_local_slice(ranges.get(dim), *interval) for dim, interval in enumerate(layout.box))
 
     def part(self, local: Tensor) -> Tensor:
@@ -103,7 +95,7 @@ def sliced(input: Tensor, entries: Sequence[Any]) -> Callable[[Any], Any] | None
     given = [e for e in entries if e is not None]
     ranges = {d: _chosen(e, n) for d, (e, n) in enumerate(zip(given, input.shape, strict=True))}
     ranges = {d: chosen for d, chosen in ranges.items() if chosen != range(input.shape[d]) or type(given[d]) is int}
-    if not is_split(input, ranges):
+    if not splits(input, ranges):
         return None
     piece = Piece(layout_of(input), ranges)
     last = tuple(None if e is None else 0 if type(e) is int else slice(None) for e in entries)
@@ -185,7 +177,7 @@ def _narrow_copy(input: Tensor, dim: int, start: Any, length: int) -> Rule:
 def _splitting(func: Callable[..., Any], dim_of: Callable[..., int], input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The form of a function that cuts one dim into pieces, which are read off its result on a meta tensor."""
     results, dim = func(input, *args, **kwargs), dim_of(input, *args, **kwargs) % max(input.ndim, 1)
-    if not results or not is_split(input, [dim]):
+    if not results or not splits(input, [dim]):
         return None
     starts = [(piece.storage_offset() - input.storage_offset()) // input.stride(dim) for piece in results]
     chosen = [range(start, start + piece.shape[dim]) for start, piece in zip(starts, results, strict=True)]
@@ -212,7 +204,7 @@ for name, dim_of in _DIM_OF.items():
 def _unbind(input: Tensor, dim: int = 0) -> Callable[..., Any] | None:
     input.unbind(dim)
     at = dim % input.ndim
-    if not is_split(input, [at]) or not input.shape[at]:
+    if not splits(input, [at]) or not input.shape[at]:
         return None
     pieces = [Piece(layout_of(input), {at: range(i, i + 1)}) for i in range(input.shape[at])]
     dropped = [0 if d == at else slice(None) for d in range(input.ndim)]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS, RULES
+from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS, RULES
 
 OWNERS = {"torch": torch, "Tensor": torch.Tensor, "F": F, "special": torch.special, "linalg": torch.linalg, "fft": torch.fft}
 
@@ -43,7 +43,7 @@ def samples(names: str, *calls: Call) -> None:
 def registered() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every function in the table with its owner and name, once for each owner that has it."""
     seen = set()
-    for func in [*RULES, *DECOMPOSITIONS, *HANDLERS]:
+    for func in [*RULES, *FORMS, *HANDLERS]:
         for label in labels(func):
             if label not in seen:
                 seen.add(label)

@@ -9,7 +9,7 @@ from shardmesh.sharding.ops.rules.check import RuleError, check_rule, prove
 from shardmesh.sharding.ops.rules.elementwise.pointwise import broadcast
 from shardmesh.sharding.ops.rules.notation import einrule
 from shardmesh.sharding.ops.rules.reductions.reduction import reduction
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, RULES
+from shardmesh.sharding.ops.rules.registry import FORMS, RULES
 from tests.sharding.ops.rules.table import b, f, i, pos
 
 X, Y = f(4, 3), f(3, 5)
@@ -17,7 +17,7 @@ X, Y = f(4, 3), f(3, 5)
 
 def wrong(monkeypatch, func, maker, *args, match, **kwargs):
     monkeypatch.setitem(RULES, func, maker)
-    monkeypatch.delitem(DECOMPOSITIONS, func, raising=False)
+    monkeypatch.delitem(FORMS, func, raising=False)
     with pytest.raises(RuleError, match=match):
         check_rule(func, *args, **kwargs)
 
@@ -63,7 +63,7 @@ def test_an_operator_that_changes_its_input(monkeypatch):
 
 def test_the_message_names_function_and_layouts(monkeypatch):
     monkeypatch.setitem(RULES, torch.softmax, lambda x, dim: broadcast(x))
-    monkeypatch.delitem(DECOMPOSITIONS, torch.softmax)
+    monkeypatch.delitem(FORMS, torch.softmax)
     with pytest.raises(RuleError) as caught:
         check_rule(torch.softmax, X, 0)
     assert "softmax is wrong for tensors laid out as\n  f64[4, 3] @ P('a', None) on (a=2)" in str(caught.value)

@@ -12,7 +12,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh.sharding.ops.rules.check import _Sample, combinations, place
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, RULES, writes_first_operand
+from shardmesh.sharding.ops.rules.registry import FORMS, RULES, writes_first_operand
 from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 from tests.sharding.ops.rules.test_table import FILLED
 from tests.sharding.ranks import on_mesh
@@ -34,7 +34,7 @@ def _cases() -> Iterator[Any]:
     assert FILLED
     seen = set()
     for label, func in registered():
-        makers = (RULES.get(func), DECOMPOSITIONS.get(func))
+        makers = (RULES.get(func), FORMS.get(func))
         skipped = label.partition(".")[0] not in OWNERS or writes_first_operand(func) or makers == (None, None)
         calls = [c for c in samples_of(label) if repr(_changed([c.args, c.kwargs])) != repr([c.args, c.kwargs])]
         if calls and not skipped and makers not in seen:

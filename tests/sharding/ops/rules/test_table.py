@@ -10,7 +10,7 @@ import torch
 
 from shardmesh.sharding.ops import strategy
 from shardmesh.sharding.ops.rules.check import prove
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS, RULES
+from shardmesh.sharding.ops.rules.registry import FORMS, HANDLERS, RULES
 from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 from tests.sharding.ops.rules import (
     samples_conv,
@@ -51,7 +51,7 @@ def _family(func: Callable[..., Any]) -> str:
 
 def _makers(func: Callable[..., Any]) -> tuple[Any, ...]:
     """What is registered for a function: its rule, its form, its handler."""
-    return tuple(maker for table in (RULES, DECOMPOSITIONS, HANDLERS) if (maker := table.get(func)) is not None)
+    return tuple(maker for table in (RULES, FORMS, HANDLERS) if (maker := table.get(func)) is not None)
 
 
 def _table() -> list[Any]:

@@ -14,7 +14,7 @@ import shardmesh as sm
 from shardmesh import P, Partial
 from shardmesh.sharding.ops import strategy
 from shardmesh.sharding.ops.rules.check import _Sample, place
-from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, RULES, writes_first_operand
+from shardmesh.sharding.ops.rules.registry import FORMS, RULES, writes_first_operand
 from tests.sharding.ops.rules.table import OWNERS, Call, registered, samples_of
 from tests.sharding.ops.rules.test_table import ELSEWHERE, FILLED, _family
 from tests.sharding.ranks import collectives, launched, on_mesh
@@ -32,7 +32,7 @@ def _operators() -> Iterator[tuple[str, Callable[..., Any], list[Call]]]:
     assert FILLED
     seen = set()
     for label, func in registered():
-        makers = (RULES.get(func), DECOMPOSITIONS.get(func))
+        makers = (RULES.get(func), FORMS.get(func))
         if makers in seen or makers == (None, None) or label.partition(".")[0] not in OWNERS:
             continue
         calls = samples_of(label)
