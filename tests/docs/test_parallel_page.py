@@ -257,8 +257,8 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 
 def _gathered(model: nn.Module) -> int:
     """Bytes of gathered parameters on this rank: there, or under way."""
-    levels = [bucket.levels for unit in units_in(model) for bucket in unit._buckets]
-    coming = [one.flat.cutting.parts * one.flat.cutting.piece * BYTES["p"] for one in levels if one._coming is not None]
+    levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
+    coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._coming is not None]
     return sum(held.nbytes for one in levels for _, held in one._held.values()) + sum(coming)
 
 
