@@ -258,12 +258,12 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 def _gathered(model: nn.Module) -> int:
     """Bytes of gathered parameters on this rank: there, or under way."""
     levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
-    coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._coming is not None]
-    return sum(held.nbytes for one in levels for _, held in one._held.values()) + sum(coming)
+    coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._pending is not None]
+    return sum(held.nbytes for one in levels for _, held in one._copies.values()) + sum(coming)
 
 
 def _gradients(model: nn.Module) -> int:
-    waiting = [bucket.waiting for unit in units_in(model) for bucket in unit._buckets if bucket.waiting is not None]
+    waiting = [bucket.deferred for unit in units_in(model) for bucket in unit._buckets if bucket.deferred is not None]
     return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(x.nbytes for x in waiting)
 
 
