@@ -1,4 +1,4 @@
-"""What ranks do each for itself and must know of each other before they go on: it worked everywhere, or all raise one error."""
+"""Agreement of ranks: either local work succeeded on all ranks, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _SHOWN = 3
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read as it is; every rank raises it, with the same text."""
+    """A checkpoint cannot be written or read; every rank raises it, with the same text."""
 
 
-def everyone(world: World) -> Group:
-    """All ranks of a world.
+def all_ranks(world: World) -> Group:
+    """Return the group of all ranks of a world.
 
     Raises:
-        ValueError: one without data.
+        ValueError: the world has no data.
     """
     if isinstance(world, NullWorld):
-        raise ValueError("checkpoints hold data, and null_world has none; save and load in processes or in sm.simulate")
+        raise ValueError("checkpoints need data, but null_world has none; save and load in processes or in sm.simulate")
     return world.group(range(world.size))
 
 
-def everywhere(group: Group, work: Callable[[], T]) -> list[T]:
-    """Every rank's result of its own `work()`.
+def run_on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
+    """Run `work()` on every rank; return the results of all ranks.
 
     Raises:
         CheckpointError: `work` raised on some rank; the same text on every rank.
-        WatchError: as it is, on the ranks that meet it.
+        WatchError: unchanged, on the ranks where it is raised.
 
     Communication: one all_gather of small objects.
     """
@@ -46,15 +46,15 @@ def everywhere(group: Group, work: Callable[[], T]) -> list[T]:
         raise
     except Exception as error:
         failure = error
-    told = group.all_gather_object((mine, None if failure is None else _words(failure)))
-    problems = {rank: text for rank, (_, text) in zip(group.ranks, told, strict=True) if text is not None}
+    gathered = group.all_gather_object((mine, None if failure is None else _error_text(failure)))
+    problems = {rank: text for rank, (_, text) in zip(group.ranks, gathered, strict=True) if text is not None}
     if problems:
-        raise CheckpointError(_joined(problems, group.size)) from failure
-    return [value for value, _ in told]
+        raise CheckpointError(_merge_texts(problems, group.size)) from failure
+    return [value for value, _ in gathered]
 
 
 def agree(group: Group, what: str, lines: Mapping[str, str]) -> None:
-    """Check that every rank has the same lines, by name, in the same order.
+    """Check that all ranks have the same lines, by name, in the same order.
 
     Raises:
         CheckpointError: on every rank: the first name that differs, on which ranks, and how.
@@ -66,9 +66,9 @@ def agree(group: Group, what: str, lines: Mapping[str, str]) -> None:
         raise CheckpointError(f"{what}: {_difference(group, group.all_gather_object(list(lines.items())))}")
 
 
-def _difference(group: Group, told: list[list[tuple[str, str]]]) -> str:
-    first = told[0]
-    for rank, lines in zip(group.ranks, told, strict=True):
+def _difference(group: Group, gathered: list[list[tuple[str, str]]]) -> str:
+    first = gathered[0]
+    for rank, lines in zip(group.ranks, gathered, strict=True):
         for one, other in zip(first, lines, strict=False):
             if one != other:
                 has, other_has = f"rank {group.ranks[0]} has {one[0]!r}: {one[1]}", f"rank {rank} has {other[0]!r}: {other[1]}"
@@ -79,12 +79,12 @@ def _difference(group: Group, told: list[list[tuple[str, str]]]) -> str:
     return "ranks differ"
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError | ValueError | TypeError) else f"{type(error).__name__}: {error}"
 
 
-def _joined(problems: dict[int, str], size: int) -> str:
-    """Each text once, with the ranks that it comes from where not all say it."""
+def _merge_texts(problems: dict[int, str], size: int) -> str:
+    """Return each text once, with its ranks unless all ranks have it."""
     said: dict[str, list[int]] = {}
     for rank, text in problems.items():
         said.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""Whole tensors on one rank, and from there to where they belong: tensor by tensor, box by box, and never whole anywhere else."""
+"""Full state dicts on one rank: gather whole tensors there, or scatter from there, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..layout.layout import Layout
 from ..layout.spec import P
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import agree, everyone, everywhere
+from .agreement import agree, all_ranks, run_on_all_ranks
 from .state import load_state_dict, state_dict
-from .storage.manifest import Entry, Stored
+from .storage.manifest import Stored, StoredLeaf
 from .ties import ties
 from .tree import PerRank, leaves, mapped, name_of, opened, structure_of
-from .wanted import Plain, Value, wanted
+from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def full_state_dict(state: Any, rank: int = 0) -> Any:
@@ -32,14 +32,14 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
         rank 1   [b]   ->   {}
 
     Args:
-        state: a module, which stands for its `state_dict()`, or a tree as `save` takes it, such as `state_dict(model, optimizer)`.
+        state: a module, for its `state_dict()`, or a tree as for `save`, such as `state_dict(model, optimizer)`.
             Tied weights of a module are one tensor in the result, as in its `state_dict()`.
-        rank: which rank gets it.
+        rank: the rank that receives it.
 
     Raises:
         ValueError: there is no such rank.
 
-    Communication: for each `ShardedTensor` the reduction of what is pending, and one all_to_all in which each box goes to `rank` once.
+    Communication: for each `ShardedTensor` the reduction of pending values, and one all_to_all in which each box goes to `rank` once.
 
     Example:
         >>> whole = sm.full_state_dict(model)
@@ -62,7 +62,7 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
 
 
 def whole_on(leaf: Any, rank: int, world: World) -> Any:
-    """A leaf as `rank` has it whole, on the host; None on the others, for a tensor."""
+    """Return a leaf whole, on the host of `rank`; on other ranks None for a tensor."""
     if isinstance(leaf, ShardedTensor):
         gathered = redistribute(leaf.detach(), _mesh_of(rank, leaf.mesh.device_type), P())
         return gathered._local.cpu() if world.rank == rank else None
@@ -72,19 +72,19 @@ def whole_on(leaf: Any, rank: int, world: World) -> Any:
 
 
 def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimizer: Optimizer | None = None) -> None:
-    """load_full_state_dict(module, state): every rank gets its boxes of the whole tensors that `rank` has.
+    """load_full_state_dict(module, state): load the whole tensors of `rank` into a module; every rank receives its boxes.
 
         rank 0   [a b]        [a]
         rank 1   None    ->   [b]
 
     Args:
-        state: on `rank`, what `full_state_dict(module)` gave; with an optimizer, what `full_state_dict(state_dict(module, optimizer))`
-            gave. Not looked at on other ranks.
-        rank: which rank has it.
+        state: on `rank`, the result of `full_state_dict(module)`; with an optimizer, that of `full_state_dict(state_dict(module,
+            optimizer))`. Ignored on other ranks.
+        rank: the rank that has it.
 
     Raises:
-        ValueError: names, shapes or dtypes are not the module's; there is no such rank. On every rank, before anything is changed.
-        CheckpointError: `state` has something else than tensors and plain values; ranks have different modules.
+        ValueError: names, shapes or dtypes differ from the module's; there is no such rank. On every rank, before anything is changed.
+        CheckpointError: `state` has other leaves than tensors and plain values; ranks have different modules.
 
     Communication: two all_gathers of small objects over all ranks, then for each `ShardedTensor` one all_to_all in which each box leaves
         `rank`, and the redistribution to its layout; for each plain tensor a broadcast.
@@ -97,27 +97,29 @@ def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimi
     _check_rank("load_full_state_dict", rank, world)
     if world.rank == rank and optimizer is None:
         state = {"model": state}
-    group = everyone(world)
-    told = everywhere(group, lambda: _described(state) if world.rank == rank else None)[rank]
-    assert told is not None  # noqa: S101
-    described, values = told
-    like = wanted(state_dict(module, optimizer), described, world)
+    group = all_ranks(world)
+    description = run_on_all_ranks(group, lambda: _describe(state) if world.rank == rank else None)[rank]
+    assert description is not None  # noqa: S101
+    described, values = description
+    like = wanted_tree(state_dict(module, optimizer), described, world)
     _check_known(described, {name_of(path) for path, _ in leaves(like)})
     agree(group, "load_full_state_dict", {name_of(path): _line(want) for path, want in leaves(like)})
     whole = {name_of(path): leaf for path, leaf in leaves(state)} if world.rank == rank else {}
-    sent = mapped(like, lambda path, want: _sent(name_of(path), want, described, values, whole, rank, world))
+    sent = mapped(like, lambda path, want: _receive(name_of(path), want, described, values, whole, rank, world))
     load_state_dict(module, sent, optimizer)
 
 
-def _described(state: Any) -> tuple[Stored, dict[str, Any]]:
-    """What the ranks must know of the state of one: shapes and dtypes by name, and values."""
+def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
+    """Return what all ranks need to know of the state: shapes and dtypes by name, and values."""
     found = {name_of(path): leaf for path, leaf in leaves(state)}
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
-    odd = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
-    if odd:
-        raise ValueError(f"load_full_state_dict: {odd[0]!r} is a ShardedTensor; give whole tensors, or use sm.load_state_dict")
+    sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
+    if sharded:
+        raise ValueError(f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use sm.load_state_dict")
     values = {name: leaf for name, leaf in found.items() if name not in tensors}
-    entries = {name: Entry(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else Entry(None, None) for name, leaf in found.items()}
+    entries = {
+        name: StoredLeaf(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else StoredLeaf(None, None) for name, leaf in found.items()
+    }
     return Stored(Path("the state that was given"), entries, structure_of(state), {}, None), values
 
 
@@ -132,18 +134,18 @@ def _line(want: Any) -> str:
     return str(want) if isinstance(want, Layout) else type(want).__name__
 
 
-def _sent(
+def _receive(
     name: str, want: Any, described: Stored, values: Mapping[str, Any], whole: Mapping[str, Any], rank: int, world: World
 ) -> Any:
-    """A leaf where it belongs: a tensor from `rank`, a value from what every rank was told."""
-    if isinstance(want, Value):
+    """Return a leaf on this rank: a tensor sent by `rank`, or a value that every rank has."""
+    if isinstance(want, StoredValue):
         return values[name]
     entry = described.entries[name]
     if isinstance(want, Layout):
         return _scattered(whole.get(name), want, rank, world)
-    device = want.device if isinstance(want, Plain) else torch.device("cpu")
+    device = want.device if isinstance(want, WholeTensor) else torch.device("cpu")
     x = whole[name].detach().to(device).contiguous() if name in whole else torch.empty(entry.shape or (), dtype=entry.dtype, device=device)
-    everyone(world).broadcast(x, rank)
+    all_ranks(world).broadcast(x, rank)
     return x
 
 
@@ -155,10 +157,10 @@ def _scattered(whole: Tensor | None, layout: Layout, rank: int, world: World) ->
 
 
 def _mesh_of(rank: int, device_type: str) -> DeviceMesh:
-    """The mesh of one rank."""
+    """Return the mesh of one rank."""
     return DeviceMesh(device_type, [rank], axis_names=("whole",))
 
 
-def _check_rank(what: str, rank: int, world: World) -> None:
+def _check_rank(name: str, rank: int, world: World) -> None:
     if not isinstance(rank, int) or not 0 <= rank < world.size:
-        raise ValueError(f"{what}: rank={rank!r}: the world has {world.size} ranks; give one from 0 to {world.size - 1}")
+        raise ValueError(f"{name}: rank must be an integer from 0 to {world.size - 1}, got {rank!r}")

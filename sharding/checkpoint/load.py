@@ -1,4 +1,4 @@
-"""Loading: from any mesh onto any mesh."""
+"""`load`: load a checkpoint of any mesh onto any mesh."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from ...mesh.comm.world import World
 from ...mesh.topology import torchrun_node_size
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, everyone, everywhere
+from .agreement import CheckpointError, agree, all_ranks, run_on_all_ranks
 from .placing import own_name
 from .storage import folder as folders
 from .storage.manifest import Stored, check_whole, parse, read_index
 from .storage.pieces import value_of
-from .storage.reading import Loaded, box_of, read, readings
-from .tree import Followed, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
-from .wanted import Plain, Value, wanted
+from .storage.reading import LoadedParts, box_of, plan_reads, read
+from .tree import StoredDict, children, is_stateful, items_of, leaves, mapped, name_of, rebuilt
+from .wanted import StoredValue, WholeTensor, wanted_tree
 
 
 def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> Any:
-    """load(dir, like) -> a tree like `like`, with what is stored. Every rank of the world calls it.
+    """load(dir, like) -> a tree like `like` with the stored values. Every rank of the world calls it.
 
         stored on (2,)   w [0:4] [4:8]      like on (3,)      rank 0   w [0:3]        from the piece 0:4
                                                               rank 1   w [3:6]        from both
                                                               rank 2   w [6:8]        from the piece 4:8
 
-    Each piece of a file is read once per node, by a rank that needs part of it, which sends the others on the node what they need; over
-    gloo each rank reads what it needs itself, from the page cache of the node. The CRC-32 of a piece is compared before it is used.
-    Nothing of `like` is changed until everything has been read and found in order.
+    Each piece of a file is read once per node, by a rank that needs part of it, which sends the other ranks of the node their parts; over
+    gloo each rank reads all that it needs, from the page cache of the node. The CRC-32 of a piece is checked before it is used.
+    Objects in `like` are not changed until everything has been read and checked.
 
     Args:
-        dir: the folder of checkpoints, or one checkpoint's own; also one that torch.distributed.checkpoint wrote, from DTensors or others.
-        like: a tree with a part of what was saved, or all; leaves are named by their paths. It has
-            `Layout`s and `ShardedTensor`s: what is loaded lies like them, whatever mesh it was saved from;
+        dir: the folder of checkpoints, or that of one checkpoint; also one of torch.distributed.checkpoint, from DTensors or others.
+        like: a tree with some or all leaves of the saved one, which are matched by their paths:
+            `Layout`s and `ShardedTensor`s: loaded in this layout, whatever mesh the tensor was saved from;
             `NamedSharding`s: the same, with the shape and dtype that are stored;
             plain tensors: whole, on their devices, on every rank;
-            `PerRank(value)`: what this rank saved; `value` on a rank that the saving world did not have;
-            anything else, None too: the value that is stored under this name;
-            objects with `state_dict()` and `load_state_dict()`: they get what is stored, and are in the result themselves. A module says
-            itself what it needs; of other objects, and of the optimizer in `state_dict(model, optimizer)`, the checkpoint does.
-        step: of the checkpoint; the newest that is complete by default, with a warning where a newer one has lost its manifest.
+            `PerRank(value)`: the value that this rank saved; `value` on ranks beyond the saving world;
+            anything else, also None: the value stored under this name;
+            objects with `state_dict()` and `load_state_dict()`: they load their state and are in the result. A module determines
+            its leaves itself; for other objects, and the optimizer in `state_dict(model, optimizer)`, the checkpoint does.
+        step: the step of the checkpoint; by default the newest complete one, with a warning if a newer one has lost its manifest.
 
     Raises:
         FileNotFoundError: no complete checkpoint, or none of this step.
-        ValueError: a leaf that is not stored, with near names, or with another shape or dtype.
-        CheckpointError: a file is missing, short or damaged (it is named, and the leaf); ranks have different trees. On every rank, the
+        ValueError: a leaf that is not stored (lists similar names), or has another shape or dtype.
+        CheckpointError: a file is missing, short or damaged (names file and leaf); ranks have different trees. On every rank, the
             same text.
 
     Communication: three all_gathers of small objects and a broadcast of the index over all ranks; on each node, for every 256 MiB of
@@ -66,38 +66,38 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         >>> w = sm.load("checkpoints", {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
     """
     world = current_world()
-    group = everyone(world)
-    stored = _stored(group, Path(dir), step)
-    tree = wanted(like, stored, world)
+    group = all_ranks(world)
+    stored = _read_contents(group, Path(dir), step)
+    tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     for name, want in wants.items():
-        if not isinstance(want, Value):
+        if not isinstance(want, StoredValue):
             check_whole(stored, name)
     agree(group, "load", {"": f"dir={os.fspath(dir)!r}, step={step}", **{name: line_of(want) for name, want in wants.items()}})
-    loaded = _arrived(world, group, stored, wants)
-    return given(like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want)))
+    loaded = _read_parts(world, group, stored, wants)
+    return load_stateful(like, mapped(tree, lambda path, want: _result(stored, loaded, name_of(path), want)))
 
 
-def _arrived(world: World, group: Group, stored: Stored, wants: Mapping[str, Any]) -> Loaded:
-    """This rank's parts of all that is wanted.
+def _read_parts(world: World, group: Group, stored: Stored, wants: Mapping[str, Any]) -> LoadedParts:
+    """Read this rank's parts of all wanted leaves.
 
     Raises:
         CheckpointError: some rank of some node could not read; on every rank, the same text.
     """
-    loaded = _places(stored, wants, world.rank)
+    loaded = _allocate(stored, wants, world.rank)
     node = _sharing(world)
-    tensors = {name: want if isinstance(want, Layout) else None for name, want in wants.items() if not isinstance(want, Value)}
-    plan = readings(stored, tensors, _values(stored, wants, node), node)
-    if len(node) == 1:  # each rank begins elsewhere, so that together they read a file that is in no cache yet only once
+    tensors = {name: want if isinstance(want, Layout) else None for name, want in wants.items() if not isinstance(want, StoredValue)}
+    plan = plan_reads(stored, tensors, _values(stored, wants, node), node)
+    if len(node) == 1:  # each rank starts at another piece, so that together they read an uncached file only once
         first = len(plan) * world.rank // world.size
         plan = plan[first:] + plan[:first]
     work = partial(read, stored, plan, world.group(node), world.rank, loaded, _device(world.group(node)))
-    everywhere(group, work)
+    run_on_all_ranks(group, work)
     return loaded
 
 
 class _Index(NamedTuple):
-    """Where rank 0 found a checkpoint, of which step by its name, the lengths of its manifest and index; or why there is none."""
+    """The path and step of the checkpoint that rank 0 found, and the lengths of its manifest and index; or why there is none."""
 
     path: str = ""
     step: int | None = None
@@ -106,8 +106,8 @@ class _Index(NamedTuple):
     problem: str = ""
 
 
-def _stored(group: Group, dir: Path, step: int | None) -> Stored:
-    """What is in the checkpoint, as rank 0 reads it for all.
+def _read_contents(group: Group, dir: Path, step: int | None) -> Stored:
+    """Return the contents of the checkpoint; rank 0 reads the index and broadcasts it.
 
     Raises:
         FileNotFoundError, CheckpointError: on every rank.
@@ -127,26 +127,26 @@ def _stored(group: Group, dir: Path, step: int | None) -> Stored:
         text = (manifest or b"") + index
         return _Index(str(path), named, None if manifest is None else len(manifest), len(index))
 
-    told = everywhere(group, find)[0] or _Index()
-    if not told.path:
-        raise FileNotFoundError(told.problem)
-    text = _broadcast(group, text, (told.manifest or 0) + told.index)
-    manifest = None if told.manifest is None else text[: told.manifest]
-    stored = parse(Path(told.path), manifest, text[told.manifest or 0 :])
-    if None not in (told.step, stored.step) and told.step != stored.step:
-        raise CheckpointError(f"{told.path} is of step {stored.step} by its manifest, not {told.step}: its folder was renamed")
+    index = run_on_all_ranks(group, find)[0] or _Index()
+    if not index.path:
+        raise FileNotFoundError(index.problem)
+    text = _broadcast(group, text, (index.manifest or 0) + index.index)
+    manifest = None if index.manifest is None else text[: index.manifest]
+    stored = parse(Path(index.path), manifest, text[index.manifest or 0 :])
+    if None not in (index.step, stored.step) and index.step != stored.step:
+        raise CheckpointError(f"{index.path} is of step {stored.step} by its manifest, not {index.step}: its folder was renamed")
     return stored
 
 
 def _broadcast(group: Group, text: bytes, length: int) -> bytes:
-    """The text of rank 0, on every rank."""
+    """Return the text of rank 0 on every rank."""
     data = torch.frombuffer(bytearray(text or bytes(length)), dtype=torch.uint8).to(_device(group))
     group.broadcast(data, 0)
     return bytes(data.cpu().numpy())
 
 
 def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
-    """The checkpoint's folder, and the step in its name; a folder that is given itself may have any."""
+    """Return the checkpoint's folder and the step in its name; if `dir` is a checkpoint itself, its name does not matter."""
     if step is None and (dir / folders.METADATA).is_file():
         return dir, None
     found = folders.complete(dir)
@@ -155,34 +155,34 @@ def _found(dir: Path, step: int | None) -> tuple[Path | None, int | None]:
 
 
 def _warn_of_newer(dir: Path, step: int | None) -> None:
-    """Warn of a newer step that is passed over."""
+    """Warn of a newer step that is skipped."""
     newer = folders.without_manifest(dir)
     if step is not None and newer and max(newer) > step:
         path = newer[max(newer)]
-        text = f"load: {path} has no {folders.MANIFEST} and is passed over; step {step}, the newest complete one, is loaded"
+        text = f"load: {path} has no {folders.MANIFEST} and is skipped; step {step}, the newest complete one, is loaded"
         warnings.warn(text, stacklevel=6)  # at the line that calls load
 
 
 def _no_checkpoint(dir: Path, step: int | None) -> str:
     if dir.is_file():
         return (
-            f"load: {dir} is a file; give the folder that was given to sm.save. A *.safetensors file is read by sm.load_safetensors, "
-            "a file of torch.save by torch.load on one rank and sm.load_full_state_dict"
+            f"load: {dir} is a file; pass the folder that was passed to sm.save. Use sm.load_safetensors for a *.safetensors file, "
+            "and torch.load on one rank with sm.load_full_state_dict for a file of torch.save"
         )
     have = sorted(folders.complete(dir))
     which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
-    return f"load: {dir} has no {which}" + (f"; it has steps {have[-8:]}" if have else "; is it the folder that was given to sm.save?")
+    return f"load: {dir} has no {which}" + (f"; it has steps {have[-8:]}" if have else "; is it the folder that was passed to sm.save?")
 
 
 def line_of(want: Any) -> str:
-    """A wanted leaf as ranks compare it."""
+    """Return a wanted leaf as text, which ranks compare."""
     if isinstance(want, Layout):
         return f"{want} of ranks {want.mesh.ranks.tolist()}"
-    return "a value" if isinstance(want, Value) else "a whole tensor"
+    return "a value" if isinstance(want, StoredValue) else "a whole tensor"
 
 
-def _places(stored: Stored, wants: Mapping[str, Any], rank: int) -> Loaded:
-    """Memory for what this rank wants."""
+def _allocate(stored: Stored, wants: Mapping[str, Any], rank: int) -> LoadedParts:
+    """Allocate memory for this rank's parts."""
     boxes, tensors = {}, {}
     for name, want in wants.items():
         entry = stored.entries.get(name)
@@ -190,17 +190,17 @@ def _places(stored: Stored, wants: Mapping[str, Any], rank: int) -> Loaded:
             mesh: Any = want.mesh
             boxes[name] = box_of(want, rank) or ()
             tensors[name] = torch.empty(want.local_shape, dtype=want.dtype, device=mesh.device)
-        elif isinstance(want, Plain) and entry is not None and entry.shape is not None:
+        elif isinstance(want, WholeTensor) and entry is not None and entry.shape is not None:
             boxes[name] = tuple((0, size) for size in entry.shape)
             tensors[name] = torch.empty(entry.shape, dtype=entry.dtype, device=want.device)
-    return Loaded(boxes, tensors)
+    return LoadedParts(boxes, tensors)
 
 
 def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> dict[str, list[int]]:
-    """Each value that is stored, with the ranks that need it: all, but each its own of what every rank has saved."""
+    """Return each stored value with the ranks that need it: all of the node, or one for a value per rank."""
     needed: dict[str, list[int]] = {}
     for name, want in wants.items():
-        if isinstance(want, Value):
+        if isinstance(want, StoredValue):
             own = {rank: own_name(name, rank) if want.optional else want.name for rank in node}
             for rank, stored_name in own.items():
                 if stored_name in stored.entries:
@@ -209,9 +209,9 @@ def _values(stored: Stored, wants: Mapping[str, Any], node: Sequence[int]) -> di
 
 
 def _sharing(world: World) -> range:
-    """Return the ranks that send each other what they read: those of a node, where data goes over devices or between threads.
+    """Return the ranks that share what they read: those of a node, if data is sent over devices or between threads.
 
-    Over sockets (gloo) it is this rank alone: it finds what others have read in the page cache of the host, which is faster.
+    Over sockets (gloo) only this rank: reading from the page cache of the host is faster.
     """
     node = _node(world)
     if isinstance(world, ProcessWorld) and _device(world.group(node)).type == "cpu":
@@ -220,7 +220,7 @@ def _sharing(world: World) -> range:
 
 
 def _node(world: World) -> range:
-    """The ranks that share a node with this one; all, where nodes are not known."""
+    """Return the ranks on this rank's node; all ranks if nodes are not known."""
     size = torchrun_node_size(world.size) if isinstance(world, ProcessWorld) else None
     size = size or world.size
     first = world.rank // size * size
@@ -228,24 +228,24 @@ def _node(world: World) -> range:
 
 
 def _device(group: Group) -> torch.device:
-    """Where a group takes data that comes from the host."""
+    """Return the device from which a group sends host data."""
     return group._host_device() if isinstance(group, ProcessGroup) and group.size > 1 else torch.device("cpu")
 
 
-def _result(stored: Stored, loaded: Loaded, name: str, want: Any) -> Any:
+def _result(stored: Stored, loaded: LoadedParts, name: str, want: Any) -> Any:
     if isinstance(want, Layout):
         return ShardedTensor._make_guarded(loaded.tensors[name], want)
-    if isinstance(want, Plain):
+    if isinstance(want, WholeTensor):
         return loaded.tensors[name]
     return value_of(stored, want.name, loaded.values[want.name]) if want.name in loaded.values else want.fallback
 
 
-def given(like: Any, loaded: Any) -> Any:
-    """What was loaded, given to the objects that load themselves; they are in their places of the result."""
+def load_stateful(like: Any, loaded: Any) -> Any:
+    """Load the state of stateful objects in `like`; return the tree with these objects in it."""
     if is_stateful(like):
         like.load_state_dict(loaded)
         return like
-    inner = None if isinstance(like, Followed) else children(like)
+    inner = None if isinstance(like, StoredDict) else children(like)
     if inner is None:
         return loaded
-    return rebuilt(like, [given(child, item) for (_, child), item in zip(inner, items_of(loaded), strict=True)])
+    return rebuilt(like, [load_stateful(child, item) for (_, child), item in zip(inner, items_of(loaded), strict=True)])

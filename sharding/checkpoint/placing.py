@@ -1,7 +1,7 @@
-"""Who writes what: every box of every leaf by one of the ranks that hold it, evenly. Worked out by all ranks alike, from layouts alone.
+"""The write plan: each box of each leaf is written by one of the ranks that hold it, evenly; the same plan on all ranks.
 
-    x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8,
-                                          rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 what comes next
+    x @ P("tp", None) on (dp=2, tp=2)     rank 0 [0:4]   rank 1 [4:8]     rank 0 writes 0:4, rank 3 writes 4:8;
+                                          rank 2 [0:4]   rank 3 [4:8]     ranks 1 and 2 write the next tensor
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .tree import PerRank
 
-PIECE_BYTES = 64 << 20  # pieces of tensors are not longer: a rank that reads some rows reads no more than it needs
+PIECE_BYTES = 64 << 20  # the maximum size of a piece, so that a rank that needs some rows reads little more
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A piece and who writes it.
+class WriteItem:
+    """A piece and its writer.
 
     Attributes:
-        box: of the global tensor; None for a value that is no tensor.
-        rank: the writer.
-        shape, dtype: of the whole tensor; None for a value.
+        box: its box of the global tensor; None for a value that is not a tensor.
+        rank: the rank that writes it.
+        shape, dtype: those of the whole tensor; None for a value.
     """
 
     name: str
@@ -40,27 +40,27 @@ class Placed:
     dtype: torch.dtype | None = None
 
 
-def placed(leaves: Mapping[str, Any], world: World) -> list[Placed]:
-    """Every piece, in the order of the leaves; the same list on every rank."""
-    found: list[Placed] = []
+def make_write_plan(leaves: Mapping[str, Any], world: World) -> list[WriteItem]:
+    """Return all pieces, in the order of the leaves; the same list on every rank."""
+    found: list[WriteItem] = []
     load, boxes = [0] * world.size, {}
     for name, leaf in leaves.items():
         if isinstance(leaf, PerRank):
-            found += [Placed(own_name(name, rank), None, rank) for rank in range(world.size)]
+            found += [WriteItem(own_name(name, rank), None, rank) for rank in range(world.size)]
         elif isinstance(leaf, Tensor):
             found += _pieces(name, leaf, _held(leaf, world, boxes), load)
         else:
-            found.append(Placed(name, None, 0))
+            found.append(WriteItem(name, None, 0))
     return found
 
 
 def own_name(name: str, rank: int) -> str:
-    """Under which name a rank's own value is stored."""
+    """Return the name under which a rank's own value is stored."""
     return f"{name}.rank{rank}"
 
 
 def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Sequence[int]]:
-    """Each box that has elements, with the ranks that hold it. Plain tensors are the same everywhere."""
+    """Return each non-empty box with the ranks that hold it. Plain tensors are the same on all ranks."""
     if not isinstance(leaf, ShardedTensor):
         return {full_box(leaf.shape): range(world.size)} if leaf.numel() else {}
     if leaf._layout not in known:
@@ -69,7 +69,7 @@ def _held(leaf: Tensor, world: World, known: dict[Layout, Any]) -> dict[Box, Seq
 
 
 def holders_of(layout: Layout) -> dict[Box, list[int]]:
-    """Each box of a layout that has elements, with the ranks that hold it, in mesh order."""
+    """Return each non-empty box of a layout with the ranks that hold it, in mesh order."""
     holders: dict[Box, list[int]] = {}
     for coordinate, box in layout.boxes():
         if box_size(box):
@@ -77,19 +77,19 @@ def holders_of(layout: Layout) -> dict[Box, list[int]]:
     return holders
 
 
-def _pieces(name: str, leaf: Tensor, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[Placed]:
-    """Of each box its pieces, each by the holder that has least to write so far."""
+def _pieces(name: str, leaf: Tensor, held: Mapping[Box, Sequence[int]], load: list[int]) -> Iterator[WriteItem]:
+    """Yield the pieces of each box; the holder with the fewest bytes so far writes it."""
     if not held:
-        yield Placed(name, (), -1, leaf.shape, leaf.dtype)  # nothing to write, but the tensor is in the index
+        yield WriteItem(name, (), -1, leaf.shape, leaf.dtype)  # nothing to write, but the index must have the tensor
     for box, ranks in held.items():
-        for piece in cut(box, leaf.dtype.itemsize):
+        for piece in split_box(box, leaf.dtype.itemsize):
             rank = min(ranks, key=load.__getitem__)
             load[rank] += box_size(piece) * leaf.dtype.itemsize
-            yield Placed(name, piece, rank, leaf.shape, leaf.dtype)
+            yield WriteItem(name, piece, rank, leaf.shape, leaf.dtype)
 
 
-def cut(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in pieces of about `PIECE_BYTES` along its first dim."""
+def split_box(box: Box, itemsize: int) -> Iterator[Box]:
+    """Yield a box in pieces of about `PIECE_BYTES`, split along its first dim."""
     nbytes = box_size(box) * itemsize
     if not box or nbytes <= PIECE_BYTES:
         yield box

@@ -1,4 +1,4 @@
-"""Before a save: the tree's leaves, what may be saved of them, and that all ranks have the same."""
+"""Preparation of a save: collect the leaves, check that they can be saved and that all ranks have the same."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ...mesh.comm.process import ProcessWorld
 from ...mesh.comm.world import World
 from ..tensor.redistribute import redistribute
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import agree, everyone, everywhere
-from .placing import Placed, own_name, placed
-from .saving import Saving, on_host, serialised
+from .agreement import agree, all_ranks, run_on_all_ranks
+from .placing import WriteItem, make_write_plan, own_name
+from .saving import SaveJob, on_host, serialize
 from .storage import folder as folders
-from .storage.lease import Lease, take
+from .storage.lease import Lease, take_lease
 from .storage.manifest import import_format
 from .tree import Path as TreePath
 from .tree import PerRank, Structure, children, leaves, name_of, opened, structure_of, torch_paths
 
 
-class State(NamedTuple):
-    """A tree that is to be saved.
+class SaveState(NamedTuple):
+    """A tree to save.
 
     Attributes:
         leaves: by name; no tensor has pending values.
-        lines: of each leaf what must be the same on every rank.
+        lines: for each leaf, a text that must be the same on all ranks.
     """
 
     leaves: dict[str, Any]
@@ -44,8 +44,8 @@ class State(NamedTuple):
     lines: dict[str, str]
 
 
-def prepared(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool) -> Saving:
-    """A save that may begin, with a folder to write to. With `copies` it does not see what becomes of the tensors.
+def prepare_save(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int | None, copies: bool) -> SaveJob:
+    """Return a save that is ready to write, with its folder; with `copies`, of copies of the tensors.
 
     Raises:
         CheckpointError, TypeError, ValueError: see `save`.
@@ -53,29 +53,29 @@ def prepared(tree: Any, dir: str | os.PathLike[str], step: int | None, keep: int
     Communication: see `save`.
     """
     world = current_world()
-    group = everyone(world)
+    group = all_ranks(world)
     _check_numbers(step, keep)
-    import_format()  # the thread of an asynchronous save may outlive the program, which then can import no more
+    import_format()  # the thread of an asynchronous save may outlive the program, and could not import it then
     state = state_of(tree, world)
     agree(group, "save", {"": f"dir={os.fspath(dir)!r}, step={step}, keep={keep}", **state.lines})
-    state = _settled(state)
-    plan = placed(state.leaves, world)
+    state = _reduce_pending(state)
+    plan = make_write_plan(state.leaves, world)
     held = _held(state, plan, world.rank, copies)
     paths = dict(torch_paths(state.structure))
     paths |= {piece.name: _own_path(piece.name, paths) for piece in plan if piece.name not in paths}
-    unfinished, number, nonce, lease = _begun(group, Path(dir), step, kept=isinstance(world, ProcessWorld))
-    return Saving(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event(), lease)
+    unfinished, number, nonce, lease = _begin(group, Path(dir), step, kept=isinstance(world, ProcessWorld))
+    return SaveJob(world.rank, world.size, number, keep, unfinished, nonce, plan, held, state.structure, paths, threading.Event(), lease)
 
 
-def _held(state: State, plan: Sequence[Placed], rank: int, copies: bool) -> dict[str, Any]:
-    """The leaves of which this rank writes something."""
+def _held(state: SaveState, plan: Sequence[WriteItem], rank: int, copies: bool) -> dict[str, Any]:
+    """Return the leaves of which this rank writes a piece."""
     own = {own_name(name, rank): leaf.value for name, leaf in state.leaves.items() if isinstance(leaf, PerRank)}
     mine = {piece.name for piece in plan if piece.rank == rank}
     return {name: _copy(leaf) if copies else leaf for name, leaf in {**state.leaves, **own}.items() if name in mine}
 
 
 def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
-    """Of a value of one rank: beside the leaf."""
+    """Return the path of one rank's value, next to the leaf's path."""
     leaf, _, own = name.rpartition(".")
     *above, last = paths[leaf]
     return (*above, f"{last}.{own}")
@@ -83,13 +83,13 @@ def _own_path(name: str, paths: dict[str, TreePath]) -> TreePath:
 
 def _check_numbers(step: int | None, keep: int | None) -> None:
     if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"save: step={step!r} is no step; give an integer of at least 0, or None for the one after the newest")
+        raise ValueError(f"save: step must be an integer >= 0, or None for the one after the newest, got {step!r}")
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"save: keep={keep!r}: give how many complete checkpoints to keep, at least 1, or None for all")
+        raise ValueError(f"save: keep, the number of checkpoints to keep, must be an integer >= 1, or None for all, got {keep!r}")
 
 
-def _begun(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path, int, str, Lease | None]:
-    """(folder to write to, step, nonce, lease of the folder), as rank 0 has made them; it alone has the lease."""
+def _begin(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path, int, str, Lease | None]:
+    """Return the folder to write to, step, nonce, and on rank 0 the lease of the folder; rank 0 makes them."""
     lease: Lease | None = None
 
     def begin() -> tuple[str, int] | None:
@@ -97,8 +97,8 @@ def _begun(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path,
         if group.rank != 0:
             return None
         dir.mkdir(parents=True, exist_ok=True)
-        lease = take(dir, kept)
-        folders.tidy(dir)
+        lease = take_lease(dir, kept)
+        folders.clean_up(dir)
         newest = folders.latest(dir)
         number = step if step is not None else 0 if newest is None else newest.step + 1
         nonce = os.urandom(4).hex()
@@ -106,49 +106,49 @@ def _begun(group: Group, dir: Path, step: int | None, kept: bool) -> tuple[Path,
         return nonce, number
 
     try:
-        (told, *_) = everywhere(group, begin)
-        assert told is not None  # noqa: S101
+        (begun, *_) = run_on_all_ranks(group, begin)
+        assert begun is not None  # noqa: S101
     except BaseException:
         if lease is not None:
             lease.end()
         raise
-    nonce, number = told
+    nonce, number = begun
     return dir / folders.name(number, f"tmp-{nonce}"), number, nonce, lease
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def state_of(tree: Any, world: World) -> State:
-    """The leaves of a tree.
+def state_of(tree: Any, world: World) -> SaveState:
+    """Return the leaves of a tree.
 
     Raises:
-        TypeError, ValueError: a leaf that cannot be saved, or two of one name.
+        TypeError, ValueError: a leaf that cannot be saved, or two leaves with the same name.
     """
     tree = opened(tree)
     if children(tree) is None:
-        raise TypeError(f"save: a {type(tree).__name__} has no names for what is in it; save a dict, such as {{'x': it}}")
+        raise TypeError(f"save: a {type(tree).__name__} has no named leaves; save a dict, such as {{'x': it}}")
     found: dict[str, Any] = {}
     paths: dict[str, TreePath] = {}
     for path, leaf in leaves(tree):
         name = name_of(path)
         if name in found:
             both = f"{list(paths[name])} and {list(path)}"
-            raise ValueError(f"save: two leaves are named {name!r}, {both}: names are paths joined by dots; rename one")
+            raise ValueError(f"save: two leaves have the name {name!r}, {both}: names are paths joined by dots; rename one")
         found[name], paths[name] = leaf, path
     lines = {name: _line(name, leaf, world) for name, leaf in found.items()}
-    return State(found, structure_of(tree), lines)
+    return SaveState(found, structure_of(tree), lines)
 
 
 def _line(name: str, leaf: Any, world: World) -> str:
-    """A leaf as ranks compare it: sharded tensors by layout, what is the same everywhere by value.
+    """Return a leaf as text, which ranks compare: a sharded tensor by layout, replicated leaves by value.
 
     Raises:
         TypeError, ValueError: it cannot be saved.
     """
     if isinstance(leaf, ShardedTensor):
         if leaf.mesh.world is not world:
-            raise ValueError(f"save: {name!r} is {leaf._layout} on a mesh of another world than the one that saves")
+            raise ValueError(f"save: {name!r} is {leaf._layout} on a mesh of another world")
         return f"{leaf._layout} of ranks {leaf.mesh.ranks.tolist()}"
     if isinstance(leaf, PerRank):
         _check_value(name, leaf.value)
@@ -164,24 +164,24 @@ def _line(name: str, leaf: Any, world: World) -> str:
 def _check_plain(name: str, leaf: Tensor) -> None:
     if type(leaf) not in (Tensor, nn.Parameter) or leaf.layout is not torch.strided or leaf.is_meta or leaf.is_quantized:
         kind = f"{type(leaf).__name__} ({leaf.layout}, on {leaf.device})"
-        raise TypeError(f"save: {name!r} is a {kind}; save ShardedTensors and dense tensors that have values")
+        raise TypeError(f"save: {name!r} is a {kind}; only ShardedTensors and dense tensors with values can be saved")
 
 
 def _check_value(name: str, value: Any) -> None:
-    """That it can be read back without running code that the file names."""
+    """Raise a TypeError unless the value can be loaded without running code from the file."""
     if isinstance(value, np.ndarray | np.generic):
         raise TypeError(f"save: {name!r} is a numpy {type(value).__name__}; save torch.as_tensor(it), or it.item()")
     try:
-        torch.load(io.BytesIO(serialised(value)), weights_only=True)
+        torch.load(io.BytesIO(serialize(value)), weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"save: {name!r} is a {type(value).__name__}, which cannot be read back safely; save tensors, numbers, strings, None, lists, "
+            f"save: {name!r} is a {type(value).__name__}, which cannot be loaded safely; save tensors, numbers, strings, None, lists, "
             "tuples and dicts of these, or an object with state_dict() and load_state_dict()"
         ) from error
 
 
-def _settled(state: State) -> State:
-    """With what is pending reduced."""
+def _reduce_pending(state: SaveState) -> SaveState:
+    """Return the state with pending values reduced."""
     return state._replace(leaves={name: _reduced(leaf) if isinstance(leaf, ShardedTensor) else leaf for name, leaf in state.leaves.items()})
 
 
@@ -190,7 +190,7 @@ def _reduced(leaf: ShardedTensor) -> ShardedTensor:
 
 
 def _copy(leaf: Any) -> Any:
-    """A copy on the host."""
+    """Return a copy on the host."""
     if isinstance(leaf, ShardedTensor):
         return ShardedTensor._make_guarded(on_host(leaf._local.detach(), copy=True), leaf._layout, leaf._lineage)
     return on_host(leaf.detach(), copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)

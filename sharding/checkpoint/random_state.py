@@ -1,4 +1,4 @@
-"""The state of all random numbers, as a leaf of a tree that is saved."""
+"""`RandomState`: the state of all random number generators, as a leaf of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .tree import PerRank
 
 
 class RandomState:
-    """RandomState(): saved, the state of all random numbers; loaded, they go on from there.
+    """RandomState(): saves and restores the state of all random number generators.
 
-    Of `ShardedTensor`s, the same on every rank; of torch, on the CPU and on this rank's GPU, and of Python's `random`, each rank's own.
-    On more ranks than had saved, the generators of the others stay as they are.
+    The generator of `ShardedTensor`s is the same on every rank; those of torch (CPU and this rank's GPU) and Python's `random` are saved
+    per rank. On ranks beyond the saving world these do not change.
 
     Communication: none.
 
@@ -26,14 +26,14 @@ class RandomState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states, now."""
+        """Return the current states."""
         state = {"sharded": get_rng_state(), "torch": PerRank(torch.get_rng_state()), "python": PerRank(random.getstate())}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = PerRank(torch.cuda.get_rng_state())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from these states."""
+        """Restore these states."""
         set_rng_state(state["sharded"])
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])

@@ -1,8 +1,8 @@
-"""Files in the safetensors format, read by slices: a rank reads its boxes and nothing else.
+"""Safetensors files: each rank reads its boxes only.
 
     length of the header, 8 bytes | {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...} | tensors, row-major
 
-The format is that of https://github.com/huggingface/safetensors; the library is not needed. A large model has several files and an index,
+The format is that of https://github.com/huggingface/safetensors; the library is not required. A large model has several files and an index,
 `model.safetensors.index.json`, which names the file of each tensor. A tied weight is stored once.
 """
 
@@ -26,15 +26,15 @@ from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
-from .agreement import CheckpointError, agree, everyone, everywhere
+from .agreement import CheckpointError, agree, all_ranks, run_on_all_ranks
 from .full_state import whole_on
-from .load import given, line_of
+from .load import line_of, load_stateful
 from .storage.files import Sink, sync_folder, write_whole
-from .storage.manifest import Entry, Stored
+from .storage.manifest import Stored, StoredLeaf
 from .storage.reading import box_of
 from .ties import ties
 from .tree import leaves, mapped, name_of, opened
-from .wanted import Plain, Value, wanted
+from .wanted import StoredValue, WholeTensor, wanted_tree
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
@@ -42,13 +42,13 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_INDEX = ".index.json"  # the end of an index file's name, after that of the file that it stands for
+_INDEX = ".index.json"  # the suffix of an index file, after the name of a single file
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
-class _Place(NamedTuple):
-    """Where a tensor's bytes are: in which file, from where."""
+class _FileOffset(NamedTuple):
+    """The file of a tensor, and the offset of its first byte."""
 
     path: Path
     start: int
@@ -58,17 +58,17 @@ class _Place(NamedTuple):
 
 
 def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
-    """load_safetensors(path, like) -> a tree like `like`, of which each rank has read its own boxes. Every rank calls it.
+    """load_safetensors(path, like) -> a tree like `like`; each rank reads its own boxes. Every rank calls it.
 
     Args:
-        path: a file, an index (`model.safetensors.index.json`), or a folder: then the files that its index names, or all `*.safetensors`
+        path: a file, an index (`model.safetensors.index.json`), or a folder: then the files of its index, or all `*.safetensors`
             in it if there is no index, as the parts of one model.
-        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module says itself what it needs, and gets it; of
-            its tied weights the files need only one.
+        like: as for `load`; a leaf's name in the files is its path, joined by dots. A module determines its leaves and loads them; of its
+            tied weights the files need only one.
 
     Raises:
-        ValueError: a tensor that is not there, with near names, or with another shape or dtype; a leaf that is no tensor.
-        CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not in the file that the index names. The
+        ValueError: a tensor that is missing (lists similar names), or has another shape or dtype; a leaf that is not a tensor.
+        CheckpointError: a file is missing, or not in the format; a tensor is in two files, or not in the file of the index. The
             text names the file, the same on every rank.
 
     Communication: two all_gathers of small objects over all ranks.
@@ -78,36 +78,36 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
         >>> w = sm.load_safetensors("w.safetensors", {"w": Layout.of(mesh, P("tp"), (8, 4))})["w"]
     """
     world = current_world()
-    group = everyone(world)
-    found: list[tuple[Stored, dict[str, _Place]]] = []
-    everywhere(group, lambda: found.append(_headers(Path(path), ties(like))))
+    group = all_ranks(world)
+    found: list[tuple[Stored, dict[str, _FileOffset]]] = []
+    run_on_all_ranks(group, lambda: found.append(_headers(Path(path), ties(like))))
     ((stored, places),) = found
-    tree = wanted(like, stored, world)
+    tree = wanted_tree(like, stored, world)
     wants = {name_of(path): want for path, want in leaves(tree)}
     agree(group, "load_safetensors", {name: line_of(want) for name, want in wants.items()})
-    return given(like, mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world)))
+    return load_stateful(like, mapped(tree, lambda path, want: _read(name_of(path), want, stored, places, world)))
 
 
-def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Place]]:
-    """Return what the files hold; `tied` are names that may be stored under another one.
+def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _FileOffset]]:
+    """Return the contents of the files; `tied` are names that may be stored under another one.
 
     Raises:
         CheckpointError: one is missing or damaged, or they contradict each other.
     """
-    entries: dict[str, Entry] = {}
-    places: dict[str, _Place] = {}
+    entries: dict[str, StoredLeaf] = {}
+    places: dict[str, _FileOffset] = {}
     aliases: dict[str, str] = {}
     files, indexed = _files(path)
     for file in files:
         header, data = _header(file)
         aliases |= _aliases(header.pop("__metadata__", None))
-        for name, told in header.items():
+        for name, description in header.items():
             if name in places:
-                raise CheckpointError(f"{name!r} is in {places[name].path} and in {file}; give the file, or the index, that is meant")
-            entries[name], places[name] = _entry(file, name, told, data), _Place(file, data + told["data_offsets"][0])
+                raise CheckpointError(f"{name!r} is in {places[name].path} and in {file}; pass one file or the index")
+            entries[name], places[name] = _entry(file, name, description, data), _FileOffset(file, data + description["data_offsets"][0])
     for name, file in indexed.items():
         if name not in places or places[name].path != file:
-            raise CheckpointError(f"{file} has no {name!r}, which the index of {path} says it has; write the model again")
+            raise CheckpointError(f"{file} has no {name!r}, although the index of {path} lists it there; write the model again")
     for group in [*_groups(aliases), *_groups(tied)]:
         for kept in [name for name in group if name in entries][:1]:
             for name in group:
@@ -117,7 +117,7 @@ def _headers(path: Path, tied: Mapping[str, str]) -> tuple[Stored, dict[str, _Pl
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files that a path stands for, and which of them the index, if there is one, names for each tensor."""
+    """Return the files of a path, and the file of each tensor if there is an index."""
     indices = sorted(path.glob(f"*.safetensors{_INDEX}")) if path.is_dir() else [path] if path.name.endswith(_INDEX) else []
     if len(indices) > 1:
         raise CheckpointError(f"{path} has {len(indices)} indices, {[index.name for index in indices]}; give the path of one")
@@ -136,12 +136,12 @@ def _weight_map(index: Path) -> dict[str, str]:
         found = json.loads(index.read_text())["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
             return found
-        problem = "a file of its weight_map is not beside it"
+        problem = "a file of its weight_map is not in the same folder"
     except OSError as error:
         problem = error.strerror
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = repr(error)
-    raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it is to have a weight_map, from names to files")
+    raise CheckpointError(f"{index} cannot be read as the index of a model ({problem}); it must have a weight_map from names to files")
 
 
 def _aliases(metadata: Any) -> dict[str, str]:
@@ -158,7 +158,7 @@ def _groups(aliases: Mapping[str, str]) -> list[list[str]]:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the data begin."""
+    """Return the header, and the offset of the data."""
     try:
         with file.open("rb") as opened_file:
             length = int.from_bytes(opened_file.read(8), "little")
@@ -171,22 +171,22 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
         raise CheckpointError(f"{file} is damaged, or not in the safetensors format: {error}") from error
 
 
-def _entry(file: Path, name: str, told: Any, data: int) -> Entry:
+def _entry(file: Path, name: str, description: Any, data: int) -> StoredLeaf:
     try:
-        dtype, shape, (start, stop) = _DTYPES[told["dtype"]], torch.Size(told["shape"]), told["data_offsets"]
+        dtype, shape, (start, stop) = _DTYPES[description["dtype"]], torch.Size(description["shape"]), description["data_offsets"]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} describes {name!r} as {told!r}, which is not in the safetensors format") from error
+        raise CheckpointError(f"{file} describes {name!r} as {description!r}, which is not in the safetensors format") from error
     size = file.stat().st_size
     if stop - start != math.prod(shape) * dtype.itemsize or start < 0 or data + stop > size:
         raise CheckpointError(
-            f"{file} is damaged: {name!r}, {dtype}{list(shape)}, is to be in bytes {data + start}:{data + stop} of the file's {size}"
+            f"{file} is damaged: {name!r}, {dtype}{list(shape)}, should be in bytes {data + start}:{data + stop}, but the file has {size}"
         )
-    return Entry(shape, dtype)
+    return StoredLeaf(shape, dtype)
 
 
-def _read(name: str, want: Any, stored: Stored, places: Mapping[str, _Place], world: World) -> Any:
-    if isinstance(want, Value):
-        raise ValueError(f"load_safetensors: {name!r} in like= is no tensor, and these files have nothing else; leave it out")
+def _read(name: str, want: Any, stored: Stored, places: Mapping[str, _FileOffset], world: World) -> Any:
+    if isinstance(want, StoredValue):
+        raise ValueError(f"load_safetensors: {name!r} in like= is not a tensor, and these files have only tensors; leave it out")
     entry = stored.entries[name]
     shape, dtype = entry.shape or torch.Size(), entry.dtype or torch.uint8
     box = box_of(want, world.rank) if isinstance(want, Layout) else full_box(shape)
@@ -197,11 +197,11 @@ def _read(name: str, want: Any, stored: Stored, places: Mapping[str, _Place], wo
     if isinstance(want, Layout):
         mesh: Any = want.mesh
         return ShardedTensor._make_guarded(part.to(mesh.device), want)
-    return part.to(want.device if isinstance(want, Plain) else "cpu")
+    return part.to(want.device if isinstance(want, WholeTensor) else "cpu")
 
 
-def _mapped(place: _Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file, of which what is used will be read."""
+def _mapped(place: _FileOffset, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return a memory-mapped tensor of a file; only used parts are read."""
     nbytes = shape.numel() * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
@@ -214,19 +214,19 @@ def _mapped(place: _Place, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, max_shard_size: int | str | None = None) -> None:
-    """save_safetensors(tree, path): one file with whole tensors, written by `rank`, to which they come one after the other.
+    """save_safetensors(tree, path): write whole tensors to one file on `rank`, which gathers one tensor at a time.
 
     Args:
-        tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by dots. What is pending is reduced.
+        tree: a module, or a tree of `ShardedTensor`s and plain tensors; names are paths, joined by dots. Pending values are reduced.
             Tied weights of a module are written once, under the first name.
-        path: the file; or a folder that exists, for `model.safetensors` in it.
-        rank: which rank writes. It holds one whole tensor at a time, the others none.
-        max_shard_size: the largest file, in bytes or as "5GB". A larger model has files `model-00001-of-00002.safetensors` and so on, and
-            `model.safetensors.index.json`, as HuggingFace writes them; a tensor is never cut. None for one file.
+        path: the file; or an existing folder, for `model.safetensors` in it.
+        rank: the rank that writes. It holds one whole tensor at a time, the others none.
+        max_shard_size: the maximum file size, in bytes or as "5GB". A larger model has files `model-00001-of-00002.safetensors` etc., and
+            `model.safetensors.index.json`, as in HuggingFace; a tensor is never split. None for one file.
 
     Raises:
-        ValueError: a leaf that is no tensor, or of a dtype that the format does not have; a size that is none.
-        CheckpointError: a file could not be written; files that had the names are as they were. On every rank, the same text.
+        ValueError: a leaf that is not a tensor, or of a dtype that the format does not have; an invalid size.
+        CheckpointError: a file could not be written; existing files are unchanged. On every rank, the same text.
 
     Communication: for each `ShardedTensor` as `full_state_dict`, then one all_gather of small objects over all ranks.
 
@@ -245,11 +245,11 @@ def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, 
         else:
             deque(chain.from_iterable(parts), 0)
 
-    everywhere(everyone(world), write)
+    run_on_all_ranks(all_ranks(world), write)
 
 
 def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a tree by name.
+    """Yield the tensors of a tree by name.
 
     Raises:
         ValueError: a leaf that cannot be written.
@@ -257,7 +257,7 @@ def _named(tree: Any) -> Iterator[tuple[str, Tensor]]:
     for path, leaf in leaves(opened(tree)):
         name = name_of(path)
         if not isinstance(leaf, Tensor):
-            raise ValueError(f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has tensors only: leave it out")
+            raise ValueError(f"save_safetensors: {name!r} is a {type(leaf).__name__}; the format has only tensors: leave it out")
         if leaf.dtype not in _NAMES:
             raise ValueError(f"save_safetensors: {name!r} is {leaf.dtype}, which the format does not have; convert it first")
         yield name, leaf
@@ -269,7 +269,7 @@ def _bytes_of(size: int | str | None) -> float:
         return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMG]I?)?B)?", str(size).upper())
     if match is None or isinstance(size, bool) or not float(match[1]):
-        raise ValueError(f'save_safetensors: max_shard_size={size!r} is not a size; give bytes, or such as "500MB", "5GB", "5GiB"')
+        raise ValueError(f'save_safetensors: max_shard_size={size!r} is not a size; pass bytes, or such as "500MB", "5GB", "5GiB"')
     return float(match[1]) * _UNITS[match[2] or ""]
 
 
@@ -288,7 +288,7 @@ def _shards(tensors: Mapping[str, Tensor], limit: float) -> list[dict[str, Tenso
 
 
 def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
-    """The header and its length: padded, so that the data begin at a multiple of 8 bytes."""
+    """Return the header with its length, padded so that the data begin at a multiple of 8 bytes."""
     aliases = {name: kept for name, kept in tied.items() if kept in tensors}
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}  # transformers asks for this format
     at = 0
@@ -302,34 +302,34 @@ def _header_of(tensors: Mapping[str, Tensor], tied: Mapping[str, str]) -> bytes:
 
 
 def _bytes_on(leaf: Tensor, rank: int, world: World) -> Any:
-    """A whole tensor's bytes on `rank`; nothing on the others, which take part."""
+    """Return a whole tensor's bytes on `rank`, nothing on the others, which must call it too."""
     whole = whole_on(leaf, rank, world)
     return b"" if whole is None or not whole.numel() else whole.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _write(path: Path, shards: Sequence[Mapping[str, Tensor]], parts: Sequence[Iterator[Any]]) -> None:
-    """Write every file beside its place, and only then give them their names; the index last."""
+    """Write every file under a temporary name, then rename them; write the index last."""
     files = _shard_paths(path, len(shards))
-    beside = [file.with_name(file.name + ".unfinished") for file in files]
+    temporary = [file.with_name(file.name + ".unfinished") for file in files]
     index = path.with_name(path.name + _INDEX)
     try:
-        for file, data in zip(beside, parts, strict=True):
+        for file, data in zip(temporary, parts, strict=True):
             with Sink(file) as sink:
                 for part in data:
                     sink.write(part)
                 sink.sync()
         index.unlink(missing_ok=True)
-        for unfinished, file in zip(beside, files, strict=True):
+        for unfinished, file in zip(temporary, files, strict=True):
             os.rename(unfinished, file)
         _remove_others(path, files)
         if len(files) > 1:
             write_whole(index, _index_of(shards, files))
         sync_folder(path.parent)
     except OSError as error:
-        deque(chain.from_iterable(parts), 0)  # the other ranks go on sending
-        for file in beside:
+        deque(chain.from_iterable(parts), 0)  # the other ranks continue to send
+        for file in temporary:
             file.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} could not be written ({error.strerror or error}); a file that had the name is as it was") from error
+        raise CheckpointError(f"{path} could not be written ({error.strerror or error}); an existing file is unchanged") from error
 
 
 def _shard_paths(path: Path, count: int) -> list[Path]:
@@ -338,7 +338,7 @@ def _shard_paths(path: Path, count: int) -> list[Path]:
 
 
 def _remove_others(path: Path, files: Sequence[Path]) -> None:
-    """Remove the files that an earlier save of this path, with another number of files, has left."""
+    """Remove the files of an earlier save of this path with another number of files."""
     shard = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}" + re.escape(path.suffix))
     for file in sorted(path.parent.iterdir()):
         if file not in files and (file.name == path.name or shard.fullmatch(file.name)):

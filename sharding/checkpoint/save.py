@@ -1,4 +1,4 @@
-"""Saving: `save`, and `async_save`, which lets the program go on while files are written."""
+"""`save`, and `async_save`, which writes in a thread while the program continues."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
-from .agreement import everyone, everywhere
-from .prepare import prepared
-from .saving import Saving
+from .agreement import all_ranks, run_on_all_ranks
+from .prepare import prepare_save
+from .saving import SaveJob
 from .storage.folder import Checkpoint, remove_share
 
 _log = logging.getLogger(__name__)
@@ -22,101 +22,101 @@ _unfinished: weakref.WeakKeyDictionary[World, AsyncSave] = weakref.WeakKeyDictio
 
 
 def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> Checkpoint:
-    """save(tree, dir) -> the checkpoint, complete and on the disk, as (step, path). Every rank of the world calls it.
+    """save(tree, dir) -> the complete checkpoint on disk, as (step, path). Every rank of the world calls it.
 
         rank 0   w [0:4]   --.
         rank 1   w [4:8]   --+-->   dir/step-00000012/   __0_0.distcp   __1_0.distcp   .metadata   manifest.json
 
-    A rank writes what it holds, each box by one of its holders. The files are those of torch.distributed.checkpoint, with a CRC-32 of
-    every piece in the manifest. They are written to another folder, synced, and that folder gets its name as the last thing that
-    happens: whenever a rank is killed, the disk is full or the save is cancelled, the folder holds the checkpoints that were complete.
+    Each box is written by one of the ranks that hold it. The files have the format of torch.distributed.checkpoint, with a CRC-32 of
+    every piece in the manifest. They are written to a temporary folder and synced; renaming that folder is the last step. If a rank is
+    killed, the disk is full or the save is cancelled, all checkpoints that were complete before still are.
 
     Args:
         tree: dicts, lists, tuples and dataclasses of
-            `ShardedTensor`s, on any meshes, of any dtype and cut; what is pending is reduced first;
-            plain tensors, numbers, strings, None and lists of these: the same on every rank, which is checked; one rank writes them;
-            `PerRank(value)`: each rank's own;
+            `ShardedTensor`s, on any meshes, of any dtype and layout; pending values are reduced first;
+            plain tensors, numbers, strings, None and lists of these: must be the same on every rank (checked); one rank writes them;
+            `PerRank(value)`: saved by each rank;
             objects with `state_dict()` and `load_state_dict()` (modules, optimizers, schedulers, data loaders, `RandomState()`): their
             state. For optimizers by parameter name instead of number see `state_dict`.
-        dir: the folder of checkpoints, which all ranks see. One job at a time saves into it: a file in it names the process that does.
-        step: its number; by default one more than the newest. A checkpoint of the same step is there until the new one is complete.
-        keep: how many checkpoints to keep, this one included; older ones are removed when it is complete. All by default.
+        dir: the folder of checkpoints, visible to all ranks. One job at a time saves into it: a file in it has the process that does.
+        step: its number; by default one more than the newest. A checkpoint of the same step is kept until the new one is complete.
+        keep: the number of checkpoints to keep, including this one; older ones are removed when it is complete. All by default.
 
     Raises:
-        TypeError, ValueError: a leaf that cannot be saved, names that clash, a step or keep that is no number.
+        TypeError, ValueError: a leaf that cannot be saved, two leaves with one name, an invalid step or keep.
         CheckpointError: ranks have different trees; a file could not be written, with the rank, the file and the reason: the same text on
-            every rank. The unfinished folder is removed. Or the last `async_save` failed, if nobody has waited for it. Or another job that
-            is alive saves into the folder, and has not ended within a minute: names its host, process and job.
-        RankLostError, PeerError: a rank died or raised in the middle of it.
+            every rank. The unfinished folder is removed. Or the last `async_save` failed, if `wait()` was not called. Or another job that
+            is alive saves into the folder and does not end within a minute; the text has its host, process and job.
+        RankLostError, PeerError: a rank died or raised during the save.
 
-    Communication: four all_gathers of small objects over all ranks; the reduction of what is pending.
+    Communication: four all_gathers of small objects over all ranks; the reduction of pending values.
 
     Example:
         >>> sm.save({**sm.state_dict(model, optimizer), "random": sm.RandomState(), "step": step}, "checkpoints", step=step, keep=3)
     """
-    _end_last()
-    saving = prepared(tree, dir, step, keep, copies=False)
-    return _settle(saving, saving.write, saving.commit, saving.stopped.set)
+    _wait_for_last()
+    job = prepare_save(tree, dir, step, keep, copies=False)
+    return _finish(job, job.write, job.commit, job.stopped.set)
 
 
 def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, keep: int | None = None) -> AsyncSave:
-    """async_save(tree, dir) -> a handle; the tree may be changed at once, while a thread writes copies of it.
+    """async_save(tree, dir) -> a handle; a thread writes copies, and the program may change the tree at once.
 
-    What this rank writes is copied to host memory; then it is written, synced and made complete as by `save`, also if nobody waits.
+    The pieces that this rank writes are copied to host memory, written, synced and committed as by `save`, also without `wait()`.
     A second save, of either kind, waits for the first.
 
     Args: as `save`.
 
-    Raises: as `save`, for what can be known before anything is written; the rest is raised by `wait()`, or by the next save.
+    Raises: as `save`, for errors known before writing; others are raised by `wait()`, or by the next save.
 
-    Communication: two all_gathers of small objects over all ranks, and two more in `wait()`. None in the thread: it sees in the folder
-        what the others have written.
+    Communication: two all_gathers of small objects over all ranks, and two more in `wait()`. None in the thread: it looks in the folder
+        for the files of other ranks.
 
     Example:
         >>> saving = sm.async_save({"model": model}, "checkpoints", step=step)
         >>> train_on()
         >>> saving.wait()
     """
-    _end_last()
-    saving = AsyncSave(prepared(tree, dir, step, keep, copies=True))
-    _unfinished[current_world()] = saving
-    return saving
+    _wait_for_last()
+    job = AsyncSave(prepare_save(tree, dir, step, keep, copies=True))
+    _unfinished[current_world()] = job
+    return job
 
 
 class AsyncSave:
     """A save under way; made by `async_save`."""
 
-    def __init__(self, saving: Saving) -> None:
-        self._saving = saving
+    def __init__(self, job: SaveJob) -> None:
+        self._job = job
         self._written = threading.Event()
         self._result: tuple[Checkpoint, list[Path]] | None = None
         self._write_error: Exception | None = None
         self._error: Exception | None = None
         self._outcome: Checkpoint | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save of step {saving.step}")
+        self._thread = threading.Thread(target=self._run, name=f"save of step {job.step}")
         self._thread.start()
 
     def _run(self) -> None:
-        self._write_error = _tried(self._saving.write)
+        self._write_error = _tried(self._job.write)
         self._written.set()
-        if self._saving.rank == 0 and self._write_error is None:
+        if self._job.rank == 0 and self._write_error is None:
             self._error = _tried(self._commit)
-        self._saving.end()
+        self._job.end()
         error = self._write_error or self._error
         if error is not None and not threading.main_thread().is_alive():
-            _log.error("%s", error)  # nobody will ask for it any more
+            _log.error("%s", error)  # `wait()` will not be called any more
 
     def _commit(self) -> None:
-        checkpoint, retired = self._saving.commit()
+        checkpoint, retired = self._job.commit()
         remove_share(retired, 0, 1)
         self._result = checkpoint, []
 
     def done(self) -> bool:
-        """Whether this rank's thread has ended: on rank 0, when the checkpoint is complete or has failed."""
+        """Return whether this rank's thread has ended: on rank 0, whether the checkpoint is complete or has failed."""
         return not self._thread.is_alive()
 
     def wait(self) -> Checkpoint:
-        """The checkpoint, when it is complete. Every rank calls it; again, it returns or raises the same.
+        """Wait for the checkpoint to be complete and return it. Every rank calls it; later calls return or raise the same.
 
         Raises:
             CheckpointError: as `save`.
@@ -125,7 +125,7 @@ class AsyncSave:
         """
         if self._outcome is None:
             try:
-                self._outcome = _settle(self._saving, self._join_writing, self._join_commit, self._stop)
+                self._outcome = _finish(self._job, self._join_writing, self._join_commit, self._stop)
             except BaseException as error:
                 self._outcome = error
                 raise
@@ -143,8 +143,8 @@ class AsyncSave:
             raise self._write_error
 
     def _stop(self) -> None:
-        """The thread waits for nobody any more, and ends."""
-        self._saving.stopped.set()
+        """Tell the thread not to wait for other ranks, and join it."""
+        self._job.stopped.set()
         self._thread.join()
 
     def _join_commit(self) -> tuple[Checkpoint, list[Path]] | None:
@@ -155,33 +155,33 @@ class AsyncSave:
 
 
 def _tried(work: Callable[[], None]) -> Exception | None:
-    """What it raises."""
+    """Run `work` and return its exception."""
     try:
         work()
     except Exception as error:
         return error
 
 
-def _settle(saving: Saving, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]) -> Checkpoint:
-    """Every rank writes; when all have, rank 0 makes the checkpoint of it. What fails anywhere is raised everywhere, after `stop`.
+def _finish(job: SaveJob, write: Callable[[], None], commit: Callable[[], Any], stop: Callable[[], None]) -> Checkpoint:
+    """Write on every rank, then commit on rank 0. An error on any rank is raised on all, after `stop`.
 
-    What the checkpoint replaces is removed last, by all ranks.
+    Replaced checkpoints are removed last, by all ranks.
     """
-    group = everyone(current_world())
+    group = all_ranks(current_world())
     try:
-        everywhere(group, write)
-        made: Any = everywhere(group, lambda: commit() if saving.rank == 0 else None)[0]
+        run_on_all_ranks(group, write)
+        made: Any = run_on_all_ranks(group, lambda: commit() if job.rank == 0 else None)[0]
     except BaseException:  # Ctrl-C, too
         stop()
-        saving.clear()
+        job.clear()
         raise
     checkpoint, retired = made
-    remove_share(retired, saving.rank, saving.world)
+    remove_share(retired, job.rank, job.world)
     return checkpoint
 
 
-def _end_last() -> None:
-    """The last asynchronous save is over; raises its error."""
+def _wait_for_last() -> None:
+    """Wait for the last asynchronous save and raise its error."""
     last = _unfinished.get(current_world())
     if last is not None:
         last.wait()

@@ -17,7 +17,7 @@ from .tree import Path, children, is_stateful, name_of
 def ties(tree: Any) -> dict[str, str]:
     """Return, for each name of a module's tensor that has an earlier name too, that earlier name.
 
-    Only parameters and buffers of modules are compared, by identity: ranks that have no elements of a tensor come to the same answer.
+    Only parameters and buffers of modules are compared, by identity, so ranks without elements of a tensor get the same result.
     """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
@@ -29,7 +29,7 @@ def ties(tree: Any) -> dict[str, str]:
 
 
 def _tensors(tree: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of the modules in a tree, by their names in its state, in that order."""
+    """Yield the parameters and buffers of the modules in a tree, by their names in its state, in that order."""
     if isinstance(tree, nn.Module):
         saved = tree.state_dict(keep_vars=True)
         named = chain(tree.named_parameters(remove_duplicate=False), tree.named_buffers(remove_duplicate=False))

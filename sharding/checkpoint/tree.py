@@ -1,4 +1,4 @@
-"""Trees of state: their leaves by name, their structure as plain data, and the same tree with other leaves.
+"""Trees of state: leaves by name, the structure as plain data, and mapping over leaves.
 
     {"model": {"w": x}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 
@@ -21,14 +21,14 @@ Structure = Any  # the name of a leaf, or {"dict": [[key, structure], ...]}, {"l
 
 
 class Leaf:
-    """What is never looked into."""
+    """The base of classes that are leaves, not containers."""
 
 
 @dataclasses.dataclass
 class PerRank(Leaf):
-    """PerRank(value): a leaf of which every rank saves its own, such as the state of torch's random generator.
+    """PerRank(value): a leaf that every rank saves for itself, such as the state of torch's random generator.
 
-    It is stored by rank number. A rank of a larger world, for which none was saved, keeps the value of its `like`.
+    It is stored by rank number. In a larger world, ranks beyond the saved ones keep the value of their `like`.
 
     Attributes:
         value: a tensor, number, string, or lists, tuples and dicts of these.
@@ -42,8 +42,8 @@ class PerRank(Leaf):
     value: Any
 
 
-class Followed(dict[Any, Any]):
-    """A dict of which the file says what is in it; `layout_of(path in it, shape)` says how tensors lie that it has."""
+class StoredDict(dict[Any, Any]):
+    """A dict whose leaves are those of the checkpoint; `layout_of(path in it, shape)` gives the layouts of tensors."""
 
     layout_of: Callable[[Path, Sequence[int]], Layout | None]
 
@@ -53,12 +53,12 @@ class Followed(dict[Any, Any]):
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a leaf of the user's tree saves and loads itself."""
+    """Return whether an object has `state_dict` and `load_state_dict`."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """`(key, child)` of a container; None for a leaf. Lists and tuples of plain values are leaves, as for torch."""
+    """Return the `(key, child)` pairs of a container, None for a leaf. Lists and tuples of plain values are leaves, as in torch."""
     if isinstance(tree, Leaf):
         return None
     if isinstance(tree, Mapping):
@@ -72,12 +72,12 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _is_inner(value: Any) -> bool:
-    """Whether an entry makes its list a container."""
+    """Return whether an entry makes its list a container."""
     return isinstance(value, Tensor | Layout | Leaf | Mapping) or is_stateful(value) or children(value) is not None
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf with its path. What saves itself must have been opened by `opened`."""
+    """Yield every leaf with its path. Stateful objects must have been replaced by `opened`."""
     inner = children(tree)
     if inner is None:
         yield path, tree
@@ -87,18 +87,18 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def opened(tree: Any) -> Any:
-    """The tree with the state in the place of objects that have one."""
+    """Return the tree with stateful objects replaced by their state."""
     return mapped(tree, lambda _, value: opened(value.state_dict()) if is_stateful(value) else value)
 
 
 def mapped(tree: Any, function: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """The tree with `function(path, leaf)` for each leaf."""
+    """Return the tree with `function(path, leaf)` for each leaf."""
     inner = children(tree) if not is_stateful(tree) else None
     return function(path, tree) if inner is None else rebuilt(tree, [mapped(child, function, (*path, key)) for key, child in inner])
 
 
 def rebuilt(tree: Any, items: list[Any]) -> Any:
-    """A container like this one with other items."""
+    """Return a container like this one with other items."""
     if isinstance(tree, Mapping):
         return dict(zip(tree, items, strict=True))
     if isinstance(tree, list):
@@ -109,19 +109,19 @@ def rebuilt(tree: Any, items: list[Any]) -> Any:
 
 
 def items_of(tree: Any) -> list[Any]:
-    """What a container that `rebuilt` made has, in order."""
+    """Return the items of a container made by `rebuilt`, in order."""
     if isinstance(tree, Mapping):
         return list(tree.values())
     return list(tree) if isinstance(tree, list | tuple) else [getattr(tree, field.name) for field in dataclasses.fields(tree)]
 
 
 def name_of(path: Path) -> str:
-    """The name of a leaf: its path, joined by dots."""
+    """Return the name of a leaf: its path, joined by dots."""
     return ".".join(map(str, path))
 
 
 def structure_of(tree: Any, path: Path = ()) -> Structure:
-    """The structure as data for JSON.
+    """Return the structure as data for JSON.
 
     Raises:
         TypeError: a dict with keys that are neither strings nor integers.
@@ -131,7 +131,7 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
         return name_of(path)
     for key, _ in inner:
         if not isinstance(key, str | int) or isinstance(key, bool):
-            raise TypeError(f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a tree that is saved are strings or integers")
+            raise TypeError(f"{name_of(path) or 'the tree'} has a key {key!r}: keys of a saved tree must be strings or integers")
     items = [(key, structure_of(child, (*path, key))) for key, child in inner]
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
         return {"list" if isinstance(tree, list) else "tuple": [item for _, item in items]}
@@ -139,7 +139,7 @@ def structure_of(tree: Any, path: Path = ()) -> Structure:
 
 
 def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Path]]:
-    """Each leaf's name and path as torch's index has it, which tells dicts from lists by the kind of key: strings, integers."""
+    """Yield each leaf's name and path as in torch's index, where dicts have string keys and lists have integers."""
     if isinstance(structure, str):
         yield structure, path
     elif "dict" in structure:
@@ -151,7 +151,7 @@ def torch_paths(structure: Structure, path: Path = ()) -> Iterator[tuple[str, Pa
 
 
 def structure_from(paths: Mapping[str, Path]) -> Structure:
-    """The structure that torch's own checkpoints tell: keys are strings, indices of lists are integers."""
+    """Return the structure of torch's own checkpoints: keys of dicts are strings, indices of lists are integers."""
     nested: dict[Any, Any] = {}
     for name, path in paths.items():
         at = nested
@@ -170,7 +170,7 @@ def _as_structure(nested: Any) -> Structure:
 
 
 def child_of(structure: Structure, key: Any) -> Structure:
-    """A part of a structure; None where it has none of that name. Torch's own checkpoints have strings for integers."""
+    """Return the part of a structure under a key, None if there is none. Torch's own checkpoints have strings for integers."""
     if not isinstance(structure, dict):
         return None
     if "dict" in structure:
@@ -181,7 +181,7 @@ def child_of(structure: Structure, key: Any) -> Structure:
 
 
 def from_structure(structure: Structure, leaf: Callable[[str, Path], Any], path: Path = ()) -> Any:
-    """The tree of a structure, with `leaf(name, path)` for each leaf."""
+    """Return the tree of a structure, with `leaf(name, path)` for each leaf."""
     if isinstance(structure, str):
         return leaf(structure, path)
     (kind, items), *_ = structure.items()
@@ -192,5 +192,5 @@ def from_structure(structure: Structure, leaf: Callable[[str, Path], Any], path:
 
 
 def is_module(value: Any) -> bool:
-    """Whether an object's own state, and not the file, says what is to be loaded."""
+    """Return whether an object determines its own leaves to load, instead of the checkpoint."""
     return isinstance(value, nn.Module)

@@ -1,4 +1,4 @@
-"""What is to be loaded: the leaves of `like`, and of the objects of which the file says what they have."""
+"""The leaves to load: those of `like`, and those that the checkpoint has for stateful objects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .placing import own_name
 from .state import optimizer_layouts, parameters_of
 from .storage.manifest import Stored
 from .tree import (
-    Followed,
     Leaf,
     Path,
     PerRank,
+    StoredDict,
     Structure,
     child_of,
     children,
@@ -35,12 +35,12 @@ from .tree import (
 
 
 @dataclass(frozen=True, eq=False)
-class Plain(Leaf):
+class WholeTensor(Leaf):
     """A whole tensor on every rank.
 
     Attributes:
-        like: shape and dtype it must have; None for whatever is stored.
-        device: where it goes.
+        like: a tensor with the required shape and dtype; None for those that are stored.
+        device: its device.
     """
 
     like: Tensor | None
@@ -48,19 +48,19 @@ class Plain(Leaf):
 
 
 @dataclass(frozen=True, eq=False)
-class Value(Leaf):
-    """What is no tensor, by the name that it is stored under; `fallback` where it is not, if it need not be."""
+class StoredValue(Leaf):
+    """A value that is not a tensor, by its stored name; `fallback` if it is `optional` and not stored."""
 
     name: str
     fallback: Any = None
     optional: bool = False
 
 
-Want = Layout | Plain | Value
+Want = Layout | WholeTensor | StoredValue
 
 
-def wanted(like: Any, stored: Stored, world: World) -> Any:
-    """The tree of `like` with a `Want` for each leaf.
+def wanted_tree(like: Any, stored: Stored, world: World) -> Any:
+    """Return the tree of `like` with a `Want` for each leaf.
 
     Raises:
         ValueError, TypeError: a leaf is not stored, with another shape or dtype, or not as a tensor.
@@ -74,8 +74,8 @@ def wanted(like: Any, stored: Stored, world: World) -> Any:
 def _opened(like: Any, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
     if is_stateful(like):
         own = like.state_dict()
-        return _opened(own if is_module(like) else Followed(own, _layouts_of(like)), structure, path, stored, world)
-    if isinstance(like, Followed):
+        return _opened(own if is_module(like) else StoredDict(own, _layouts_of(like)), structure, path, stored, world)
+    if isinstance(like, StoredDict):
         return _as_stored(like, structure, path, stored, world)
     inner = children(like)
     if inner is None:
@@ -87,40 +87,40 @@ def _want(like: Any, path: Path, stored: Stored, world: World) -> Want:
     if isinstance(like, Sharding):
         entry = stored.entries.get(name_of(path))
         if entry is None or entry.shape is None or entry.dtype is None:
-            return Value(name_of(path))
+            return StoredValue(name_of(path))
         like = Layout.of(like.mesh, like.spec, entry.shape, entry.dtype)
     if isinstance(like, Layout | ShardedTensor):
         layout = like if isinstance(like, Layout) else like._layout
         if layout.spec.unreduced:
-            raise ValueError(f"load: {name_of(path)!r} is to be {layout}, with values pending, and what is stored is not; leave that off")
+            raise ValueError(f"load: {name_of(path)!r} is {layout} in like=, but stored values are not pending; leave out unreduced=")
         return layout
     if isinstance(like, Tensor):
-        return Plain(like, like.device)
+        return WholeTensor(like, like.device)
     if isinstance(like, PerRank):
-        return Value(own_name(name_of(path), world.rank), like.value, optional=True)
-    return Value(name_of(path))
+        return StoredValue(own_name(name_of(path), world.rank), like.value, optional=True)
+    return StoredValue(name_of(path))
 
 
-def _as_stored(like: Followed, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
-    """What the file has below this path; tensors that `like` knows lie as it says, and values of each rank stay what they are."""
+def _as_stored(like: StoredDict, structure: Structure, path: Path, stored: Stored, world: World) -> Any:
+    """Return the leaves that the checkpoint has below this path; known tensors keep their layouts, values per rank stay so."""
     known: dict[str, Any] = {name_of((*path, *inner)): leaf for inner, leaf in leaves(dict(like))}
 
     def leaf(name: str, inner: Path) -> Want:
         own, entry = known.get(name), stored.entries.get(name)
         if entry is None:  # no leaf of this name is stored, but one of each rank
-            return Value(own_name(name, world.rank), own.value if isinstance(own, PerRank) else None, optional=True)
+            return StoredValue(own_name(name, world.rank), own.value if isinstance(own, PerRank) else None, optional=True)
         if entry.shape is None:
-            return Value(name)
-        lies = own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
-        layout = lies or like.layout_of(inner, entry.shape)
+            return StoredValue(name)
+        known_layout = own._layout if isinstance(own, ShardedTensor) and own.shape == entry.shape else None
+        layout = known_layout or like.layout_of(inner, entry.shape)
         return _plain_like(own) if layout is None else layout.replace(dtype=entry.dtype)
 
     return dict(like) if structure is None else from_structure(structure, leaf)
 
 
-def _plain_like(own: Any) -> Plain:
-    """A whole tensor, of whatever shape, where the object has its own."""
-    return Plain(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
+def _plain_like(own: Any) -> WholeTensor:
+    """Return a whole tensor of any shape, on the device of the object's own tensor."""
+    return WholeTensor(None, own.device if isinstance(own, Tensor) else torch.device("cpu"))
 
 
 def _layouts_of(owner: Any) -> Any:
@@ -131,29 +131,29 @@ def _layouts_of(owner: Any) -> Any:
 
 
 def _check(name: str, want: Any, stored: Stored) -> None:
-    if isinstance(want, Value):
+    if isinstance(want, StoredValue):
         entry = stored.entries.get(want.name)
         if entry is None and not want.optional:
             raise ValueError(_missing(name, stored))
         if entry is not None and entry.shape is not None:
             is_one = f"{entry.dtype}{list(entry.shape)}"
-            raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; give a Layout or a tensor in like=")
+            raise ValueError(f"load: {name!r} in {stored.folder} is a tensor, {is_one}; pass a Layout or a tensor in like=")
         return
-    if not isinstance(want, Layout | Plain):
-        raise ValueError(_missing(name, stored))  # an empty place that the file knows nothing of
+    if not isinstance(want, Layout | WholeTensor):
+        raise ValueError(_missing(name, stored))  # an empty container that is not stored
     entry = stored.entries.get(name)
     if entry is None:
         raise ValueError(_missing(name, stored))
     like = want if isinstance(want, Layout) else want.like
     if like is not None and (entry.shape, entry.dtype) != (like.shape, like.dtype):
-        has = "a value that is no tensor" if entry.shape is None else f"{entry.dtype}{list(entry.shape)}"
+        has = "a value that is not a tensor" if entry.shape is None else f"{entry.dtype}{list(entry.shape)}"
         raise ValueError(
-            f"load: {name!r} is to be {like.dtype}{list(like.shape)}, but {stored.folder} has {has}; "
-            "give like= the stored shape and dtype, and convert the result"
+            f"load: {name!r} is {like.dtype}{list(like.shape)} in like=, but {stored.folder} has {has}; "
+            "use the stored shape and dtype in like=, and convert the result"
         )
 
 
 def _missing(name: str, stored: Stored) -> str:
     near = difflib.get_close_matches(name, list(stored.entries), 3, 0.5)
     has = f"it has {', '.join(map(repr, near))}" if near else f"it has {len(stored.entries)} leaves, such as {sorted(stored.entries)[:3]}"
-    return f"load: {stored.folder} has no {name!r}; {has}; write names as they were saved"
+    return f"load: {stored.folder} has no {name!r}; {has}; use the names that were saved"

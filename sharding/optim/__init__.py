@@ -1,1 +1,1 @@
-"""Optimizers of matrices, each of which one rank works on whole."""
+"""Optimizers that need whole matrices: each matrix is processed by one rank."""

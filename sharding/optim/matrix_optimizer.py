@@ -1,4 +1,4 @@
-"""What optimizers of whole matrices have in common: groups of matrices, and AdamW for all other parameters."""
+"""The base class of Muon and Shampoo: groups of matrices, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ ADAMW = "adamw"
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """An optimizer that treats matrices in a way of its own, and steps all other parameters with AdamW.
+    """An optimizer with its own algorithm for matrices and AdamW for all other parameters.
 
-    A group of parameters becomes two where it has both, told apart by their "algorithm": the schedulers of torch see them like any
-    others. A group that comes with "algorithm" is left as it is.
+    A group with both kinds becomes two groups, which differ in "algorithm"; torch's schedulers treat them like any others. A group that
+    has "algorithm" already is not split.
 
     Attributes:
-        algorithm: what the groups of matrices are called.
+        algorithm: the name of the groups of matrices.
     """
 
     algorithm: str
 
     def __init__(self, params: Any, defaults: dict[str, Any], adamw: Sequence[str], adamw_lr: float | None) -> None:
-        """`adamw`: patterns of names of matrices that AdamW shall step; `adamw_lr`: its learning rate, by default that of the group."""
+        """`adamw`: patterns of names of matrices to step with AdamW; `adamw_lr`: its learning rate, by default that of the group."""
         self._patterns, self._adamw_lr = tuple([adamw] if isinstance(adamw, str) else adamw), adamw_lr
         self._matched: set[str] = set()
         super().__init__(params, defaults)
         unmatched = [pattern for pattern in self._patterns if pattern not in self._matched]
         if unmatched:
             names = [name for group in self.param_groups for name in group.get("param_names", ())]
-            known = f"the names are {names}" if names else "the parameters came without names: pass model.named_parameters()"
-            raise ValueError(f"{type(self).__name__}(adamw={list(self._patterns)}): nothing is named like {unmatched}; {known}")
+            known = f"the names are {names}" if names else "the parameters have no names: pass model.named_parameters()"
+            raise ValueError(f"{type(self).__name__}(adamw={list(self._patterns)}): no parameter matches {unmatched}; {known}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; matrices and other parameters become groups of their own."""
+        """Add a group as in torch; matrices and other parameters become separate groups."""
         for group in [param_group] if param_group.get("algorithm") else self._split(param_group):
             self._check_group(group)
             super().add_param_group(group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Groups that an optimizer of torch has saved have all that these have."""
+        """Restore the state; groups saved by an optimizer of torch get the missing defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for name, value in {**self.defaults, "algorithm": self.algorithm}.items():
@@ -55,9 +55,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; what the closure returned.
+        """Make one step; return the result of the closure.
 
-        Raises: ValueError on every rank, gradients that are still pending, as inside `accumulate_grads()`; nothing is changed.
+        Raises: ValueError on every rank for gradients that are still pending, as inside `accumulate_grads()`; nothing is changed.
         """
         loss = None
         if closure is not None:
@@ -72,10 +72,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def _step_matrices(self, groups: Sequence[dict[str, Any]]) -> None:
-        """One step of the matrices of these groups."""
+        """Step the matrices of these groups."""
 
     def _split(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        """The group as one of matrices and one of others, as far as there are such."""
+        """Return the group split into one of matrices and one of other parameters, without empty ones."""
         params = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         rest: Mapping[str, Any] = {name: value for name, value in given.items() if name != "params"}
         matrices, others = ([p for p in params if self._is_matrix(p) == wanted] for wanted in (True, False))
@@ -90,17 +90,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return x.ndim == 2 and not hits
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raises: ValueError for what is no matrix in a group of matrices, and for complex numbers."""
+        """Raise a ValueError for other parameters in a group of matrices, and for complex ones."""
         if group["algorithm"] not in (self.algorithm, ADAMW):
             known = f"{self.algorithm!r} or {ADAMW!r}"
-            raise ValueError(f'{type(self).__name__}: "algorithm" of a group is {known}, not {group["algorithm"]!r}')
+            raise ValueError(f'{type(self).__name__}: "algorithm" of a group must be {known}, got {group["algorithm"]!r}')
         group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         for given in group["params"]:
             name, x = given if isinstance(given, tuple) else ("a parameter", given)
             if x.is_complex() or (group["algorithm"] != ADAMW and x.ndim != 2):
                 raise ValueError(
-                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is no real matrix; leave such parameters to "
-                    f'another optimizer, or those of other than two dims to AdamW in a group with "algorithm": {ADAMW!r}'
+                    f"{type(self).__name__}: {name} of shape {list(x.shape)} and {x.dtype} is not a real matrix; leave such parameters to "
+                    f'another optimizer, or put those without two dims in a group with "algorithm": {ADAMW!r}'
                 )
 
     def _named_grads(self) -> dict[str, Tensor]:
@@ -128,17 +128,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 
 def with_grads(groups: Sequence[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
-    """The parameters that have a gradient, each with its group."""
+    """Return the parameters with a gradient, each with its group."""
     return [(p, group) for group in groups for p in group["params"] if p.grad is not None and p.numel()]
 
 
-def number(lr: float | Tensor) -> float:
-    """A learning rate, which may be a tensor of one element."""
+def as_number(lr: float | Tensor) -> float:
+    """Return a learning rate, which may be a one-element tensor, as a number."""
     return lr.item() if isinstance(lr, Tensor) else lr
 
 
-def checked_numbers(what: str, **numbers: float) -> None:
-    """Raises: ValueError for one that is negative."""
+def check_not_negative(what: str, **numbers: float) -> None:
+    """Raise a ValueError for a negative number."""
     for name, value in numbers.items():
         if not value >= 0:
-            raise ValueError(f"{what}({name}={value}): a number of at least 0 is expected")
+            raise ValueError(f"{what}({name}={value}): {name} must be a number >= 0")

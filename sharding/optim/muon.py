@@ -1,4 +1,4 @@
-"""Muon: matrices are stepped along their orthogonalised momentum, each orthogonalised by one rank."""
+"""Muon: steps matrices along their orthogonalised momentum; one rank orthogonalises each matrix."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.sharded_tensor import ShardedTensor
-from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
-from .owners import owners_of, whole_units
+from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
+from .owners import owners_of, whole_matrix_units
 
 JORDAN = (3.4445, -4.7750, 2.0315)  # a x + b x^3 + c x^5 takes singular values of up to 1 to about 1
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -20,43 +20,43 @@ _MUON = seed_of("muon")
 
 
 class Muon(MatrixOptimizer):
-    """Muon(params): `torch.optim.Muon` for matrices of any layouts, each orthogonalised whole by one rank, and AdamW for the rest.
+    """Muon(params): `torch.optim.Muon` for matrices of any layouts, each orthogonalised by one rank, and AdamW for the rest.
 
         momentum, rows split            at its owner            orthogonalised, rows split
         rank 0   [A0] [B0] [C0]         rank 0   [A] [C]        rank 0   [A0] [B0] [C0]
         rank 1   [A1] [B1] [C1]   ->    rank 1   [B]       ->   rank 1   [A1] [B1] [C1]
                          one all_to_all            one all_to_all
 
-    The first nine arguments are those of `torch.optim.Muon`, with its meaning: momentum, Newton-Schulz iteration, decoupled weight decay.
-    Momentum lies as the parameters do. What is split in any way (by FSDP, tensor parallelism or both) is put together at its owner: the
-    iteration is that of the whole matrix. Owners are chosen among all ranks of the mesh, so that all have equally much to do.
+    The first nine arguments are those of `torch.optim.Muon`: momentum, Newton-Schulz iteration, decoupled weight decay. Momentum has the
+    layouts of the parameters. A split matrix (by FSDP, tensor parallelism or both) is gathered at its owner, so the iteration is that of
+    the whole matrix. Owners are chosen among all ranks of the mesh to balance the work.
 
     Args:
         params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
         lr: the learning rate.
-        weight_decay: decoupled; of AdamW, too.
-        momentum: how much of the momentum stays.
+        weight_decay: decoupled; also for AdamW.
+        momentum: the factor of the old momentum.
         nesterov: look ahead by a step of momentum.
         ns_coefficients: of the quintic x -> a x + b x^3 + c x^5; by default those of Jordan et al. 2024, "Muon: An optimizer for hidden
             layers in neural networks", https://kellerjordan.github.io/posts/muon.
-        eps: the least norm that a matrix is divided by.
+        eps: the minimum norm to divide a matrix by.
         ns_steps: iterations.
-        adjust_lr_fn: how the learning rate of an m x n matrix is changed. None or "original": times sqrt(max(1, m / n)), as Jordan has it.
+        adjust_lr_fn: how to adjust the learning rate of an m x n matrix. None or "original": times sqrt(max(1, m / n)), as by Jordan.
             "match_rms_adamw": times 0.2 sqrt(max(m, n)), so that rates for AdamW fit; Liu et al. 2025, "Muon is scalable for LLM
             training", arXiv:2502.16982.
-        ns_dtype: in which it is iterated, and matrices travel; bfloat16, as in torch, is 2 bytes an element each way.
-        adamw: patterns such as "*embed*" or "lm_head*" of names of matrices that are stepped by AdamW, as all that are no matrices are.
+        ns_dtype: the dtype of the iteration and of communication; bfloat16, as in torch, is 2 bytes per element each way.
+        adamw: patterns such as "*embed*" or "lm_head*" of names of matrices to step with AdamW, like all other parameters.
             Needs named parameters.
         adamw_lr: the learning rate of AdamW, by default `lr`.
         betas, adamw_eps: of AdamW.
 
     Raises:
-        ValueError: on every rank, numbers that are out of range; a pattern of `adamw` that no name fits; a complex parameter. In `step`:
+        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches; a complex parameter. In `step`:
             gradients that are still pending.
 
-    Communication: in each step two all_to_all over the mesh (for each mesh and `ns_dtype`, if there are several). A matrix of n elements is
-        n elements on the way to its owner, less what that has of it, and n for each copy of it on the way back. What a rank has
-        whole stays there on the way. AdamW: none.
+    Communication: in each step two all_to_all over the mesh (for each mesh and `ns_dtype`, if there are several). A matrix of n elements
+        costs n elements to its owner, less those that it has, and n back for each copy of it. A matrix that a rank has whole is not
+        gathered. AdamW: none.
 
     Example:
         >>> optimizer = sm.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
@@ -82,11 +82,11 @@ class Muon(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        checked_numbers("Muon", lr=number(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, ns_steps=ns_steps)
+        check_not_negative("Muon", lr=as_number(lr), weight_decay=weight_decay, momentum=momentum, eps=eps, ns_steps=ns_steps)
         if adjust_lr_fn not in ADJUSTMENTS:
             raise ValueError(f"Muon(adjust_lr_fn={adjust_lr_fn!r}): write one of {', '.join(map(repr, ADJUSTMENTS))}")
         if len(ns_coefficients) != 3:
-            raise ValueError(f"Muon(ns_coefficients={ns_coefficients}): a quintic has three, such as {JORDAN}")
+            raise ValueError(f"Muon(ns_coefficients={ns_coefficients}): ns_coefficients must be three numbers, such as {JORDAN}")
         defaults = {
             "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients,
             "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "betas": betas, "adamw_eps": adamw_eps,
@@ -107,12 +107,12 @@ class Muon(MatrixOptimizer):
             else:
                 found = _by_owners(given, settings, dtype) if mesh.coordinate is not None else given
             for (p, group), direction in zip(some, found, strict=True):
-                rate = number(group["lr"])
+                rate = as_number(group["lr"])
                 p.mul_(1 - rate * group["weight_decay"])
                 p.add_(direction, alpha=-adjusted(rate, group["adjust_lr_fn"], p.shape))
 
     def _updates(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """The momentum after this step, or a look ahead from it, by parameter; laid out as that."""
+        """Return the momentum after this step, with Nesterov's look-ahead if asked for, by parameter."""
         params = [p for p, _ in with_grads([group])]
         if not params:
             return {}
@@ -126,12 +126,12 @@ class Muon(MatrixOptimizer):
 
 
 def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any]], dtype: torch.dtype) -> list[ShardedTensor]:
-    """The matrices orthogonalised, laid out as they are. Communication: two all_to_all."""
+    """Return the orthogonalised matrices, with their layouts. Communication: two all_to_all."""
     layouts = tuple(x._layout for x in matrices)
-    units = whole_units([layout.shape for layout in layouts], _work)
+    units = whole_matrix_units([layout.shape for layout in layouts], _work)
     owners = owners_of(layouts, units, dtype)
     with comm_context(owners.group.world, mixed(_MUON, matrices)):
-        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be kept on the host
+        wholes = owners.gather([x._local.to(x.mesh.device) for x in matrices])  # parts may be offloaded to the host
         for i in owners.mine:
             wholes[i] = _orthogonal(wholes[i], groups[units[i].tensor])
         parts = [torch.empty_like(x._local, dtype=dtype, device=x.mesh.device) for x in matrices]
@@ -140,7 +140,7 @@ def _by_owners(matrices: Sequence[ShardedTensor], groups: Sequence[dict[str, Any
 
 
 def _work(rows: int, columns: int) -> int:
-    """Multiplications of a Newton-Schulz iteration, about."""
+    """Return the approximate number of multiplications of a Newton-Schulz iteration."""
     return rows * columns * min(rows, columns)
 
 
@@ -149,9 +149,9 @@ def _orthogonal(x: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """newton_schulz(x) -> about U V^T, of a plain x = U S V^T, in the dtype of x: singular values become about 1 (0.7 to 1.2).
+    """newton_schulz(x) -> approximately U V^T of a plain x = U S V^T, in the dtype of x: singular values become 0.7 to 1.2.
 
-    The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in the order in which torch computes it.
+    The quintic iteration of Jordan et al. 2024, https://kellerjordan.github.io/posts/muon, in torch's order of operations.
     """
     if x.shape[0] > x.shape[1]:
         return newton_schulz(x.mT, coefficients, steps, eps).mT.contiguous()
@@ -164,6 +164,6 @@ def newton_schulz(x: Tensor, coefficients: Sequence[float] = JORDAN, steps: int 
 
 
 def adjusted(lr: float, rule: str | None, shape: Sequence[int]) -> float:
-    """The learning rate of a matrix of this shape, see `Muon`."""
+    """Return the learning rate for a matrix of this shape, see `Muon`."""
     rows, columns = shape
     return lr * (0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1, rows / columns)))

@@ -1,11 +1,11 @@
-"""Matrices that one rank each works on whole: all travel to their owners in one all_to_all, and what becomes of them back in one.
+"""Owners of matrices: gather each matrix at one rank with one all_to_all, and scatter the results with another.
 
-    rows split              by owner                 back, rows split
+    rows split              at the owners            rows split again
     rank 0   [A0] [B0]      rank 0   [A]             rank 0   [A0] [B0]
     rank 1   [A1] [B1]  ->  rank 1       [B]     ->  rank 1   [A1] [B1]
 
-Owners are chosen so that all ranks of the mesh have about equally much to do. What a rank has whole already stays with it (or with one
-of those that have it), so it costs nothing on the way there; where that is so of all, there is no collective.
+Owners are chosen to balance the work over all ranks of the mesh. The owner of a matrix that some ranks have whole is one of these, so
+it is not gathered; if that holds for all matrices, there is no collective.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from ..redistribute.plan.routes import Transfer
 _NOTHING: Box = ((0, 0), (0, 0))
 
 
-class Unit(NamedTuple):
-    """What one rank works on whole.
+class MatrixUnit(NamedTuple):
+    """A matrix, or a block of one, that one rank processes.
 
     Attributes:
-        tensor: the number of the tensor it is of.
-        box: what part of it, as a rule all.
-        work: how much there is to do, in any measure.
+        tensor: the index of its tensor.
+        box: its part of the tensor, usually all of it.
+        work: its cost, in any measure.
     """
 
     tensor: int
@@ -45,38 +45,38 @@ class Unit(NamedTuple):
 
 
 class Owners:
-    """Units of matrices on one mesh with an owner each, made ready on this rank, which is in the mesh.
+    """The owners of units on one mesh, and the exchanges with them, prepared on this rank, which must be in the mesh.
 
     Attributes:
-        owner: by unit, the index in the mesh's group of the rank that works on it.
-        mine: the numbers of the units that this rank owns.
+        owner: for each unit, the index of its owner in the mesh's group.
+        mine: the indices of the units that this rank owns.
     """
 
-    def __init__(self, layouts: Sequence[Layout], units: Sequence[Unit], dtype: torch.dtype) -> None:
-        """The tensors' layouts, on one mesh and with nothing pending; the dtype in which they travel, both ways."""
+    def __init__(self, layouts: Sequence[Layout], units: Sequence[MatrixUnit], dtype: torch.dtype) -> None:
+        """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of communication."""
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
         self._units, self._name = units, f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
         places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
-        held = _held(layouts, units, places)
+        held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
         self.mine = tuple(i for i, owner in enumerate(self.owner) if owner == me)
         nodes, loads = [int(mesh.topology.node_ids(mesh)[place]) for place in places], [0] * len(places)
-        there, back, self._pieces = [], [], []
+        to_owners, from_owners, self._pieces = [], [], []
         for unit, owner, pieces in zip(units, self.owner, held, strict=True):
             have, piece, whole = layouts[unit.tensor].box, pieces[me] or _NOTHING, unit.box if owner == me else _NOTHING
-            there.append((_fetched(owner, pieces, nodes, loads), have, whole))
-            back.append((_returned(owner, pieces), whole, piece))
+            to_owners.append((_transfers_to_owner(owner, pieces, nodes, loads), have, whole))
+            from_owners.append((_transfers_from_owner(owner, pieces), whole, piece))
             self._pieces.append(slices(piece, box_origin(have)))
-        self._there, self._back = self._exchange(there, dtype), self._exchange(back, dtype)
+        self._to_owners, self._from_owners = self._exchange(to_owners, dtype), self._exchange(from_owners, dtype)
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """By tensor this rank's part -> by unit the whole, no elements where another rank owns it. Communication: one all_to_all."""
-        return self._run(self._there, [parts[unit.tensor] for unit in self._units], "to their owners")
+        """Return the whole unit for each owned one, an empty tensor for others, from local parts. Communication: one all_to_all."""
+        return self._run(self._to_owners, [parts[unit.tensor] for unit in self._units], "to their owners")
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """What `gather` gave, after the work -> by tensor, this rank's part, in place. Communication: one all_to_all."""
-        pieces = self._run(self._back, list(done), "back from their owners")
+        """Write the processed units of all owners into local parts, in place. Communication: one all_to_all."""
+        pieces = self._run(self._from_owners, list(done), "back from their owners")
         for unit, index, piece in zip(self._units, self._pieces, pieces, strict=True):
             if piece.numel():
                 into[unit.tensor][index].copy_(piece)
@@ -90,13 +90,13 @@ class Owners:
             context.tag = None
 
     def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[[list[Tensor]], Any]:
-        """One for all units, of which each has the transfers of all ranks, and this rank's box before and after."""
+        """Return one exchange for all units; each has the transfers of all ranks, and this rank's box before and after."""
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
-        return AllToAllV(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _staying(shares, dtype)
+        return AllToAllV(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _local_copy(shares, dtype)
 
 
-def owners_of(layouts: tuple[Layout, ...], units: tuple[Unit, ...], dtype: torch.dtype) -> Owners:
-    """The same each time, for the same arguments. Communication: none."""
+def owners_of(layouts: tuple[Layout, ...], units: tuple[MatrixUnit, ...], dtype: torch.dtype) -> Owners:
+    """Return the cached owners for these arguments. Communication: none."""
     key = "owners", layouts, units, dtype
     return layouts[0].runners.get(key) or keep(layouts[0].runners, key, Owners(layouts, units, dtype))
 
@@ -104,8 +104,8 @@ def owners_of(layouts: tuple[Layout, ...], units: tuple[Unit, ...], dtype: torch
 Pieces = Sequence[Box | None]  # by rank
 
 
-def _held(layouts: Sequence[Layout], units: Sequence[Unit], places: Sequence[Sequence[int]]) -> list[Pieces]:
-    """By unit, what each rank has of it; worked out once where several lie alike, as most do."""
+def _held_parts(layouts: Sequence[Layout], units: Sequence[MatrixUnit], places: Sequence[Sequence[int]]) -> list[Pieces]:
+    """Return for each unit the part that each rank has; computed once per layout and box."""
     found: dict[tuple[Layout, Box], Pieces] = {}
     for unit in units:
         layout = layouts[unit.tensor]
@@ -114,13 +114,13 @@ def _held(layouts: Sequence[Layout], units: Sequence[Unit], places: Sequence[Seq
     return [found[layouts[unit.tensor], unit.box] for unit in units]
 
 
-def assign(units: Sequence[Unit], held: Sequence[Pieces]) -> tuple[int, ...]:
-    """The owner of each unit: the one with the most work goes first, to the rank that has the least to do so far.
+def assign(units: Sequence[MatrixUnit], held: Sequence[Pieces]) -> tuple[int, ...]:
+    """Return the owner of each unit: the largest unit first, to the rank with the least work so far.
 
-    Graham 1969, "Bounds on multiprocessing timing anomalies": the busiest has at most 4/3 of what the best choice would give it.
+    Graham 1969, "Bounds on multiprocessing timing anomalies": the maximum load is at most 4/3 of the optimum.
 
     Args:
-        held: by unit, what each rank has of it; of a unit that some have whole, one of them is the owner.
+        held: for each unit, the part that each rank has; a unit that some ranks have whole goes to one of them.
     """
     loads, owner = [0] * len(held[0]), [0] * len(units)
     for i in sorted(range(len(units)), key=lambda i: -units[i].work):
@@ -131,15 +131,15 @@ def assign(units: Sequence[Unit], held: Sequence[Pieces]) -> tuple[int, ...]:
 
 
 def layout_at(mesh: DeviceMesh, owner: int, shape: Sequence[int], dtype: torch.dtype) -> Layout:
-    """The layout of a tensor that is whole at its owner, an index in the mesh's group: P(axes, sizes=(0, .., rows, .., 0))."""
+    """Return the layout of a tensor that is whole at its owner, an index in the mesh's group: P(axes, sizes=(0, .., rows, .., 0))."""
     ranks = mesh.ranks.ravel().tolist()
     sizes = [0] * len(ranks)
     sizes[ranks.index(mesh.group().ranks[owner])] = shape[0]
     return Layout.of(mesh, P(mesh.axis_names, sizes={mesh.axis_names: sizes}), shape, dtype)
 
 
-def _fetched(owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]) -> list[Transfer]:
-    """What an owner lacks, each element once: from a rank of its own node if one has it, the one that has sent the least so far."""
+def _transfers_to_owner(owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int]) -> list[Transfer]:
+    """Return the transfers of what an owner lacks: from its own node if possible, from the rank that sends the least so far."""
     holders: dict[Box, list[int]] = {}
     for rank, piece in enumerate(pieces):
         if piece is not None:
@@ -153,13 +153,13 @@ def _fetched(owner: int, pieces: Pieces, nodes: Sequence[int], loads: list[int])
     return found
 
 
-def _returned(owner: int, pieces: Pieces) -> list[Transfer]:
-    """What the other ranks hold of what the owner has."""
+def _transfers_from_owner(owner: int, pieces: Pieces) -> list[Transfer]:
+    """Return the transfers from the owner to other ranks that hold parts."""
     return [Transfer(owner, rank, piece) for rank, piece in enumerate(pieces) if piece is not None and rank != owner]
 
 
 def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> TensorShare:
-    """What this rank sends, receives and keeps of one unit."""
+    """Return what this rank sends, receives and keeps of one unit."""
     sends, recvs = ([[] for _ in group.ranks] for _ in range(2))
     for sender, receiver, box in moves:
         if sender == group.rank:
@@ -169,8 +169,8 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Ten
     return TensorShare(have, want, sends, recvs, intersect(have, want))
 
 
-def _staying(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[[list[Tensor]], list[Tensor]]:
-    """Where every rank has all that it needs."""
+def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Return the local copy for units that need no communication."""
     cuts = [None if share.kept is None else slices(share.kept, box_origin(share.have)) for share in shares]
     shapes = [box_shape(share.want) for share in shares]
 
@@ -183,7 +183,7 @@ def _staying(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[[lis
     return run
 
 
-def whole_units(shapes: Sequence[Sequence[int]], work: Callable[[int, int], int]) -> tuple[Unit, ...]:
-    """A unit for each matrix that has elements, which is all of it."""
+def whole_matrix_units(shapes: Sequence[Sequence[int]], work: Callable[[int, int], int]) -> tuple[MatrixUnit, ...]:
+    """Return a unit for each whole matrix that has elements."""
     boxes = [tuple((0, n) for n in shape) for shape in shapes]
-    return tuple(Unit(i, box, work(*box_shape(box))) for i, box in enumerate(boxes) if box_size(box))
+    return tuple(MatrixUnit(i, box, work(*box_shape(box))) for i, box in enumerate(boxes) if box_size(box))

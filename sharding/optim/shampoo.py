@@ -1,4 +1,4 @@
-"""Shampoo: matrices are preconditioned from both sides, each by one rank, which alone keeps its preconditioners."""
+"""Shampoo: preconditions matrices from both sides; one rank computes each matrix and stores its preconditioners."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..layout.layout import Layout
 from ..ops.lineage import comm_context, mixed, seed_of
 from ..tensor.convert import distribute_tensor
 from ..tensor.sharded_tensor import ShardedTensor
-from .matrix_optimizer import MatrixOptimizer, checked_numbers, number, with_grads
-from .owners import Owners, Unit, layout_at, owners_of
+from .matrix_optimizer import MatrixOptimizer, as_number, check_not_negative, with_grads
+from .owners import MatrixUnit, Owners, layout_at, owners_of
 
 _SHAMPOO = seed_of("shampoo")
 _SIDES = ("left", "right")
 
 
 class Shampoo(MatrixOptimizer):
-    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned whole by one rank, and AdamW for the rest.
+    """Shampoo(params): Gupta et al. 2018 for matrices of any layouts, each preconditioned by one rank, and AdamW for the rest.
 
         L += G G^T,  R += G^T G,  W -= lr L^(-1/4) G R^(-1/4)          L, R begin as epsilon I
 
@@ -32,27 +32,27 @@ class Shampoo(MatrixOptimizer):
         rank 1   [A1] [B1]     ->      rank 1   B, its L and R    ->      rank 1   [A1] [B1]
                    one all_to_all                     one all_to_all
 
-    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are cut into
-    blocks with preconditioners of their own. Owners of blocks are chosen among all ranks of the mesh, so that all have equally much to
-    do. What is split in any way is put together at its owner. Preconditioners are sharded tensors that are whole at their owner, in
-    float32 or float64; momentum lies as the parameters do.
+    "Shampoo: preconditioned stochastic tensor optimization", arXiv:1802.09568, algorithm 1. Matrices larger than `block_size` are split
+    into blocks with their own preconditioners. Owners of blocks are chosen among all ranks of the mesh to balance the work; split blocks
+    are gathered at their owner. Preconditioners are sharded tensors that are whole at their owner, in float32 or float64; momentum has the
+    layouts of the parameters.
 
     Args:
         params: parameters, pairs (name, parameter) as from `model.named_parameters()`, or groups of either.
         lr: the learning rate.
         momentum: of the preconditioned gradient, as in SGD: M = momentum M + direction, W -= lr M.
-        weight_decay: decoupled, W -= lr weight_decay W; of AdamW, too.
-        epsilon: what preconditioners begin with.
-        update_freq: after how many steps roots are computed anew; statistics are added up in each.
-        block_size: the longest side of a block.
+        weight_decay: decoupled, W -= lr weight_decay W; also for AdamW.
+        epsilon: the initial value of preconditioners.
+        update_freq: the number of steps between computations of roots; statistics are accumulated in each step.
+        block_size: the maximum side of a block.
         adamw, adamw_lr, betas, adamw_eps: as for `Muon`.
 
     Raises:
-        ValueError: on every rank, numbers that are out of range; a pattern of `adamw` that no name fits; a complex parameter. In `step`:
+        ValueError: on every rank, numbers out of range; a pattern of `adamw` that no name matches; a complex parameter. In `step`:
             gradients that are still pending.
 
     Communication: in each step two all_to_all over the mesh (for each mesh and dtype, if there are several), as for `Muon`, but in the
-        gradients' dtype, and at least in float32. AdamW: none. Preconditioners move where a state was loaded that has other owners.
+        gradients' dtype, at least float32. AdamW: none. Preconditioners are redistributed after loading a state with other owners.
 
     Example:
         >>> optimizer = sm.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, adamw=["*embed*"], adamw_lr=1e-3)
@@ -75,9 +75,9 @@ class Shampoo(MatrixOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        checked_numbers("Shampoo", lr=number(lr), momentum=momentum, weight_decay=weight_decay, epsilon=epsilon)
+        check_not_negative("Shampoo", lr=as_number(lr), momentum=momentum, weight_decay=weight_decay, epsilon=epsilon)
         if update_freq < 1 or block_size < 1:
-            raise ValueError(f"Shampoo(update_freq={update_freq}, block_size={block_size}): both are at least 1")
+            raise ValueError(f"Shampoo(update_freq={update_freq}, block_size={block_size}): both must be at least 1")
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "epsilon": epsilon, "update_freq": update_freq,
             "block_size": block_size, "betas": betas, "adamw_eps": adamw_eps,
@@ -85,7 +85,7 @@ class Shampoo(MatrixOptimizer):
         super().__init__(params, defaults, adamw, adamw_lr)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, which would take preconditioners to the dtype of their parameters: they keep their own."""
+        """Load a state as in torch, but keep the dtype of preconditioners, which torch would cast to that of the parameters."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -115,7 +115,7 @@ class Shampoo(MatrixOptimizer):
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     def _apply(self, p: Any, group: dict[str, Any], direction: Tensor) -> None:
-        rate, state = number(group["lr"]), self.state[p]
+        rate, state = as_number(group["lr"]), self.state[p]
         if group["momentum"]:
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
@@ -124,7 +124,7 @@ class Shampoo(MatrixOptimizer):
         p.add_(direction, alpha=-rate)
 
     def _alone(self, p: Tensor, group: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """The direction of a plain matrix."""
+        """Return the direction of a plain matrix."""
         direction = torch.empty_like(p, dtype=dtype)
         for b, box in enumerate(blocks(p.shape, group["block_size"])):
             index, state = slices(box), self._state_of(p, b, box, group, dtype, None)
@@ -132,14 +132,14 @@ class Shampoo(MatrixOptimizer):
         return direction
 
     def _by_owners(self, some: Sequence[Any], mesh: DeviceMesh, dtype: torch.dtype) -> list[ShardedTensor]:
-        """The directions of matrices on one mesh, laid out as they are. Communication: two all_to_all."""
+        """Return the directions of matrices on one mesh, with their layouts. Communication: two all_to_all."""
         grads = [p.grad for p, _ in some]
         layouts = tuple(g._layout for g in grads)
         units, numbers = _units(layouts, [group["block_size"] for _, group in some])
         owners = owners_of(layouts, units, dtype)
         states = [self._owned_state(some[u.tensor], b, u, owners, i, dtype) for i, (u, b) in enumerate(zip(units, numbers, strict=True))]
         with comm_context(owners.group.world, mixed(_SHAMPOO, grads)):
-            wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be kept on the host
+            wholes = owners.gather([g._local.to(mesh.device) for g in grads])  # parts may be offloaded to the host
             for i in owners.mine:
                 p, group = some[units[i].tensor]
                 wholes[i] = _precondition(wholes[i], states[i], group, self._renews(p, group))
@@ -148,7 +148,7 @@ class Shampoo(MatrixOptimizer):
         return [ShardedTensor._make(part.to(g.device), g._layout.replace(dtype=dtype)) for part, g in zip(parts, grads, strict=True)]
 
     def _owned_state(
-        self, where: tuple[Any, dict[str, Any]], b: int, unit: Unit, owners: Owners, i: int, dtype: torch.dtype
+        self, where: tuple[Any, dict[str, Any]], b: int, unit: MatrixUnit, owners: Owners, i: int, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         p, group = where
         at = [layout_at(p.mesh, owners.owner[i], (n, n), dtype) for n in box_shape(unit.box)]
@@ -157,7 +157,7 @@ class Shampoo(MatrixOptimizer):
     def _state_of(
         self, p: Any, b: int, box: Box, group: dict[str, Any], dtype: torch.dtype, at: Sequence[Layout] | None
     ) -> dict[str, Tensor]:
-        """This rank's parts of the preconditioners of block `b`, by side, and of their roots; made where there are none yet."""
+        """Return this rank's parts of the preconditioners of block `b` and their roots, by name; create missing ones."""
         names = [*_SIDES, *(f"{side}_root" for side in _SIDES)] if group["update_freq"] > 1 else _SIDES
         found = {}
         for i, name in enumerate(names):
@@ -166,7 +166,7 @@ class Shampoo(MatrixOptimizer):
             kept = self.state[p].get(key)
             if kept is None:
                 kept = _identity(n, group["epsilon"], dtype, p.device if layout is None else p.mesh.device, layout)
-            elif layout is not None and not isinstance(kept, ShardedTensor):  # loaded whole by every rank
+            elif layout is not None and not isinstance(kept, ShardedTensor):  # loaded whole on every rank
                 kept = distribute_tensor(kept, p.mesh, layout.spec, src_data_rank=None)
             elif layout is not None and kept._layout is not layout:
                 kept = kept.redistribute(p.mesh, layout.spec)
@@ -182,30 +182,30 @@ class Shampoo(MatrixOptimizer):
 
 
 def blocks(shape: Sequence[int], size: int) -> Iterator[Box]:
-    """The boxes of at most `size` along each side that make up a matrix, row by row."""
+    """Return the boxes of a matrix with at most `size` elements along each side, in row-major order."""
     return product(*([(start, min(start + size, n)) for start in range(0, n, size)] for n in shape))
 
 
-def _units(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[tuple[Unit, ...], list[int]]:
-    """The blocks of all matrices, and the number of each within its matrix."""
+def _units(layouts: Sequence[Layout], sizes: Sequence[int]) -> tuple[tuple[MatrixUnit, ...], list[int]]:
+    """Return the blocks of all matrices, and the index of each in its matrix."""
     numbered = [(i, b, box) for i, layout in enumerate(layouts) for b, box in enumerate(blocks(layout.shape, sizes[i]))]
-    return tuple(Unit(i, box, _work(*box_shape(box))) for i, _, box in numbered), [b for _, b, _ in numbered]
+    return tuple(MatrixUnit(i, box, _work(*box_shape(box))) for i, _, box in numbered), [b for _, b, _ in numbered]
 
 
 def _work(rows: int, columns: int) -> int:
-    """Multiplications, about: mostly those of the eigenvectors."""
+    """Return the approximate number of multiplications, mostly of the eigendecompositions."""
     return rows**3 + columns**3
 
 
 def _identity(n: int, scale: float, dtype: torch.dtype, device: torch.device, layout: Layout | None) -> Tensor:
-    """`scale` times the identity; laid out so, it is whole at its owner and has no rows elsewhere."""
+    """Return `scale` times the identity; with a layout, whole at the owner and without rows elsewhere."""
     if layout is None:
         return torch.eye(n, dtype=dtype, device=device) * scale
     return ShardedTensor._make_guarded(torch.eye(*layout.local_shape, dtype=dtype, device=device) * scale, layout)
 
 
 def _precondition(g: Tensor, state: dict[str, Tensor], group: dict[str, Any], renews: bool) -> Tensor:
-    """The direction of a whole block; its statistics grow by it."""
+    """Update the statistics of a whole block and return its direction."""
     state["left"].addmm_(g, g.mT)
     state["right"].addmm_(g.mT, g)
     if group["update_freq"] == 1:
@@ -217,7 +217,7 @@ def _precondition(g: Tensor, state: dict[str, Tensor], group: dict[str, Any], re
 
 
 def inverse_fourth_root(x: Tensor, least: float) -> Tensor:
-    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues count as `least` at least, which is what
-    they are where nothing is rounded."""
+    """inverse_fourth_root(x) -> x^(-1/4) of a symmetric x, by its eigenvectors; eigenvalues are clamped to at least `least`, which is
+    their exact lower bound."""
     values, vectors = torch.linalg.eigh(x)
     return (vectors * values.clamp(min=least) ** -0.25) @ vectors.mT

@@ -1,4 +1,4 @@
-"""A check before an epoch: whether all ranks have as many batches."""
+"""`check_lengths`: check before an epoch that all ranks have the same number of batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...mesh.text import ranks_text
 
 
 def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
-    """check_lengths(loader) -> how many batches every rank has; an error that names the odd rank where they differ.
+    """check_lengths(loader) -> the number of batches that every rank has; an error that names the ranks if numbers differ.
 
     Args:
-        loader: what has a `len()`: a DataLoader over a dataset with one, a list of batches.
-        mesh: whose ranks are compared; by default that of `with mesh:` or `set_mesh`.
+        loader: an object with a `len()`: a DataLoader over a sized dataset, a list of batches.
+        mesh: the mesh whose ranks are compared; by default that of `with mesh:` or `set_mesh`.
 
     Raises:
-        ValueError: on every rank, if lengths differ: which rank has how many.
+        ValueError: on every rank, if lengths differ: lists the ranks and their lengths.
         TypeError: on every rank, if a loader has no length (a generator, a DataLoader over an IterableDataset).
         MeshError: this rank is outside the mesh.
 
@@ -28,37 +28,37 @@ def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
         >>> steps = sm.check_lengths(loader, mesh)
     """
     group = given_or_current(mesh).group()
-    told = group.all_gather_object(_length(loader))
-    if None in told:
-        raise TypeError(_no_length(group.ranks, told))
-    if len(set(told)) > 1:
-        raise ValueError(_uneven(group.ranks, told))
-    return told[0]
+    lengths = group.all_gather_object(_length(loader))
+    if None in lengths:
+        raise TypeError(_no_length(group.ranks, lengths))
+    if len(set(lengths)) > 1:
+        raise ValueError(_uneven(group.ranks, lengths))
+    return lengths[0]
 
 
 def _length(loader: Sized) -> int | None:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # which say that there is none
+    except (TypeError, NotImplementedError):  # there is none
         return None
 
 
-def _no_length(ranks: Sequence[int], told: Sequence[Any]) -> str:
-    without = [rank for rank, length in zip(ranks, told, strict=True) if length is None]
+def _no_length(ranks: Sequence[int], lengths: Sequence[Any]) -> str:
+    without = [rank for rank, length in zip(ranks, lengths, strict=True) if length is None]
     return (
-        f"check_lengths: the loader has no len() on {ranks_text(without)}, so nobody can tell how many batches it gives; check a "
-        "loader with a length, or let `for batch in sm.join(loader, mesh)` end the loop on all ranks at once"
+        f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of batches is unknown; pass a loader with a "
+        "length, or write `for batch in sm.join(loader, mesh)`, which ends the loop on all ranks at once"
     )
 
 
-def _uneven(ranks: Sequence[int], told: Sequence[int]) -> str:
-    """Who has how many, the few first: they are the odd ones."""
+def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
+    """Return the error text; ranks in the minority come first."""
     having: dict[int, list[int]] = {}
-    for rank, length in zip(ranks, told, strict=True):
+    for rank, length in zip(ranks, lengths, strict=True):
         having.setdefault(length, []).append(rank)
     fewest_first = sorted(having.items(), key=lambda item: len(item[1]))
     who = ", ".join(f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {length}" for length, some in fewest_first)
     return (
-        f"check_lengths: of batches, {who}: give all ranks as many, or write `for batch in sm.join(loader, mesh)`: all ranks stop "
-        f"after {min(told)}, or with mode='shadow' or mode='empty' all run {max(told)} steps, some of them without samples"
+        f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in sm.join(loader, mesh)`: all stop "
+        f"after {min(lengths)}, or with mode='shadow' or mode='empty' run {max(lengths)} steps, some of them without samples"
     )

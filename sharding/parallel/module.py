@@ -27,21 +27,21 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """distribute_module(module, mesh, partition_fn) -> the module, its parameters and buffers sharded in place.
+    """distribute_module(module, mesh, partition_fn) -> the module, with its parameters and buffers sharded in place.
 
-    Its `repr` says from then on how each of them lies.
+    From then on its `repr` shows their layouts.
 
     Args:
         module: any module.
         device_mesh: the mesh; by default that of `with mesh:`.
-        partition_fn: `(name, submodule, mesh)`, called for every submodule; it replaces parameters by sharded ones, for
-            instance with `shard_parameter`. What it leaves plain becomes replicated; tied parameters stay tied.
+        partition_fn: `(name, submodule, mesh)`, called for every submodule to replace parameters by sharded ones, for
+            instance with `shard_parameter`. Parameters that it leaves plain become replicated; tied parameters stay tied.
         input_fn: `(module, inputs, mesh) -> inputs`, run before the module's forward.
         output_fn: `(module, outputs, mesh) -> outputs`, run after it.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
-        ValueError: a tied parameter that `partition_fn` placed in two ways.
+        ValueError: `partition_fn` gave a tied parameter two layouts.
 
     Communication: one all_to_all per parameter and buffer; none if `src_data_rank` is None.
 
@@ -93,7 +93,7 @@ def shard_parameter(
 def sharded_parameter(
     tensor: Tensor | None, mesh: DeviceMesh, placements: Any, src_data_rank: int | None
 ) -> nn.Parameter:
-    """A parameter with the values of `tensor`, laid out on the mesh."""
+    """Return a parameter with the values of `tensor`, sharded over the mesh."""
     if tensor is None:
         raise TypeError("expected a tensor, got None")
     value = distribute_tensor(tensor.detach(), mesh, placements, src_data_rank=src_data_rank)
@@ -108,11 +108,11 @@ def _replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | No
                 shard_parameter(module, name, mesh, src_data_rank=src_data_rank)
 
 
-Places = list[tuple[dict[str, Any], str]]  # a module's table of parameters or buffers, and a name in it
+Places = list[tuple[dict[str, Any], str]]  # modules' dicts of parameters or buffers, and names in them
 
 
 def _tied_places(module: nn.Module) -> list[Places]:
-    """The places of each parameter or buffer that stands in several."""
+    """Return the places of each parameter or buffer that has several."""
     places: dict[int, Places] = {}
     for submodule in module.modules():
         for table in (submodule._parameters, submodule._buffers):
@@ -122,14 +122,14 @@ def _tied_places(module: nn.Module) -> list[Places]:
 
 
 def _tie(tied: list[Places]) -> None:
-    """Put one sharded tensor in all places that shared one."""
+    """Set the same sharded tensor in all places that shared one tensor."""
     for places in tied:
         sharded = [table[name] for table, name in places if isinstance(table[name], ShardedTensor)]
         layouts = {x._layout for x in sharded}
         if len(layouts) > 1:
             names = [name for _, name in places]
             raise ValueError(
-                f"a tensor that {names} share was placed as {' and '.join(sorted(map(str, layouts)))}; place it once"
+                f"a tensor that {names} share was sharded as {' and '.join(sorted(map(str, layouts)))}; shard it once"
             )
         for table, name in places if sharded else ():
             table[name] = sharded[0]

@@ -1,1 +1,1 @@
-"""What a training loop needs beside model and optimizer: clipping, norms, averages, loss scaling, batches."""
+"""Utilities of a training loop: gradient clipping, norms, averages, loss scaling, samplers and batches."""

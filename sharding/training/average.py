@@ -1,4 +1,4 @@
-"""A moving average of a model's parameters, which lies as they do."""
+"""`EMA`: a moving average of a model's parameters, laid out as they are."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 class EMA:
-    """EMA(model, decay): exponential moving average of the parameters that are trained, by path, sharded as they are.
+    """EMA(model, decay): exponential moving average of the trained parameters, by path, sharded as they are.
 
-        average = decay * average + (1 - decay) * parameter        at each `update()`, on each rank's own parts
+        average = decay * average + (1 - decay) * parameter        at each `update()`, on local parts
 
-    Averages of 16-bit parameters are kept in float32: a small step of theirs would be rounded away. A tied parameter has one average;
+    Averages of 16-bit parameters are kept in float32, so that small steps are not rounded away. A tied parameter has one average;
     buffers and parameters that require no gradient have none.
 
     Args:
-        model: the module, with its parameters where they shall lie (after `fully_shard` and the like).
-        decay: how much of the average stays at an update, from 0 to 1.
+        model: the module, after `fully_shard` and the like.
+        decay: the weight of the old average in an update, from 0 to 1.
 
     Attributes:
         decay: as given; it may be changed.
-        average: path -> the averages, which begin as copies of the parameters.
-        updates: how many updates there have been.
+        average: path -> average, initially a copy of the parameter.
+        updates: the number of updates so far.
 
     Raises:
         ValueError: on every rank, a decay outside [0, 1]; a model with no parameter that requires grad.
 
-    Communication: none, in any of its methods but `load_state_dict` of averages that lie otherwise.
+    Communication: none, except in `load_state_dict` of averages with another layout.
 
     Example:
         >>> ema = sm.EMA(model, decay=0.999)
@@ -45,7 +45,7 @@ class EMA:
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay <= 1:
-            raise ValueError(f"EMA(decay={decay}): the part of the average that stays is from 0 to 1, such as 0.999")
+            raise ValueError(f"EMA(decay={decay}): decay must be from 0 to 1, such as 0.999")
         self.decay, self.updates = decay, 0
         self._parameters = {path: p for path, p in model.named_parameters() if p.requires_grad}
         if not self._parameters:
@@ -55,15 +55,15 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters as they are now into the average; after each step of the optimizer.
+        """Update the average from the current parameters; call it after each step of the optimizer.
 
         Raises:
             RuntimeError: on every rank, inside `swapped()`.
-            ValueError: on every rank, a parameter that lies otherwise than when the average was made.
+            ValueError: on every rank, a parameter whose layout has changed since the average was made.
         """
         if self._is_swapped:
             raise RuntimeError("EMA.update() inside swapped(): the parameters are the average there; update after the block")
-        self._check_places()
+        self._check_layouts()
         averages, parameters = list(self.average.values()), [p.detach() for p in self._parameters.values()]
         for some in _by_dtype(parameters):
             now = [parameters[i].to(averages[i].dtype) for i in some]
@@ -72,35 +72,35 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model has the averages for parameters, and `average` has the parameters.
+        """Swap parameters and averages inside the block: the model uses the averages, `average` has the parameters.
 
-        Values are exchanged in place, with one parameter's part more in memory at a time, so that who holds the parameters (an
-        optimizer, a layer's buffer) keeps them. A 16-bit parameter is put back bit for bit.
+        Values are swapped in place, with one more local part in memory at a time, so references to parameters (in an optimizer) stay
+        valid. A 16-bit parameter is restored bit for bit.
 
         Raises: RuntimeError on every rank, inside another `swapped()`.
         """
         if self._is_swapped:
             raise RuntimeError("EMA.swapped() inside swapped(): the parameters are the average already")
-        self._check_places()
-        self._exchange()
+        self._check_layouts()
+        self._swap()
         self._is_swapped = True
         try:
             yield
         finally:
             self._is_swapped = False
-            self._exchange()
+            self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        """{"decay", "updates", "average": {path: tensor}}; the tensors are the averages themselves."""
+        """Return {"decay", "updates", "average": {path: tensor}}; the tensors are not copied."""
         self._refuse_swapped("state_dict")
         return {"decay": self.decay, "updates": self.updates, "average": dict(self.average)}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the averages of a `state_dict`.
+        """Load the averages of a `state_dict`.
 
         Raises: ValueError on every rank, before anything is changed: paths or shapes that differ from the model's.
-        Communication: for averages that lie otherwise than the parameters, their redistribution; else none.
+        Communication: for averages with another layout, their redistribution; else none.
         """
         self._refuse_swapped("load_state_dict")
         given: Mapping[str, Tensor] = state["average"]
@@ -116,7 +116,7 @@ class EMA:
         return f"EMA({len(self.average)} parameters, decay={self.decay}, updates={self.updates})"
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for path, p in self._parameters.items():
             before, average = p.detach().to(self.average[path].dtype, copy=True), self.average[path]
             p.copy_(average)
@@ -126,28 +126,28 @@ class EMA:
         if self._is_swapped:
             raise RuntimeError(f"EMA.{what}() inside swapped(): the averages are in the model there; call it outside the block")
 
-    def _check_places(self) -> None:
+    def _check_layouts(self) -> None:
         for path, p in self._parameters.items():
             average = self.average[path]
-            if _place(p) != _place(average):
+            if _layout_key(p) != _layout_key(average):
                 now, then = (f"{x._layout}" if isinstance(x, ShardedTensor) else f"a plain {list(x.shape)}" for x in (p, average))
                 raise ValueError(
-                    f"EMA: {path} is {now}, and its average {then}; make the EMA after the model is laid out, or load its state into a "
+                    f"EMA: {path} is {now}, but its average {then}; make the EMA after the model is sharded, or load its state into a "
                     "new one"
                 )
 
 
 def _copy(p: Tensor) -> Tensor:
-    """The same values and layout, at least in float32."""
+    """Return a copy with the same layout, at least in float32."""
     return p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
 
 
-def _place(x: Tensor) -> Any:
+def _layout_key(x: Tensor) -> Any:
     return (x.mesh, x.spec, x.shape) if isinstance(x, ShardedTensor) else x.shape
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Numbers of tensors that one list operator may have."""
+    """Return the indices of tensors that one `foreach` operator can process."""
     found: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         found.setdefault((x.device, x.dtype, isinstance(x, ShardedTensor)), []).append(i)
@@ -155,13 +155,13 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _check_same(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Raises: ValueError where paths or shapes differ."""
+    """Raise a ValueError if paths or shapes differ."""
     missing, unknown = [p for p in own if p not in given], [p for p in given if p not in own]
     if missing or unknown:
         raise ValueError(
-            f"EMA.load_state_dict: the state has no average of {missing or 'nothing'}, and one of {unknown or 'nothing'}, which the "
-            f"model has not; it has {list(own)}"
+            f"EMA.load_state_dict: the state lacks averages of {missing or 'nothing'}, and has averages of {unknown or 'nothing'}, which "
+            f"the model does not have; it has {list(own)}"
         )
     for path, x in own.items():
         if given[path].shape != x.shape:
-            raise ValueError(f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, and the parameter {list(x.shape)}")
+            raise ValueError(f"EMA.load_state_dict: the average of {path} is {list(given[path].shape)}, the parameter {list(x.shape)}")

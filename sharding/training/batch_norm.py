@@ -1,4 +1,4 @@
-"""Synchronised batch norms on sharded batches: by the rule of batch norm, whose statistics are those of the whole batch."""
+"""`convert_sync_batchnorm`: `nn.SyncBatchNorm` on sharded batches, by the rule of batch norm."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """convert_sync_batchnorm(module) -> the module, whose `nn.SyncBatchNorm`s take sharded batches as well, on any device.
+    """convert_sync_batchnorm(module) -> the module; its `nn.SyncBatchNorm`s then accept sharded batches, too, on any device.
 
-    Batch norms of sharded batches need no synchronisation of their own: `nn.BatchNorm1d`, `2d` and `3d` give the statistics of the
-    whole batch already, with one small all_reduce forward and one backward. A model that has been made with
-    `nn.SyncBatchNorm.convert_sync_batchnorm` would call torch's own collectives on the wrappers, and fail; after this it does as the
-    others do. Plain batches are treated as before.
+    `nn.BatchNorm1d`, `2d` and `3d` use the statistics of the whole sharded batch already, with one small all_reduce forward and one
+    backward. A model made with `nn.SyncBatchNorm.convert_sync_batchnorm` would call torch's collectives on `ShardedTensor`s and fail;
+    after this call it behaves as the others. Plain batches are treated as before.
 
     Args:
-        module: any module; it is changed in place. Parameters, buffers and names stay.
+        module: any module; it is changed in place. Parameters, buffers and names do not change.
 
     Communication: none here.
 
@@ -26,12 +25,12 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     for submodule in module.modules():
         if type(submodule) is nn.SyncBatchNorm:
-            submodule.__class__ = _ByRule
+            submodule.__class__ = _ShardedSyncBatchNorm
     return module
 
 
-class _ByRule(nn.SyncBatchNorm):
-    """A synchronised batch norm that leaves sharded batches to the rule of `F.batch_norm`."""
+class _ShardedSyncBatchNorm(nn.SyncBatchNorm):
+    """A SyncBatchNorm that uses the rule of `F.batch_norm` for sharded batches."""
 
     def forward(self, input: Tensor) -> Tensor:
         if isinstance(input, ShardedTensor):

@@ -1,4 +1,4 @@
-"""What a change of the number of ranks does to the batch, and what learning rate goes with it."""
+"""`batch_report`: the effective batch size, and the learning rate after a change of the number of ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .sampler import data_axes
 
 @dataclass(frozen=True)
 class BatchReport:
-    """How many samples an update is made of; prints as a table.
+    """The number of samples per update; prints as a table.
 
     Attributes:
-        per_rank: samples that a rank has at a time.
-        ranks: how many ranks have different samples.
-        accumulation: micro-batches for an update.
-        lr: the learning rate that goes with it; None where none was said.
-        before: the same, of the run that is compared with.
+        per_rank: samples per rank and micro-batch.
+        ranks: the number of ranks with different samples.
+        accumulation: micro-batches per update.
+        lr: its learning rate; None if not given.
+        before: the report of the earlier run.
     """
 
     per_rank: int
@@ -33,34 +33,34 @@ class BatchReport:
 
     @property
     def effective(self) -> int:
-        """Samples for an update."""
+        """Samples per update."""
         return self.per_rank * self.ranks * self.accumulation
 
     @property
     def ratio(self) -> float:
-        """The effective batch relative to the one before; 1 where there was none."""
+        """The effective batch relative to that of the earlier run; 1 if there is none."""
         return 1.0 if self.before is None else self.effective / self.before.effective
 
     @property
     def linear_lr(self) -> float | None:
-        """The learning rate before times `ratio`, as for SGD: Goyal et al. 2017, arXiv:1706.02677."""
+        """The earlier learning rate times `ratio`, as for SGD: Goyal et al. 2017, arXiv:1706.02677."""
         return self._scaled(self.ratio)
 
     @property
     def sqrt_lr(self) -> float | None:
-        """The learning rate before times the square root of `ratio`, as for Adam: Malladi et al. 2022, arXiv:2205.10287."""
+        """The earlier learning rate times the square root of `ratio`, as for Adam: Malladi et al. 2022, arXiv:2205.10287."""
         return self._scaled(math.sqrt(self.ratio))
 
     @property
     def same_accumulation(self) -> int | None:
-        """How many micro-batches make the effective batch the same as before; None where no number does."""
+        """The number of micro-batches that gives the earlier effective batch; None if there is none."""
         if self.before is None:
             return self.accumulation
         found, rest = divmod(self.before.effective, self.per_rank * self.ranks)
         return None if rest or not found else found
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: numbers only, without what was before. `batch_report(before=...)` takes it."""
+        """Return the numbers for a checkpoint, without `before`. `batch_report(before=...)` accepts them."""
         return {name: value for name, value in asdict(self).items() if name != "before"}
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def batch_report(
     lr: float | None = None,
     before: BatchReport | Mapping[str, Any] | None = None,
 ) -> BatchReport:
-    """batch_report(per_rank, mesh, axes) -> how many samples an update has, and what lr goes with that when it has changed.
+    """batch_report(per_rank, mesh, axes) -> the samples per update, and scaled learning rates if that has changed.
 
                                           before        now
         per_rank                               8          8
@@ -99,16 +99,16 @@ def batch_report(
         lr, by the square root                    0.0002121
 
     Args:
-        per_rank: samples that a rank has at a time.
+        per_rank: samples per rank and micro-batch.
         mesh: the mesh, by default that of `with mesh:` or `set_mesh`.
-        axes: along which ranks have different samples; may be left out where the mesh has one axis.
-        accumulation: micro-batches for an update.
-        lr: the learning rate that goes with it, for a later report to scale.
-        before: the report of the run that is gone on with, or its `state_dict()`.
+        axes: the axes along which ranks have different samples; optional if the mesh has one axis.
+        accumulation: micro-batches per update.
+        lr: the learning rate, for a later report to scale.
+        before: the report of the resumed run, or its `state_dict()`.
 
     Raises:
         ValueError: on every rank, a number of samples or micro-batches below 1.
-        MeshError: on every rank, unknown axes, or none where the mesh has several.
+        MeshError: on every rank, unknown axes, or none if the mesh has several.
 
     Communication: none.
 
@@ -117,7 +117,7 @@ def batch_report(
         >>> print(report)
     """
     if per_rank < 1 or accumulation < 1:
-        raise ValueError(f"batch_report(per_rank={per_rank}, accumulation={accumulation}): both are at least 1")
+        raise ValueError(f"batch_report(per_rank={per_rank}, accumulation={accumulation}): both must be at least 1")
     mesh = given_or_current(mesh)
     ranks = mesh.size(data_axes("batch_report", mesh, axes))
     earlier = BatchReport(**before) if isinstance(before, Mapping) else before

@@ -1,4 +1,4 @@
-"""Batches of a loader as sharded tensors: each rank loads its part."""
+"""`batches`: the batches of a loader as sharded tensors; each rank loads its part."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from .sampler import DistributedSampler
 
 
 def batches(loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P | None = None) -> Batches:
-    """batches(loader, mesh, P("dp")) -> the loader's batches, each rank's rows being its part of the rows of one sharded batch.
+    """batches(loader, mesh, P("dp")) -> the loader's batches as sharded tensors; each rank's rows are its part.
 
         rank 0 loads rows [a b]                              x  [a b c d]  P("dp")
         rank 1 loads rows [c d]                        ->    x  [e f g]    P("dp"), in parts of 2 and 1 rows
         last step: rank 0 loads [e f], rank 1 [g]
 
-    A last batch is as short as it is, and a rank may have no rows of it: no sample is repeated, and all ranks take as many steps.
+    The last batch may be short, and a rank may have no rows of it: no sample is repeated, and all ranks take the same number of steps.
 
     Args:
-        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or anything else that gives this rank's batches,
-            the same to ranks that differ only along other axes.
-        mesh: the mesh; with one set it may be left out: `batches(loader, P("dp"))`.
-        spec: how a batch lies: dim 0, the batch dim, is split over the axes along which ranks load different rows. Other dims may be split
-            as well, P("dp", "cp"): of those each rank loads all, and keeps its part. For tensors with fewer dims, what they have of it.
+        loader: a DataLoader with a `DistributedSampler` along the axes of the batch dim; or any iterable of this rank's batches, which
+            must be the same on ranks that differ only along other axes.
+        mesh: the mesh; optional if one is set: `batches(loader, P("dp"))`.
+        spec: the spec of a batch: dim 0, the batch dim, is split over the axes along which ranks load different rows. If other dims are
+            split, as in P("dp", "cp"), each rank loads them whole and keeps its part. Tensors with fewer dims use the first entries.
 
     Returns:
-        An iterable with a length, to be gone through once an epoch. In a batch (any pytree), tensors and arrays with dims become
-        `ShardedTensor`s on the mesh's device; all else stays.
+        An iterable with a length, to iterate over once per epoch. In a batch (any pytree), tensors and arrays with dims become
+        `ShardedTensor`s on the mesh's device; other leaves do not change.
 
     Raises:
-        ValueError, TypeError: on every rank, a spec that is no `P`, is pending or has sizes; a sampler for another number of ranks
-            or other axes. On the rank where it happens: a tensor that has not as many rows as the batch has samples.
+        ValueError, TypeError: on every rank, a spec that is not a `P`, is pending or has sizes; a sampler for another number of ranks
+            or other axes. On one rank: a tensor whose number of rows is not the number of samples in the batch.
 
-    Communication: with a `DistributedSampler`, none. With other loaders that of `sm.join`, and one small all_gather a batch over the axes
-        of the batch dim.
+    Communication: with a `DistributedSampler`, none. With other loaders that of `sm.join`, and one small all_gather per batch over the
+        axes of the batch dim.
 
     Example:
         >>> loader = DataLoader(dataset, batch_size=8, sampler=sm.DistributedSampler(dataset, mesh=mesh, axes="dp"))
@@ -54,7 +54,7 @@ def batches(loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P |
 
 
 class Batches:
-    """What `batches` returns.
+    """The result of `batches`.
 
     Attributes:
         loader, mesh, spec: as given.
@@ -62,9 +62,9 @@ class Batches:
 
     def __init__(self, loader: Iterable[Any], mesh: DeviceMesh, spec: Any) -> None:
         if not isinstance(spec, P):
-            raise TypeError(f'batches(spec={spec!r}): write a P, whose first entry is the axes that split the batch, such as P("dp")')
+            raise TypeError(f'batches(spec={spec!r}): spec must be a P whose first entry has the axes of the batch, such as P("dp")')
         if spec.unreduced or spec.sizes:
-            raise ValueError(f"batches(spec={spec}): data that is loaded is not pending, and its sizes are as it comes; name axes only")
+            raise ValueError(f"batches(spec={spec}): loaded data is not pending and has the loader's sizes; write a P of axes only")
         self.loader, self.mesh, self.spec = loader, mesh, spec
         self._axes = spec.dims[0] if spec.dims else ()
         mesh.size(self._axes) if self._axes else None
@@ -73,26 +73,26 @@ class Batches:
             _check_sampler(self._sampler, mesh, self._axes)
 
     def __len__(self) -> int:
-        """How many batches the next iteration gives, on every rank; of loaders without a `DistributedSampler`, how many this rank has."""
+        """Return the number of batches of the next iteration; without a `DistributedSampler`, the number that this rank has."""
         return len(self.loader) if self._sampler is None else len(self._rows())  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._told() if self._sampler is None else self._known(self._sampler)
+        return self._with_exchanged_sizes() if self._sampler is None else self._with_known_sizes(self._sampler)
 
-    def _known(self, sampler: DistributedSampler) -> Iterator[Any]:
-        """Where every rank knows how many rows all have."""
+    def _with_known_sizes(self, sampler: DistributedSampler) -> Iterator[Any]:
+        """Yield batches if every rank knows the rows of all."""
         rows, batch = self._rows(), None
         sampler.begin() if rows else sampler.finish()
         coming = iter(self.loader)
         for step, sizes in enumerate(rows):
             mine = sizes[sampler.rank]
             batch = next(coming) if mine else _without_rows(self.loader, batch)
-            placed = self._placed(batch, sizes, mine)
+            sharded = self._to_sharded(batch, sizes, mine)
             sampler.finish() if step == len(rows) - 1 else sampler.advance(sum(sizes))  # before the loop's body, which may save it
-            yield placed
+            yield sharded
 
     def _rows(self) -> list[tuple[int, ...]]:
-        """By step, how many rows each rank along the axes of the batch dim has."""
+        """Return by step the number of rows of each rank along the axes of the batch dim."""
         loader: Any = self.loader
         size, lengths = loader.batch_size, loader.sampler.lengths()
         if loader.drop_last:
@@ -100,21 +100,21 @@ class Batches:
         starts = range(0, max(lengths, default=0), size)
         return [tuple(min(max(length - start, 0), size) for length in lengths) for start in starts]
 
-    def _told(self) -> Iterator[Any]:
-        """Where ranks tell each other."""
+    def _with_exchanged_sizes(self) -> Iterator[Any]:
+        """Yield batches if ranks have to exchange their numbers of rows."""
         if not self._axes:
             for batch in self.loader:
-                yield self._placed(batch, (), _row_count(batch))
+                yield self._to_sharded(batch, (), _row_count(batch))
             return
         group = self.mesh.group(self._axes)
         order = sorted(range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i]))
         for batch in join(self.loader, self.mesh, self._axes, mode="empty"):
             mine = _row_count(batch)
-            told = group.all_gather_object(mine)
-            yield self._placed(batch, tuple(told[i] for i in order), mine)
+            row_counts = group.all_gather_object(mine)
+            yield self._to_sharded(batch, tuple(row_counts[i] for i in order), mine)
 
-    def _placed(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
-        """The batch, its arrays as sharded tensors; `sizes` by place along the axes of the batch dim."""
+    def _to_sharded(self, batch: Any, sizes: Sequence[int], mine: int) -> Any:
+        """Return the batch with arrays as sharded tensors; `sizes` are by position along the axes of the batch dim."""
         total = sum(sizes) if sizes else mine
 
         def place(path: Any, x: Any) -> Any:
@@ -122,8 +122,8 @@ class Batches:
                 return x
             if len(x) != mine:
                 raise ValueError(
-                    f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} rows, and this rank's batch {mine} "
-                    "samples; have the loader's collate_fn give one row a sample along dim 0"
+                    f"batches: batch{pytree.keystr(path)} of shape {list(x.shape)} has {len(x)} rows, but this rank's batch has {mine} "
+                    "samples; make the loader's collate_fn return one row per sample along dim 0"
                 )
             dims = self.spec.dims[: x.ndim]
             where = P(*dims, sizes={self._axes: tuple(sizes)}) if sizes else P(*dims)
@@ -136,20 +136,20 @@ class Batches:
 
 
 def _sampler_of(loader: Any) -> DistributedSampler | None:
-    """The loader's own sampler of single samples, if it is one of ours."""
+    """Return the loader's sampler of single samples, if it is a `DistributedSampler` of this library."""
     found = isinstance(loader, DataLoader) and loader.batch_size is not None and isinstance(loader.sampler, DistributedSampler)
     return loader.sampler if found else None  # type: ignore[return-value]
 
 
 def _check_sampler(sampler: DistributedSampler, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
-    """Raises: ValueError where the sampler deals samples to others than the ranks along the axes."""
+    """Raise a ValueError if the sampler is not for the ranks along the axes."""
     ranks = mesh.size(axes) if axes else 1
     place = mesh.index_along(axes)
     alike = sampler.axes is None or sampler.num_replicas == 1 or sampler.axes == axes
     if sampler.num_replicas != ranks or sampler.rank != place or not alike:
         dealt = f"{sampler.num_replicas} ranks" + (f" along {sampler.axes}" if sampler.axes else f", of which this is {sampler.rank}")
         raise ValueError(
-            f"batches: the sampler deals samples to {dealt}, and the batch dim is split over {ranks} along {axes} of {mesh!r}; make "
+            f"batches: the sampler is for {dealt}, but the batch dim is split over {ranks} along {axes} of {mesh!r}; make "
             f"it with DistributedSampler(dataset, mesh=mesh, axes={axes})"
         )
 
@@ -159,14 +159,14 @@ def _is_array(x: Any) -> bool:
 
 
 def _row_count(batch: Any) -> int:
-    """Rows of the first array. Raises: TypeError where there is none."""
+    """Return the rows of the first array. Raises: TypeError if there is none."""
     for x in pytree.tree_leaves(batch):
         if _is_array(x):
             return len(x)
-    raise TypeError(f"batches: a batch of type {type(batch).__name__} has no tensor with rows; let the loader give tuples, lists or dicts")
+    raise TypeError(f"batches: a batch of type {type(batch).__name__} has no tensor with rows; return tuples, lists or dicts")
 
 
 def _without_rows(loader: Any, like: Any) -> Any:
-    """A batch without samples, like another one, or like the one that the first sample would make."""
+    """Return a batch without rows, like another one, or like one of the first sample."""
     batch = loader.collate_fn([loader.dataset[0]]) if like is None else like
     return pytree.tree_map(lambda x: x[:0] if _is_array(x) else x, batch)

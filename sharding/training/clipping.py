@@ -1,4 +1,4 @@
-"""Clipping of gradients, wherever they lie."""
+"""Gradient clipping for sharded and plain parameters."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Tensors = Tensor | Iterable[Tensor]
 def get_total_norm(
     tensors: Tensors, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
 ) -> Tensor:
-    """get_total_norm(tensors) -> the norm of all their elements: a plain 0-d tensor, the same on every rank.
+    """get_total_norm(tensors) -> the norm of all elements: a plain 0-d tensor, the same on every rank.
 
-    `torch.nn.utils.get_total_norm` for tensors of any layouts, on any meshes, beside plain ones, which are taken to be the same on
+    `torch.nn.utils.get_total_norm` for tensors of any layouts, on any meshes, and plain ones, which must be the same on
     every rank.
 
     Args:
         tensors: as for torch.
         norm_type: 2, any other positive number, or math.inf.
-        error_if_nonfinite: raise where the norm is infinite or NaN.
-        foreach: taken for torch's sake; parts are always gone through as lists.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
+        foreach: accepted for compatibility; `foreach` operators are always used.
 
     Returns:
-        In the dtype of the tensors, but no narrower than float32. On a rank outside all meshes: NaN.
+        In the dtype of the tensors, at least float32. On a rank outside all meshes: NaN.
 
     Raises:
         ValueError: on every rank, a tensor that is still pending; a `norm_type` that is not positive.
@@ -41,7 +41,7 @@ def get_total_norm(
     Example:
         >>> sm.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     """
-    ord, found = checked_ord("get_total_norm", norm_type), _listed(tensors)
+    ord, found = checked_ord("get_total_norm", norm_type), _as_list(tensors)
     check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(found)})
     return _total("get_total_norm", found, ord, error_if_nonfinite)
 
@@ -54,26 +54,26 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients before; they are scaled in place to at most `max_norm`.
+    """clip_grad_norm_(parameters, max_norm) -> the norm of all gradients; then they are scaled in place to at most `max_norm`.
 
         rank 0   grads [3 .]        norm 5 on both       [.6  . ]
         rank 1   grads [. 4]   ->   one all_reduce  ->   [ . .8 ]      max_norm=1
 
-    `torch.nn.utils.clip_grad_norm_` works on sharded parameters, too, with a collective for each layout of gradients and one at the
-    end; this is one for all.
+    `torch.nn.utils.clip_grad_norm_` also works on sharded parameters, with a collective for each layout of gradients and one at the
+    end; this function needs one in total.
 
     Args:
-        parameters: as for torch, or a module. Sharded on any meshes, and plain, whose gradients are taken to be the same on every rank.
-            Gradients that are None are left out.
-        max_norm: what the norm is afterwards at most; gradients are multiplied by min(max_norm / (norm + 1e-6), 1), as torch does.
+        parameters: as for torch, or a module. Sharded on any meshes, or plain with the same gradients on every rank.
+            Parameters without a gradient are skipped.
+        max_norm: the maximum norm; gradients are multiplied by min(max_norm / (norm + 1e-6), 1), as in torch.
         norm_type, error_if_nonfinite: as for `get_total_norm`.
         foreach: as for `get_total_norm`.
 
     Returns:
-        A plain 0-d tensor, the same on every rank; NaN on a rank outside all meshes, which has nothing to scale.
+        A plain 0-d tensor, the same on every rank; NaN on a rank outside all meshes.
 
     Raises:
-        ValueError: on every rank, gradients that are still pending, as they are inside `accumulate_grads()`: then no gradient is
+        ValueError: on every rank, gradients that are still pending, as inside `accumulate_grads()`; no gradient is
             changed. Clip after the block.
         RuntimeError: on every rank that knows the norm, as `error_if_nonfinite` says; no gradient is changed.
 
@@ -93,7 +93,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensors | nn.Module, clip_value: float, foreach: bool | None = None) -> None:
-    """clip_grad_value_(parameters, clip_value): every element of the gradients is put into [-clip_value, clip_value], in place.
+    """clip_grad_value_(parameters, clip_value): clamp every element of the gradients to [-clip_value, clip_value], in place.
 
     Args:
         parameters: as for `clip_grad_norm_`.
@@ -101,7 +101,7 @@ def clip_grad_value_(parameters: Tensors | nn.Module, clip_value: float, foreach
         foreach: as for torch.
 
     Raises:
-        ValueError: on every rank, gradients that are still pending: then no gradient is changed.
+        ValueError: on every rank, gradients that are still pending; no gradient is changed.
 
     Communication: none.
 
@@ -116,18 +116,18 @@ def clip_grad_value_(parameters: Tensors | nn.Module, clip_value: float, foreach
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _listed(tensors: Tensors) -> list[Tensor]:
+def _as_list(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _parameters(parameters: Tensors | nn.Module) -> list[Tensor]:
-    return list(parameters.parameters()) if isinstance(parameters, nn.Module) else _listed(parameters)
+    return list(parameters.parameters()) if isinstance(parameters, nn.Module) else _as_list(parameters)
 
 
-def _grads(what: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
-    """By place, those that there are. Raises: ValueError where one is pending."""
+def _grads(name: str, parameters: list[Tensor]) -> Mapping[str, Tensor]:
+    """Return the existing gradients by name. Raises: ValueError if one is pending."""
     grads = {f"parameters[{i}].grad": p.grad for i, p in enumerate(parameters) if p.grad is not None}
-    check_reduced(what, grads)
+    check_reduced(name, grads)
     return grads
 
 
@@ -136,12 +136,12 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([g for g in grads if g.device == device], factor.to(device))
 
 
-def _total(what: str, tensors: list[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:
+def _total(name: str, tensors: list[Tensor], ord: float, error_if_nonfinite: bool) -> Tensor:
     total = total_norm(tensors, ord)
     if error_if_nonfinite and (total.isnan() or total.isinf()) and tally_of(tensors).known:
         raise RuntimeError(
-            f"{what}: the norm of order {ord:g} of {len(tensors)} tensors is {total.item()}, so they cannot be clipped by it; skip this "
-            "step, or pass error_if_nonfinite=False to go on with it"
+            f"{name}: the norm of order {ord:g} of {len(tensors)} tensors is {total.item()}, so they cannot be clipped by it; skip this "
+            "step, or pass error_if_nonfinite=False to continue"
         )
     return total.to(_dtype(tensors))
 

@@ -1,4 +1,4 @@
-"""Norms of many tensors, by path, in one collective."""
+"""Norms of many tensors by path, with one collective."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, 
         "head.weight"   on another mesh   [ .  0.9]  /
 
     Args:
-        tensors: a module, whose parameters are meant (a tied one once); a dict of tensors by path; or pairs (path, tensor).
-            Sharded tensors on any meshes, and plain ones, which are taken to be the same on every rank.
-        of: "parameter" for the tensors themselves, "grad" for their gradients; those that have none are left out.
+        tensors: a module, for its parameters (a tied one once); a dict of tensors by path; or pairs (path, tensor).
+            Sharded tensors on any meshes, and plain ones, which must be the same on every rank.
+        of: "parameter" for the tensors themselves, "grad" for their gradients; tensors without one are skipped.
         ord: 2, any other positive number, or math.inf.
 
     Returns:
         A norm for each path, in float32 or float64. On a rank outside all meshes: NaN.
 
     Raises:
-        ValueError: on every rank, a tensor that is still pending, as gradients are inside `accumulate_grads()`; another `of`;
+        ValueError: on every rank, a tensor that is still pending, as gradients inside `accumulate_grads()`; another `of`;
             an `ord` that is not positive.
 
     Communication: one all_reduce of 8 bytes a tensor over the axes that split one of them (over the ranks of all meshes, where there
@@ -57,18 +57,18 @@ def _named(tensors: Any) -> Iterable[tuple[str, Tensor]]:
     return tensors.items() if isinstance(tensors, Mapping) else tensors
 
 
-def check_reduced(what: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuses tensors with a pending reduction, by path. Raises: ValueError."""
+def check_reduced(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError for a tensor with a pending reduction."""
     for path, x in tensors.items():
         if isinstance(x, ShardedTensor) and x._layout.pending:
             raise ValueError(
-                f"{what}: {path} is {x._layout}, still to be reduced over {tuple(x._layout.pending)}, so its size is not known yet; "
-                f"call {what} after the accumulate_grads() block, which reduces gradients at its end, or reduce it with "
-                "redistribute before"
+                f"{name}: {path} is {x._layout}, still to be reduced over {tuple(x._layout.pending)}, so its values are not known yet; "
+                f"call {name} after the accumulate_grads() block, which reduces gradients at its end, or reduce it with "
+                "redistribute first"
             )
 
 
-# -- their parts -------------------------------------------------------------------------------------------------------
+# -- local parts -------------------------------------------------------------------------------------------------------
 
 
 def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
@@ -89,29 +89,29 @@ def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
 
 
 def _agreed(powers: Tensor, ord: float, tensors: Sequence[Tensor]) -> Tensor:
-    """Norms, from what each rank has of their powers."""
+    """Return norms from each rank's share of their powers."""
     tally = tally_of(tensors)
     if ord < math.inf:
-        return tally.agree(powers, "sum", tensors) ** (1 / ord)
-    nan = powers.isnan()  # which a backend's maximum may lose
-    largest, has_nan = tally.agree(torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)]), "max", tensors)
+        return tally.reduce(powers, "sum", tensors) ** (1 / ord)
+    nan = powers.isnan()  # the maximum of a backend may drop NaN
+    largest, has_nan = tally.reduce(torch.stack([powers.masked_fill(nan, 0.0), nan.to(powers.dtype)]), "max", tensors)
     return largest.masked_fill(has_nan > 0, torch.nan)
 
 
-def checked_ord(what: str, ord: Any) -> float:
-    """Raises: ValueError for what is no positive number."""
+def checked_ord(name: str, ord: Any) -> float:
+    """Return the order of a norm as a float. Raises: ValueError unless it is positive."""
     if not float(ord) > 0:
-        raise ValueError(f"{what}: the order of a norm is a positive number, 2.0 by default, or math.inf; got {ord!r}")
+        raise ValueError(f"{name}: the order of a norm must be a positive number or math.inf, got {ord!r}")
     return float(ord)
 
 
 def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tensor:
-    """Of each tensor's part here its norm to the power `ord`, or its largest element; float64."""
+    """Return for each local part its norm to the power `ord`, or its largest element; float64."""
     parts = [_real_part(x) for x in tensors]
     groups: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
         groups.setdefault((part.device, part.dtype) if part.numel() else None, []).append(i)
-    groups.pop(None, None)  # no elements, which torch has no largest of
+    groups.pop(None, None)  # parts without elements, which have no maximum
     found = torch.zeros(len(parts), dtype=torch.float64, device=device)
     for (_, dtype), places in groups.items():
         some = torch._foreach_norm([parts[i] for i in places], ord, dtype=_accumulator(dtype))
@@ -120,7 +120,7 @@ def _powers(tensors: Sequence[Tensor], ord: float, device: torch.device) -> Tens
 
 
 def _real_part(x: Tensor) -> Tensor:
-    """This rank's part, in a dtype that has norms."""
+    """Return this rank's part, in a dtype that has norms."""
     part = x._local if isinstance(x, ShardedTensor) else x
     return part.detach() if part.is_floating_point() or part.is_complex() else part.double()
 

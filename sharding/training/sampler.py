@@ -1,4 +1,4 @@
-"""Which samples each rank loads: all of them once, on any number of ranks, also from the middle of an epoch."""
+"""`DistributedSampler`: each sample once per epoch on any number of ranks, resumable in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ...mesh.errors import MeshError
 
 
 class DistributedSampler(Sampler[int]):
-    """DistributedSampler(dataset, mesh=mesh, axes="dp"): `torch.utils.data.DistributedSampler` that repeats no sample, and can go on.
+    """DistributedSampler(dataset, mesh=mesh, axes="dp"): a resumable `torch.utils.data.DistributedSampler` that repeats no sample.
 
         order of an epoch       3 0 6 2 5 1 4          the same on every rank, and for every number of ranks
-        rank 0 of 2             3   6   5   4          one sample more than rank 1: none is repeated to make them equal
+        rank 0 of 2             3   6   5   4          one sample more than rank 1, instead of a repeated one
         rank 1 of 2               0   2   1
         resumed after 2 samples, on 3 ranks
         rank 0                      6     1
@@ -25,17 +25,17 @@ class DistributedSampler(Sampler[int]):
         rank 2                          5
 
     Args:
-        dataset: anything with a length.
+        dataset: an object with a length.
         num_replicas, rank: as for torch; by default those of the mesh.
-        shuffle, seed, drop_last: as for torch. With `drop_last`, what does not go round the ranks is left out; without it, some ranks
-            have one sample more. `sm.batches` makes one sharded batch of theirs in any case, and `sm.join` ends loops together.
+        shuffle, seed, drop_last: as for torch. With `drop_last`, all ranks have the same number; without it, some ranks have one sample
+            more. `sm.batches` makes sharded batches in both cases, and `sm.join` ends loops together.
         mesh: the mesh, by default that of `with mesh:` or `set_mesh`.
-        axes: along which ranks have different samples, major to minor, as in "dp" or ("dp", "fsdp"); may be left out where the mesh has
+        axes: the axes along which ranks have different samples, major to minor, as in "dp" or ("dp", "fsdp"); optional if the mesh has
             one axis. Ranks that differ only along others have the same samples.
 
     Attributes:
         epoch: of the next iteration.
-        consumed: how many samples of the epoch have been used, by all ranks together. `sm.batches` keeps it; in a loop of your own call
+        consumed: the number of samples of the epoch used by all ranks together. `sm.batches` updates it; in a loop of your own call
             `advance`.
 
     Raises:
@@ -83,50 +83,50 @@ class DistributedSampler(Sampler[int]):
         self.epoch = self.consumed = self._start = 0
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's samples of the epoch, or of what is left of it after `load_state_dict`."""
+        """Yield this rank's samples of the epoch, after `load_state_dict` of the rest of it."""
         yield from self._order()[self._start : self._stop].tolist()[self.rank :: self.num_replicas]
         self._start = 0
 
     def __len__(self) -> int:
-        """How many samples this rank has in the next iteration."""
+        """Return the number of samples of this rank in the next iteration."""
         return self.lengths()[self.rank]
 
     def lengths(self) -> list[int]:
-        """How many samples each rank has in the next iteration."""
+        """Return the number of samples of each rank in the next iteration."""
         count, ranks = self._stop - self._start, self.num_replicas
         return [len(range(rank, count, ranks)) for rank in range(ranks)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch, with an order of its own; nothing happens where it is the one that is under way."""
+        """Begin an epoch, with its own order; do nothing if it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.consumed, self._start = epoch, 0, 0
 
     def begin(self) -> None:
-        """An iteration begins: what has been used so far is what a loaded state says, or nothing."""
+        """Begin an iteration: `consumed` is that of the loaded state, or 0."""
         self.consumed = self._start
 
     def advance(self, samples: int) -> None:
-        """So many more samples have been used, by all ranks together."""
+        """Count samples as used, by all ranks together."""
         self.consumed += samples
 
     def finish(self) -> None:
-        """The epoch is over: the next one begins."""
+        """End the epoch and begin the next one."""
         self.epoch, self.consumed, self._start = self.epoch + 1, 0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """{"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, and good for any number of ranks."""
+        """Return {"epoch", "consumed", "seed", "shuffle", "length"}: the same on every rank, valid for any number of ranks."""
         kept = {"epoch": self.epoch, "consumed": self.consumed, "seed": self.seed, "shuffle": self.shuffle}
         return {**kept, "length": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved: the next iteration gives the samples that had not been used.
+        """Continue from a saved state: the next iteration gives the samples that were not used.
 
-        Raises: ValueError on every rank, a state of a dataset of another length.
+        Raises: ValueError on every rank if the state is of a dataset of another length.
         """
         if state["length"] != len(self.dataset):
             raise ValueError(
-                f"DistributedSampler.load_state_dict: the dataset has {len(self.dataset)} samples, and the state is of one with "
-                f"{state['length']}, whose order is another; load the same dataset, or begin a new epoch with "
+                f"DistributedSampler.load_state_dict: the dataset has {len(self.dataset)} samples, but the state is of one with "
+                f"{state['length']}, which has another order; use the same dataset, or begin a new epoch with "
                 f"set_epoch({state['epoch'] + 1})"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
@@ -134,27 +134,27 @@ class DistributedSampler(Sampler[int]):
 
     @property
     def _stop(self) -> int:
-        """Where the samples end that are dealt out."""
+        """The end of the samples that ranks get."""
         rest = len(self.dataset) - self._start
         return len(self.dataset) - (rest % self.num_replicas if self.drop_last else 0)
 
     def _order(self) -> torch.Tensor:
-        """The samples of the epoch, in torch's order."""
+        """Return the samples of the epoch, in torch's order."""
         if not self.shuffle:
             return torch.arange(len(self.dataset))
         return torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
 
 
-def data_axes(what: str, mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The axes along which data differ; the mesh's one axis where none are named.
+def data_axes(name: str, mesh: DeviceMesh, axes: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the axes along which data differ; the mesh's only axis if none are given.
 
-    Raises: MeshError for unknown axes, or none where there are several.
+    Raises: MeshError for unknown axes, or none if the mesh has several.
     """
     if axes is None and mesh.ndim > 1:
         raise MeshError(
-            f"{what} on {mesh!r}: say along which axes ranks have different data, as in axes={mesh.axis_names[0]!r}; along the others "
+            f"{name} on {mesh!r}: pass the axes along which ranks have different data, as in axes={mesh.axis_names[0]!r}; along the others "
             "they have the same"
         )
     names = mesh.axis_names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    mesh.size(names)  # which knows them
+    mesh.size(names)  # raises for unknown axes
     return names

@@ -1,4 +1,4 @@
-"""torch's gradient scaler, whose ranks find infinities together in one collective."""
+"""`GradScaler`: torch's gradient scaler, with one collective for all parameters."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class GradScaler(torch.amp.GradScaler):
         rank 0   grads [1 inf]       found   all ranks skip the step, and halve the scale
         rank 1   grads [2  3 ]   ->  found
 
-    torch's own works on sharded parameters, too, with an all_reduce for each mesh and dtype of gradients; here it is one for all. And
-    where a mesh has not all ranks, the others learn of it as well, so that all go on with the same scale.
+    torch's own class also works on sharded parameters, with an all_reduce for each mesh and dtype of gradients; this one needs one in
+    total. Ranks outside a mesh also get the result, so that all ranks have the same scale.
 
-    Args: those of `torch.amp.GradScaler`, in the same order; `device` is "cuda" by default. All its methods are there.
+    Args: those of `torch.amp.GradScaler`, in the same order; `device` is "cuda" by default. All its methods are inherited.
 
     Raises:
         ValueError: on every rank, in `unscale_` and `step`: gradients that are still pending, as inside `accumulate_grads()`.
 
-    Communication: in `unscale_`, or in `step` where that was not called, one all_reduce of 4 bytes over the axes that split a parameter
+    Communication: in `unscale_`, or in `step` if that was not called, one all_reduce of 4 bytes over the axes that split a parameter
         (over the ranks of all meshes, where there are several); none where nothing is split.
 
     Example:
@@ -41,10 +41,10 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """`torch.amp.GradScaler.step`: `unscale_` if that was not called, and the optimizer's step where nothing was infinite.
+        """Run `torch.amp.GradScaler.step`: `unscale_` if that was not called, and the optimizer's step if all gradients are finite.
 
-        Fused optimizers, whose kernels torch lets unscale and skip by themselves, are treated like all others: torch would take the
-        scale to the device of the wrappers of sharded tensors, where it loses its value.
+        Fused optimizers, which torch lets unscale and skip in their kernels, are treated like all others: torch would move the scale to
+        the meta device of the wrappers, where it loses its value.
         """
         fuses = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -56,18 +56,18 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What `unscale_` and `step` of torch's class call, in torch 2.11 to 2.13; a test tells when they do not any more."""
+        """Override the method that torch's `unscale_` and `step` call, in torch 2.11 to 2.13; a test notices if that changes."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grads = {f"the gradient of parameter {i}": p.grad for i, p in enumerate(parameters) if p.grad is not None}
         check_reduced("GradScaler", grads)
         if not allow_fp16 and any(g.dtype == torch.float16 for g in grads.values()):
             raise ValueError("GradScaler: the gradients are in float16; keep parameters in float32, and compute in float16 by autocast")
         found = _unscaled(list(grads.values()), inv_scale, found_inf)
-        return {found_inf.device: _agreed(found, parameters)}
+        return {found_inf.device: _reduced(found, parameters)}
 
 
 def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Multiplies this rank's parts; 1.0 where one had an infinity or NaN."""
+    """Unscale this rank's parts; return 1.0 if one has an infinity or NaN."""
     parts: dict[Any, list[Tensor]] = defaultdict(list)
     for g in grads:
         part = g._local if isinstance(g, ShardedTensor) else g
@@ -79,10 +79,10 @@ def _unscaled(grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
     return found_inf
 
 
-def _agreed(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The largest of all ranks, which take part whether they have gradients or not; a rank outside all meshes has found nothing."""
+def _reduced(found_inf: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return the maximum over ranks, which take part also without gradients; a rank outside all meshes contributes 0."""
     tally = tally_of(parameters)
     if not tally.known:
         return found_inf
-    told = found_inf.to(tally.device, copy=True)
-    return tally.agree(told, "max", parameters).to(found_inf.device)
+    value = found_inf.to(tally.device, copy=True)
+    return tally.reduce(value, "max", parameters).to(found_inf.device)

@@ -1,12 +1,12 @@
-"""Numbers of many tensors, such as norms, added up over all ranks in one collective, whatever their layouts and meshes.
+"""Reduction of per-tensor numbers, such as norms, over all ranks with one collective, for any layouts and meshes.
 
-    on (dp=2, tp=2)        who counts
-    w  P("dp", "tp")       every rank its own part
-    b  P("dp")             of the two ranks with the same part one
-    g  P()                 of the four ranks one, another one than for the next such tensor
+    on (dp=2, tp=2)        which ranks count it
+    w  P("dp", "tp")       every rank, its own part
+    b  P("dp")             one of the two ranks with the same part
+    g  P()                 one of the four ranks, another one for the next such tensor
 
-Each element counts once, so the sum over the ranks is that over the tensors. Axes along which no tensor is split take no part: along
-those, every rank has it all.
+Each element counts once, so the sum over ranks is that over tensors. Axes that split no tensor are not reduced over: along
+those, every rank has all parts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _TALLY = seed_of("tally")
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Who adds up what, seen from this rank.
+    """What this rank contributes, and with whom it reduces.
 
     Attributes:
-        group: the ranks that have it all together; None where this rank has it all, or nothing.
-        counted: the numbers of the tensors whose parts count here.
-        device: where the sums are kept.
-        known: whether this rank learns the result: not on a rank outside all meshes.
+        group: the ranks that together have all parts; None if this rank has all, or nothing.
+        counted: the indices of the tensors whose parts this rank counts.
+        device: the device of the sums.
+        known: whether this rank gets the result; False on a rank outside all meshes.
     """
 
     group: Group | None
@@ -46,11 +46,11 @@ class Tally:
     device: torch.device
     known: bool = True
 
-    def agree(self, values: Tensor, op: str, tensors: Sequence[Tensor]) -> Tensor:
-        """The ranks' values combined, in place; NaN on a rank outside all meshes. Communication: at most one all_reduce."""
+    def reduce(self, values: Tensor, op: str, tensors: Sequence[Tensor]) -> Tensor:
+        """Reduce values over the ranks, in place; NaN on a rank outside all meshes. Communication: at most one all_reduce."""
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
-        world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_part(x.mesh)]
+        world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)]
         world.comm_context.tag = CommTag(f"{op} over {len(tensors)} tensors")
         try:
             with comm_context(world, mixed(_TALLY, sharded)):
@@ -61,7 +61,7 @@ class Tally:
 
 
 def tally_of(tensors: Sequence[Tensor]) -> Tally:
-    """Who adds up what of these tensors; plain ones are taken to be the same on every rank. Communication: none."""
+    """Return the tally of these tensors; plain ones count as replicated. Communication: none."""
     layouts = tuple([x._layout if isinstance(x, ShardedTensor) else None for x in tensors])
     first = next((layout for layout in layouts if layout is not None), None)
     if first is None:
@@ -71,7 +71,7 @@ def tally_of(tensors: Sequence[Tensor]) -> Tally:
 
 
 def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
-    splits = [None if layout is None else _split(layout) for layout in layouts]
+    splits = [None if layout is None else _root_and_axes(layout) for layout in layouts]
     roots = list(dict.fromkeys(root for root, _ in filter(None, splits)))
     if len(roots) == 1:
         return _on_one(roots[0], splits)
@@ -79,14 +79,14 @@ def _tally(layouts: Sequence[Layout | None], first: Layout) -> Tally:
     world, device = roots[0].world, roots[0].device
     if world.rank not in ranks:
         return Tally(None, (), device, known=False)
-    home = next(root for root in roots if ranks[0] in root.ranks)  # of whose ranks the first counts plain tensors
+    home = next(root for root in roots if ranks[0] in root.ranks)  # its first rank counts plain tensors
     found = [(home, ()) if split is None else split for split in splits]
     counted = [i for i, (root, split) in enumerate(found) if _counts(root, split, root.axis_names, i * (splits[i] is not None))]
     return Tally(world.group(ranks), tuple(counted), device)
 
 
 def _on_one(mesh: DeviceMesh, splits: Sequence[tuple[DeviceMesh, tuple[str, ...]] | None]) -> Tally:
-    """All on one mesh or parts of it."""
+    """Return the tally of tensors that are all on one mesh or slices of it."""
     if mesh.coordinate is None:
         return Tally(None, (), mesh.device, known=False)
     axes = [() if split is None else split[1] for split in splits]
@@ -98,7 +98,7 @@ def _on_one(mesh: DeviceMesh, splits: Sequence[tuple[DeviceMesh, tuple[str, ...]
 
 
 def _counts(mesh: DeviceMesh, split: Sequence[str], along: Sequence[str], turn: int) -> bool:
-    """Whether this rank is the one of its replicas along these axes whose turn it is."""
+    """Return whether this rank is the replica along these axes that counts the tensor."""
     if mesh.coordinate is None:
         return False
     place, copies = 0, 1
@@ -109,13 +109,13 @@ def _counts(mesh: DeviceMesh, split: Sequence[str], along: Sequence[str], turn: 
     return place == turn % copies
 
 
-def _is_part(mesh: DeviceMesh) -> bool:
-    """Whether this is a part of a mesh: then ranks know what they hold there by another history than others."""
+def _is_slice(mesh: DeviceMesh) -> bool:
+    """Return whether this is a slice of a mesh, on which lineages differ between ranks."""
     return mesh._origin is not None
 
 
-def _split(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
-    """The mesh that the tensor's mesh is a part of, and its axes of more than one rank that split the tensor."""
+def _root_and_axes(layout: Layout) -> tuple[DeviceMesh, tuple[str, ...]]:
+    """Return the root mesh of the tensor's mesh, and its axes of more than one rank that split the tensor."""
     mesh: Any = layout.mesh
     axes = tuple(axis for axis in layout.spec.axes if mesh.size(axis) > 1)
     while mesh._origin is not None:

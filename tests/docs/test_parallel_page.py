@@ -217,7 +217,7 @@ def test_a_row_is_the_form_that_it_names(row):
         for code in programs:
             model = nn.Linear(8, 8)
             eval(code, {"sm": sm, "model": model, "mesh": mesh})
-            form = units_in(model)[0].options.form
+            form = units_in(model)[0].options.stage
             found = form.parameter, form.gradient, form.optimizer
             assert [set(axes) for axes in found] == [set(_axes(cell, mesh)) for cell in row[:3]]
 
@@ -257,13 +257,13 @@ def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Mo
 
 def _gathered(model: nn.Module) -> int:
     """Bytes of gathered parameters on this rank: there, or under way."""
-    levels = [bucket.levels for unit in units_in(model) for bucket in unit._buckets]
-    coming = [one.flat.cutting.parts * one.flat.cutting.piece * BYTES["p"] for one in levels if one._coming is not None]
-    return sum(held.nbytes for one in levels for _, held in one._held.values()) + sum(coming)
+    levels = [bucket.storage for unit in units_in(model) for bucket in unit._buckets]
+    coming = [one.flat.layout.parts * one.flat.layout.piece * BYTES["p"] for one in levels if one._pending is not None]
+    return sum(held.nbytes for one in levels for _, held in one._copies.values()) + sum(coming)
 
 
 def _gradients(model: nn.Module) -> int:
-    waiting = [bucket.waiting for unit in units_in(model) for bucket in unit._buckets if bucket.waiting is not None]
+    waiting = [bucket.deferred for unit in units_in(model) for bucket in unit._buckets if bucket.deferred is not None]
     return sum(x._local.grad.nbytes for x in model.parameters() if x._local.grad is not None) + sum(x.nbytes for x in waiting)
 
 

@@ -32,15 +32,7 @@ CIRCLES: list[tuple[str, ...]] = []
 
 UPWARD: dict[str, int] = {}
 
-CLASSES_TWICE: dict[str, int] = {
-    "Options": 2,
-    "Part": 2,
-    "Peers": 2,
-    "Piece": 2,
-    "State": 2,
-    "Unit": 2,
-    "_Place": 2,
-}
+CLASSES_TWICE: dict[str, int] = {}
 
 FUNCTION_IMPORTS: dict[str, int] = {
     "kernels/copy.py": 1,

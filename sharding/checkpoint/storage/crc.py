@@ -1,4 +1,4 @@
-"""CRC-32 of bytes one after the other, from the CRC-32 of each part."""
+"""CRC-32 of concatenated bytes from the CRC-32 of each part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def crc32_combine(first: int, second: int, length: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _power_of_x(exponent: int) -> int:
-    """x ** exponent modulo the polynomial."""
+    """Return x ** exponent modulo the polynomial."""
     power, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -30,7 +30,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo the polynomial."""
+    """Return the product of two polynomials over GF(2), modulo the polynomial."""
     product = 0
     while a:
         if a & _ONE:

@@ -1,4 +1,4 @@
-"""Files that are there after a crash or not at all: written, synced, renamed; with a checksum of every piece."""
+"""Atomic files: written, synced, renamed; with a checksum of every piece."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from .crc import crc32_combine
 
 _BUFFER = 1 << 20
-_COMBINED = 1 << 16  # bytes of a tensor from which on combining checksums is faster than computing one
+_COMBINED = 1 << 16  # from this number of bytes on, combining checksums is faster than computing one
 
 
 class Sink:
-    """A new file, written from front to back, and then `sync`, which returns when it is on the disk.
+    """A new file, written sequentially; `sync` returns when it is on disk.
 
-    What goes wrong in `write` is raised by `sync`: `torch.save`, which calls it, would make another error of it.
+    Errors of `write` are raised by `sync`, since `torch.save`, which calls `write`, would replace them by another error.
 
     Attributes:
         position: bytes written so far.
-        crc: CRC-32 of what was written since `piece` was called.
+        crc: CRC-32 of the bytes since the last call of `piece`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,8 +34,8 @@ class Sink:
         self._file = io.BufferedWriter(self._raw, _BUFFER)
         self.position = self.crc = 0
         self._error: OSError | None = None
-        self._elements: int | None = None  # how many bytes `torch.save` will write of a tensor's elements, and has a CRC-32 of
-        self._waiting: Any = None  # these bytes, until what follows tells it
+        self._elements: int | None = None  # bytes of the tensor that is being saved, whose CRC-32 `torch.save` computes
+        self._waiting: Any = None  # these bytes, until the CRC-32 after them is written
 
     def __enter__(self) -> Sink:
         return self
@@ -44,12 +44,12 @@ class Sink:
         self._raw.close()
 
     def piece(self) -> int:
-        """A new piece begins; where."""
+        """Begin a new piece and return its offset."""
         self.crc = 0
         return self.position
 
     def write(self, data: Any) -> int:
-        """As of a file; `torch.save` calls it."""
+        """Write as a file does; `torch.save` calls it."""
         written = memoryview(data).nbytes
         self._checksum(data, written)
         self.position += written
@@ -61,10 +61,10 @@ class Sink:
         return written
 
     def save(self, x: Tensor) -> None:
-        """Write what `torch.save` makes of a tensor on the host.
+        """Write a host tensor with `torch.save`.
 
-        It computes the CRC-32 of the elements, which is the most of the time that this takes, and writes it after them: so `crc` is made
-        of that one, instead of reading the elements again.
+        `torch.save` computes the CRC-32 of the elements, which takes most of the time, and writes it after them; `crc` reuses it instead
+        of reading the elements again.
         """
         self._elements = x.nbytes if x.nbytes >= _COMBINED and torch.serialization.get_crc32_options() else None
         torch.save(x, self)  # type: ignore[arg-type]
@@ -75,24 +75,24 @@ class Sink:
         if self._waiting is not None:
             self._add_waiting(_crc_after(data, memoryview(self._waiting).nbytes))
         if nbytes == self._elements:
-            self._waiting = data  # its memory is that of the tensor that is being saved
+            self._waiting = data  # memory of the tensor that is being saved
         else:
             self.crc = zlib.crc32(data, self.crc)
 
     def _add_waiting(self, crc: int | None) -> None:
-        """Add the elements that were written last to the checksum, by their own if that is known."""
+        """Add the last written elements to the checksum, by their own CRC-32 if that is known."""
         data, self._waiting = self._waiting, None
         if data is not None:
             self.crc = zlib.crc32(data, self.crc) if crc is None else crc32_combine(self.crc, crc, memoryview(data).nbytes)
 
     def flush(self) -> None:
-        """Of a file: `torch.save` calls it. What matters is `sync`."""
+        """Do nothing; `torch.save` calls it. See `sync`."""
 
     def sync(self) -> None:
-        """Everything is on the disk.
+        """Flush and sync the file to disk.
 
         Raises:
-            OSError: it is not.
+            OSError: a write failed.
         """
         if self._error is not None:
             raise self._error
@@ -101,7 +101,7 @@ class Sink:
 
 
 def _crc_after(data: Any, length: int) -> int | None:
-    """Return the CRC-32 in the data descriptor that a zip container has after so many bytes of a file; None if it is no such thing."""
+    """Return the CRC-32 in a zip data descriptor after that many bytes; None if the data is not one."""
     signature, crc, size = struct.unpack_from("<4sII", data) if memoryview(data).nbytes >= 12 else (b"", 0, 0)
     return crc if signature == b"PK\x07\x08" and size == length & 0xFFFFFFFF else None
 
@@ -126,7 +126,7 @@ class _Descriptor(io.RawIOBase):
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """A file with this content is on the disk under this name, or it is not there: written beside, synced, renamed."""
+    """Write a file atomically: under a temporary name, synced, then renamed."""
     beside = path.with_name(path.name + ".unfinished")
     with Sink(beside) as sink:
         sink.write(data)
@@ -135,7 +135,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """The names in a folder are on the disk."""
+    """Sync the names in a folder to disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -144,7 +144,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_into(path: Path, offset: int, views: Iterable[memoryview]) -> int:
-    """Fill the views, one after the other, with a file's bytes from `offset`; return how many there were, fewer where it ends."""
+    """Fill the views, one after the other, with a file's bytes from `offset`; return their number, less at the end of the file."""
     done = 0
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)

@@ -1,14 +1,14 @@
-"""The folder of checkpoints: one folder per step, complete or not there; the newest, the old ones, and what a crash left behind.
+"""The folder of checkpoints: one folder per step, renamed when complete; newest, retired and unfinished ones.
 
     checkpoints/
-      step-00000100/                   complete: it got its name when everything in it was on the disk
-        __0_0.distcp  __1_0.distcp     what ranks 0 and 1 wrote, in the format of torch.distributed.checkpoint
+      step-00000100/                   complete: renamed when everything in it was on disk
+        __0_0.distcp  __1_0.distcp     the files of ranks 0 and 1, in the format of torch.distributed.checkpoint
         .metadata                      that format's index
-        manifest.json                  step, files, sizes, a CRC-32 of every piece; renamed to this name as the last file
-      step-00000200.tmp-5f3a91c2/      being written, or left behind by a crash; the next save removes it
-      step-00000100.old-5f3a91c2/      replaced by a newer save of its step; read only while that has not got its name
+        manifest.json                  step, files, sizes, a CRC-32 of every piece; the last file to be renamed
+      step-00000200.tmp-5f3a91c2/      being written, or left by a crash; the next save removes it
+      step-00000100.old-5f3a91c2/      replaced by a newer save of its step; valid until that is renamed
       step-00000000.gone-5f3a91c2/     being removed, a share of its files by each rank
-      .owner-00000001.json             which process saves here (lease.py)
+      .owner-00000001.json             the process that saves here (lease.py)
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Checkpoint(NamedTuple):
 
 
 def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
-    """latest(dir) -> the newest complete checkpoint, as (step, path); None where there is none.
+    """latest(dir) -> the newest complete checkpoint, as (step, path); None if there is none.
 
-    What a save that was killed left behind is not complete, and is passed over.
+    Folders left by a killed save are not complete and are skipped.
 
-    Communication: none: to load, every rank calls `load`, where rank 0 looks for all.
+    Communication: none. (`load` looks on rank 0 for all ranks.)
 
     Example:
         >>> found = sm.latest("checkpoints")
@@ -56,7 +56,7 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
 
 
 def complete(folder: Path) -> dict[int, Checkpoint]:
-    """The complete checkpoints by step. One that was being replaced counts until the new one has its name."""
+    """Return the complete checkpoints by step. A checkpoint that is being replaced counts until the new one is renamed."""
     found: dict[int, Checkpoint] = {}
     for step, state, path in sorted(_entries(folder), key=lambda entry: entry[1] == "old"):
         if state in ("", "old") and step not in found and (path / MANIFEST).is_file():
@@ -65,12 +65,12 @@ def complete(folder: Path) -> dict[int, Checkpoint]:
 
 
 def without_manifest(folder: Path) -> dict[int, Path]:
-    """Return the folders that have the name of a complete checkpoint and lack the manifest, by step."""
+    """Return by step the folders with the name of a complete checkpoint but without a manifest."""
     return {step: path for step, state, path in _entries(folder) if not state and not (path / MANIFEST).is_file()}
 
 
 def _entries(folder: Path) -> list[tuple[int, str, Path]]:
-    """(step, state, path) of every folder of a checkpoint, complete or not."""
+    """Return (step, state, path) of every folder of a checkpoint, complete or not."""
     if not folder.is_dir():
         return []
     matched = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
@@ -78,12 +78,12 @@ def _entries(folder: Path) -> list[tuple[int, str, Path]]:
 
 
 def name(step: int, state: str = "") -> str:
-    """The name of a step's folder."""
+    """Return the name of a step's folder."""
     return f"step-{step:08d}" + (f".{state}" if state else "")
 
 
-def tidy(folder: Path) -> None:
-    """Before a save, by who has the lease: what crashes left behind goes, and a checkpoint that was being replaced has its name again."""
+def clean_up(folder: Path) -> None:
+    """Clean up before a save, holding the lease: remove unfinished folders, restore a checkpoint that was being replaced."""
     for step, state, path in _entries(folder):
         final = folder / name(step)
         if state == "old" and not final.exists() and (path / MANIFEST).is_file():
@@ -92,8 +92,8 @@ def tidy(folder: Path) -> None:
             remove(path)
 
 
-def take_name(unfinished: Path, step: int, nonce: str) -> list[Path]:
-    """Give the folder, with all that is in it, the name of its step's checkpoint. Return the one that it replaces, if any, nameless."""
+def commit_folder(unfinished: Path, step: int, nonce: str) -> list[Path]:
+    """Rename a folder to the name of its step's checkpoint. Return the one that it replaces, if any, renamed for removal."""
     folder = unfinished.parent
     final, replaced = folder / name(step), folder / name(step, f"old-{nonce}")
     sync_folder(unfinished)
@@ -101,17 +101,17 @@ def take_name(unfinished: Path, step: int, nonce: str) -> list[Path]:
         os.rename(final, replaced)
     os.rename(unfinished, final)
     sync_folder(folder)
-    return [nameless(replaced)] if replaced.exists() else []
+    return [mark_for_removal(replaced)] if replaced.exists() else []
 
 
-def too_old(folder: Path, keep: int, step: int) -> list[Path]:
-    """Take their names from all but `keep` complete checkpoints: the one of `step`, and the newest others. Return them."""
+def retire_old(folder: Path, keep: int, step: int) -> list[Path]:
+    """Rename for removal all but `keep` complete checkpoints: that of `step` and the newest others. Return the renamed ones."""
     others = sorted((found for found in complete(folder).values() if found.step != step), reverse=True)
-    return [nameless(found.path) for found in others[keep - 1 :]]
+    return [mark_for_removal(found.path) for found in others[keep - 1 :]]
 
 
-def nameless(path: Path) -> Path:
-    """Rename a folder that is to be removed, so that one half removed is never taken for a checkpoint."""
+def mark_for_removal(path: Path) -> Path:
+    """Rename a folder before removal, so that a half-removed one is never taken for a checkpoint."""
     if ".gone-" in path.name:
         return path
     gone = path.with_name(f"{path.name.partition('.')[0]}.gone-{os.urandom(4).hex()}")
@@ -120,16 +120,16 @@ def nameless(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and all that is in it."""
+    """Remove a folder with its contents."""
     with contextlib.suppress(OSError):  # the next save tries again
-        shutil.rmtree(nameless(path))
+        shutil.rmtree(mark_for_removal(path))
 
 
 def remove_share(paths: Iterable[Path], rank: int, world: int) -> None:
-    """Remove this rank's share of the files in nameless folders; whoever removes a folder's last file removes the folder.
+    """Remove this rank's share of the files in retired folders, and each folder once it is empty.
 
-    Unlinking large files takes a good part of the time that writing them takes. Rank r takes what rank r wrote, so that the shares
-    do not depend on what other ranks have removed already.
+    Unlinking large files takes time comparable to writing them. Rank r removes the files that rank r wrote, so that shares do not
+    depend on the progress of other ranks.
     """
     for path in paths:
         with contextlib.suppress(OSError):  # the next save tries again

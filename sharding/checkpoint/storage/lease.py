@@ -1,12 +1,12 @@
-"""One job at a time saves into a folder: a file in it names the process that does.
+"""The lease of a folder: one job at a time saves into it; a file in it has the owner's process.
 
     checkpoints/
       .owner-00000007.json     host, process, start time and job of its rank 0; the highest number counts
 
-A lease is taken by creating the file of the next number, which a filesystem lets one process do; so two that find a dead owner at
-the same moment cannot both follow it. On one machine an owner is alive as long as its process is. On another machine that
-cannot be looked up: there an owner touches its file while it saves, and what counts is whether the file changes while it is watched, never
-what two clocks say. An owner of another machine that is not saving is replaced; it raises when it saves again.
+A lease is taken by creating the file of the next number, which only one process can do; so two jobs that find a dead owner at the same
+time cannot both replace it. On the same machine an owner is alive while its process is. On another machine that cannot be looked up:
+an owner touches its file while it saves, and a waiting job checks whether the file changes, without comparing clocks. An owner on another
+machine that is not saving is replaced; it raises when it saves again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ....mesh.monitor.startup.rank_info import RankInfo, own_rank_info
 from ..agreement import CheckpointError
 
 _NAME = re.compile(r"\.owner-(\d+)\.json")
-_WAIT_S = 60.0  # for an owner to end: launchers give a job that they end 30 s
-_STALE_S = 40.0  # an owner on another machine that has not touched its file for so long is dead
+_WAIT_S = 60.0  # how long to wait for an owner to end: launchers give a job 30 s to terminate
+_STALE_S = 40.0  # an owner on another machine that has not touched its file for this long is dead
 _BEAT_S = 5.0
 _POLL_S = 0.1
 
@@ -37,12 +37,12 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Owner:
-    """Who may save into a folder.
+    """The process that may save into a folder.
 
     Attributes:
-        card: its process, host and job.
-        token: of this lease alone.
-        since: the time of its own clock, to be read by people.
+        card: the process, host and job.
+        token: unique to this lease.
+        since: the time by its own clock, for messages.
     """
 
     card: RankInfo
@@ -58,10 +58,10 @@ class Lease:
     """The right to save into a folder, held by rank 0 of a job.
 
     Attributes:
-        folder: which.
+        folder: the folder.
         owner: this process.
-        kept: whether it is held between saves, until the process ends.
-        saving: whether a save is under way.
+        kept: whether to keep it between saves, until the process ends.
+        saving: whether a save is in progress.
     """
 
     def __init__(self, folder: Path, owner: Owner, kept: bool) -> None:
@@ -70,19 +70,19 @@ class Lease:
         self._ended = threading.Event()
 
     def begin(self) -> None:
-        """A save begins: from now on the file is touched."""
+        """Begin a save: touch the file regularly from now on."""
         self.saving, self._ended = True, threading.Event()
         threading.Thread(target=self._beat, args=(self._ended,), name="shardmesh-lease", daemon=True).start()
 
     def end(self) -> None:
-        """The save is over."""
+        """End the save."""
         self.saving = False
         self._ended.set()
         if not self.kept:
             self.release()
 
     def release(self) -> None:
-        """Let other jobs save."""
+        """Release the lease, so that other jobs can save."""
         with _lock:
             if _held.get(self.folder) is self:
                 del _held[self.folder]
@@ -91,23 +91,23 @@ class Lease:
                 _file(self.folder, self._number).unlink()
 
     def is_there(self) -> bool:
-        """Whether the folder still names this lease."""
+        """Return whether the folder still has this lease."""
         owner = _read(self.folder, self._number)
         return owner is not None and owner.token == self.owner.token
 
     def claim(self, last: int) -> bool:
-        """Follow the owner of number `last`; False where another process was faster."""
+        """Replace the owner of number `last`; return False if another process was faster."""
         self._number = last + 1
         path = _file(self.folder, self._number)
-        beside = path.with_name(f"{path.name}.{self.owner.token}")
-        beside.write_text(json.dumps(asdict(self.owner)))
+        temporary = path.with_name(f"{path.name}.{self.owner.token}")
+        temporary.write_text(json.dumps(asdict(self.owner)))
         try:
-            _create(beside, path)
+            _create(temporary, path)
         except FileExistsError:
             return False
         finally:
-            beside.unlink(missing_ok=True)
-        if set(_numbers(self.folder)) - {last, self._number}:  # somebody began from 1, when `last` was released
+            temporary.unlink(missing_ok=True)
+        if set(_numbers(self.folder)) - {last, self._number}:  # another process started again from 1 after `last` was released
             path.unlink(missing_ok=True)
             return False
         for left in self.folder.glob(".owner-*"):
@@ -121,20 +121,20 @@ class Lease:
                 os.utime(_file(self.folder, self._number))
 
 
-def take(folder: Path, kept: bool) -> Lease:
-    """Return the lease of a folder, with a save begun; wait up to a minute for an owner that is about to end.
+def take_lease(folder: Path, kept: bool) -> Lease:
+    """Take the lease of a folder and begin a save; wait up to a minute for the current owner to end.
 
     Args:
-        folder: it exists.
+        folder: an existing folder.
         kept: see `Lease`.
 
     Raises:
-        CheckpointError: another job that is alive has the folder, or has taken it from this one; names it.
+        CheckpointError: another job that is alive has the folder, or has taken it from this one; the text has the job.
     """
     folder = folder.resolve()
     with _lock:
         mine = _held.get(folder)
-    if mine is None or mine._pid != os.getpid() or mine.saving or not _still(mine):
+    if mine is None or mine._pid != os.getpid() or mine.saving or not _is_valid(mine):
         mine = _wait_for(Lease(folder, _self(), kept))
         with _lock:
             _held[folder] = mine
@@ -142,8 +142,8 @@ def take(folder: Path, kept: bool) -> Lease:
     return mine
 
 
-def _still(lease: Lease) -> bool:
-    """Whether a lease of this process holds; not where its file is gone and nobody else's is there.
+def _is_valid(lease: Lease) -> bool:
+    """Return whether a lease of this process is still valid; False if its file was removed and there is no other owner.
 
     Raises:
         CheckpointError: another job has taken the folder.
@@ -152,23 +152,23 @@ def _still(lease: Lease) -> bool:
         return True
     _, owner = _newest(lease.folder)
     if owner is not None and not owner.card.is_gone() and not owner.card.is_same_process(lease.owner.card):
-        raise CheckpointError(_lost(lease.folder, owner))
+        raise CheckpointError(_lost_text(lease.folder, owner))
     return False
 
 
 def _wait_for(mine: Lease) -> Lease:
-    deadline, watch = time.monotonic() + _WAIT_S, _Watch(mine)
+    deadline, observer = time.monotonic() + _WAIT_S, _OwnerObserver(mine)
     while True:
         number, owner = _newest(mine.folder)
-        if watch.is_free(number, owner) and mine.claim(number):
+        if observer.is_free(number, owner) and mine.claim(number):
             return mine
         if time.monotonic() > deadline:
-            raise CheckpointError(_in_use(mine, owner))
-        time.sleep(_POLL_S * (0.5 + os.urandom(1)[0] / 256))  # not all at the same moment
+            raise CheckpointError(_in_use_text(mine, owner))
+        time.sleep(_POLL_S * (0.5 + os.urandom(1)[0] / 256))  # jitter
 
 
-class _Watch:
-    """What can be seen of a folder's owner while a job waits for it."""
+class _OwnerObserver:
+    """Observes a folder's owner while a job waits for it."""
 
     def __init__(self, mine: Lease) -> None:
         self._mine = mine
@@ -176,7 +176,7 @@ class _Watch:
         self._since = time.monotonic()
 
     def is_free(self, number: int, owner: Owner | None) -> bool:
-        """Whether the owner is gone, or on another machine and not known to be alive."""
+        """Return whether the owner has ended, or is on another machine and not known to be alive."""
         card = self._mine.owner.card
         if not number:
             return True
@@ -193,7 +193,7 @@ class _Watch:
 
 
 def _is_saving(folder: Path, owner: Owner) -> bool:
-    """Whether this process is saving by the lease that names this owner."""
+    """Return whether this process is saving under the lease of this owner."""
     with _lock:
         return folder in _held and _held[folder].owner.token == owner.token and _held[folder].saving
 
@@ -213,56 +213,56 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _newest(folder: Path) -> tuple[int, Owner | None]:
-    """The highest number, 0 where there is none, and its owner; None for one that cannot be read."""
+    """Return the highest number, 0 if there is none, and its owner, None if it cannot be read."""
     number = max(_numbers(folder), default=0)
     return number, _read(folder, number) if number else None
 
 
 def _read(folder: Path, number: int) -> Owner | None:
     try:
-        told = json.loads(_file(folder, number).read_text())
-        return Owner(RankInfo(**told["card"]), told["token"], told["since"])
+        stored = json.loads(_file(folder, number).read_text())
+        return Owner(RankInfo(**stored["card"]), stored["token"], stored["since"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def _touched(folder: Path, number: int) -> int:
-    """When the file was touched, by the clock of who did."""
+    """Return when the file was touched, by the clock of the writer."""
     try:
-        with _file(folder, number).open("rb") as file:  # opened, since NFS then asks the server
+        with _file(folder, number).open("rb") as file:  # open it, so that NFS asks the server
             return os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return 0
 
 
-def _create(beside: Path, path: Path) -> None:
-    """Give the file this name, with all its content at once.
+def _create(temporary: Path, path: Path) -> None:
+    """Give the file this name atomically, with its content.
 
     Raises:
-        FileExistsError: there is one of this name.
+        FileExistsError: the name exists.
     """
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     except (FileExistsError, FileNotFoundError) as error:  # not found: a new owner has removed it
         raise FileExistsError(path) from error
     except OSError:  # a filesystem without hard links
         with path.open("x") as file:
-            file.write(beside.read_text())
+            file.write(temporary.read_text())
 
 
-def _in_use(mine: Lease, owner: Owner | None) -> str:
+def _in_use_text(mine: Lease, owner: Owner | None) -> str:
     same = owner is not None and owner.card.is_same_process(mine.owner.card)
     who = "another save of this process" if same else f"another job ({owner or 'its file cannot be read'})"
     return (
-        f"save: {who} saves into {mine.folder}, and has not ended within {_WAIT_S:.0f} s; one job at a time saves into a folder: "
-        "end the other one, or give this one a folder of its own"
+        f"save: {who} saves into {mine.folder} and did not end within {_WAIT_S:.0f} s; one job at a time can save into a folder: "
+        "end the other job, or use another folder"
     )
 
 
-def _lost(folder: Path, owner: Owner) -> str:
+def _lost_text(folder: Path, owner: Owner) -> str:
     return (
-        f"save: another job ({owner}) has taken {folder}, which this one had; one job at a time saves into a folder: "
-        "end one of them, or give this one a folder of its own"
+        f"save: another job ({owner}) has taken {folder} from this one; one job at a time can save into a folder: "
+        "end one of them, or use another folder"
     )
 
 

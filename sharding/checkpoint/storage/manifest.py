@@ -1,4 +1,4 @@
-"""What is in a checkpoint and where: the index of torch.distributed.checkpoint, and the manifest beside it with the checksums."""
+"""The index of a checkpoint in torch.distributed.checkpoint's format, and the manifest with checksums."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FORMAT = "shardmesh checkpoint 1"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Some bytes of a file: a box of a tensor, or a value that is no tensor, as `torch.save` writes it.
+class StoredPiece:
+    """A range of bytes in a file: a box of a tensor, or another value, as written by `torch.save`.
 
     Attributes:
         box: of the global tensor; None for a value.
-        crc: CRC-32 of the bytes; None where the checkpoint has none.
+        crc: CRC-32 of the bytes; None if the checkpoint has none.
     """
 
     name: str
@@ -41,20 +41,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A leaf: of a tensor the shape, dtype and pieces; of a value its one piece."""
+class StoredLeaf:
+    """A leaf: shape, dtype and pieces of a tensor, or the one piece of another value."""
 
     shape: torch.Size | None
     dtype: torch.dtype | None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StoredPiece] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint's leaves by name, their structure, the sizes of its files; the step is None in a checkpoint of torch's own."""
+    """A checkpoint's leaves by name, their structure and the sizes of its files; `step` is None if torch wrote it."""
 
     folder: Path
-    entries: dict[str, Entry]
+    entries: dict[str, StoredLeaf]
     structure: Structure
     sizes: dict[str, int]
     step: int | None
@@ -63,12 +63,12 @@ class Stored:
 # -- write -------------------------------------------------------------------------------------------------------------
 
 
-def index_of(entries: Mapping[str, Entry], folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> bytes:
-    """The file `.metadata` of torch.distributed.checkpoint: which boxes there are of each tensor, and where they are."""
+def index_of(entries: Mapping[str, StoredLeaf], folder: Path, paths: Mapping[str, tuple[Any, ...]]) -> bytes:
+    """Return the file `.metadata` of torch.distributed.checkpoint: the boxes of each tensor and their files."""
     from torch.distributed.checkpoint import metadata as dcp  # here because importing it takes long
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    def described(entry: Entry) -> Any:
+    def described(entry: StoredLeaf) -> Any:
         if entry.shape is None or entry.dtype is None:
             return dcp.BytesStorageMetadata()
         boxes = [piece.box for piece in entry.pieces if piece.box is not None]
@@ -88,7 +88,7 @@ def index_of(entries: Mapping[str, Entry], folder: Path, paths: Mapping[str, tup
 
 
 def manifest_of(step: int, world: int, structure: Structure, files: Mapping[str, tuple[int, list[tuple[int, int, int]]]]) -> bytes:
-    """The manifest: of each file its size and `(offset, length, CRC-32)` of its pieces. It has a checksum of its own."""
+    """Return the manifest: the size of each file and `(offset, length, CRC-32)` of its pieces, with a checksum of itself."""
     manifest = {
         "format": _FORMAT,
         "step": step,
@@ -109,50 +109,50 @@ def _crc_of(manifest: Mapping[str, Any]) -> int:
 
 
 def read_index(folder: Path) -> tuple[bytes | None, bytes]:
-    """The bytes of the manifest, None where torch wrote the checkpoint, and of the index."""
+    """Return the bytes of the manifest, None if torch wrote the checkpoint, and of the index."""
     manifest, index = folder / MANIFEST, folder / METADATA
     if not index.is_file():
-        raise CheckpointError(f"{index} is missing: {folder} is no complete checkpoint; load another step, or restore the file")
+        raise CheckpointError(f"{index} is missing: {folder} is not a complete checkpoint; load another step, or restore the file")
     return (manifest.read_bytes() if manifest.is_file() else None), index.read_bytes()
 
 
 def parse(folder: Path, manifest: bytes | None, index: bytes) -> Stored:
-    """What they say.
+    """Parse the manifest and the index.
 
     Raises:
         CheckpointError: one of them is damaged; names it.
     """
-    told = {"files": {}, "step": None} if manifest is None else _checked(folder / MANIFEST, manifest)
-    files = told["files"]
+    parsed = {"files": {}, "step": None} if manifest is None else _parse_manifest(folder / MANIFEST, manifest)
+    files = parsed["files"]
     crcs = {(file, offset): crc for file, known in files.items() for offset, _, crc in known["pieces"]}
     if manifest is not None and (METADATA, 0) not in crcs:
         raise CheckpointError(f"{folder / MANIFEST} does not list {METADATA}: it is damaged")
     if manifest is not None and zlib.crc32(index) != crcs[METADATA, 0]:
         raise CheckpointError(f"{folder / METADATA} is damaged: its CRC-32 is not that of the manifest; load another step")
     metadata = _unpickled(folder / METADATA, index)
-    structure = told.get("tree") or structure_from(metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata})
+    structure = parsed.get("tree") or structure_from(metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata})
     sizes = {file: known["size"] for file, known in files.items()}
-    return Stored(folder, _entries(metadata, crcs), structure, sizes, told["step"])
+    return Stored(folder, _entries(metadata, crcs), structure, sizes, parsed["step"])
 
 
-def _checked(path: Path, manifest: bytes) -> Any:
+def _parse_manifest(path: Path, manifest: bytes) -> Any:
     try:
-        told = json.loads(manifest)
-        intact = told["crc32"] == _crc_of(told)
+        parsed = json.loads(manifest)
+        intact = parsed["crc32"] == _crc_of(parsed)
     except (ValueError, KeyError, TypeError):
         intact = False
     if not intact:
         raise CheckpointError(f"{path} is damaged: its own CRC-32 does not fit; load another step")
-    if told["format"] != _FORMAT:
-        raise CheckpointError(f"{path} has the format {told['format']!r}, and this version of shardmesh reads {_FORMAT!r}")
-    return told
+    if parsed["format"] != _FORMAT:
+        raise CheckpointError(f"{path} has the format {parsed['format']!r}, but this version of shardmesh reads {_FORMAT!r}")
+    return parsed
 
 
-def _entries(metadata: Any, crcs: Mapping[tuple[str, int], int]) -> dict[str, Entry]:
+def _entries(metadata: Any, crcs: Mapping[tuple[str, int], int]) -> dict[str, StoredLeaf]:
     entries = {}
     for name, kind in metadata.state_dict_metadata.items():
         shape, properties = getattr(kind, "size", None), getattr(kind, "properties", None)
-        entries[name] = Entry(shape, None if properties is None else properties.dtype)
+        entries[name] = StoredLeaf(shape, None if properties is None else properties.dtype)
     chunks = {
         (name, tuple(chunk.offsets)): chunk.sizes
         for name, kind in metadata.state_dict_metadata.items()
@@ -165,15 +165,15 @@ def _entries(metadata: Any, crcs: Mapping[tuple[str, int], int]) -> dict[str, En
         if entries[index.fqn].shape is not None:
             box = tuple((start, start + size) for start, size in zip(index.offset, chunks[index.fqn, tuple(index.offset)], strict=True))
         crc = crcs.get((info.relative_path, info.offset))
-        entries[index.fqn].pieces.append(Piece(index.fqn, box, info.relative_path, info.offset, info.length, crc))
+        entries[index.fqn].pieces.append(StoredPiece(index.fqn, box, info.relative_path, info.offset, info.length, crc))
     return entries
 
 
 def check_whole(stored: Stored, name: str) -> None:
-    """Check that the pieces of a tensor are all there.
+    """Check that a tensor has all its pieces.
 
     Raises:
-        CheckpointError: they are not.
+        CheckpointError: a piece is missing.
     """
     entry = stored.entries[name]
     if entry.shape is None:
@@ -183,7 +183,7 @@ def check_whole(stored: Stored, name: str) -> None:
         raise CheckpointError(f"{name!r} in {stored.folder} has {have} of its {need} elements: part of the checkpoint was never written")
 
 
-# What a pickled index refers to: nothing else is made from one.
+# The only classes and functions that a pickled index may refer to.
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PATHS = {"Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 _CLASSES = {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"}
@@ -202,7 +202,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _KNOWN.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no index of a checkpoint does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which an index of a checkpoint may not")
 
 
 def _unpickled(path: Path, index: bytes) -> Any:
@@ -210,10 +210,10 @@ def _unpickled(path: Path, index: bytes) -> Any:
     try:
         return _Unpickler(io.BytesIO(index)).load()
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): it is damaged, or no index of torch.distributed.checkpoint") from error
+        raise CheckpointError(f"{path} cannot be read ({error}): it is damaged, or not an index of torch.distributed.checkpoint") from error
 
 
 @functools.cache
 def import_format() -> None:
-    """Import torch's classes of the index."""
+    """Import torch's classes for the index."""
     import torch.distributed.checkpoint.filesystem  # noqa: F401

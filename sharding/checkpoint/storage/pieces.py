@@ -1,7 +1,7 @@
-"""Reading one piece of a file: its bytes compared with their CRC-32, straight into the memory of the tensor where it can be.
+"""Reading one piece of a file: bytes go directly into the tensor's memory if possible, and their CRC-32 is checked.
 
-    torch.save's container      | data.pkl, byteorder, ... | the elements, in order of memory      | version, directory |
-                                  head, to a buffer          to the tensor that is being loaded      tail, to a buffer
+    torch.save's container      | data.pkl, byteorder, ... | the elements, in memory order         | version, directory |
+                                  head, to a buffer          to the loaded tensor                    tail, to a buffer
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 from ....kernels.box import box_shape, box_size
 from ..agreement import CheckpointError
 from . import files
-from .manifest import Piece, Stored
+from .manifest import Stored, StoredPiece
 
-_HEAD_BYTES = 4096  # of a piece: more than what torch.save writes before the elements
+_HEAD_BYTES = 4096  # more than what torch.save writes before the elements
 _RECORD, _RECORD_BYTES = b"PK\x03\x04", 30  # the signature of a record in the container, and the bytes before its name
 
 
-def read_tensor(stored: Stored, piece: Piece, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
-    """Return a piece of a tensor as a tensor on the host: `into`, a contiguous one, if it could be read there.
+def read_tensor(stored: Stored, piece: StoredPiece, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Return a piece of a tensor as a host tensor: `into`, if given and contiguous.
 
     Raises:
-        CheckpointError: the file is missing, short or damaged; names it, and the leaf.
+        CheckpointError: the file is missing, short or damaged; the text has the file and the leaf.
     """
     head = _read(stored, piece, 0, min(_HEAD_BYTES, piece.length))
     box = piece.box or ()
-    start = None if piece.crc is None else _start_of_elements(head)  # without a CRC another program wrote it, as it liked
+    start = None if piece.crc is None else _start_of_elements(head)  # without a CRC another program wrote it, maybe in another form
     if start is None or start + box_size(box) * dtype.itemsize > piece.length:
         return _as_torch_loads(stored, piece, dtype)
     x = torch.empty(box_shape(box), dtype=dtype) if into is None else into
@@ -44,7 +44,7 @@ def read_tensor(stored: Stored, piece: Piece, dtype: torch.dtype, into: Tensor |
     return x
 
 
-def read_value(stored: Stored, piece: Piece) -> bytes:
+def read_value(stored: Stored, piece: StoredPiece) -> bytes:
     """Return the bytes of a piece.
 
     Raises:
@@ -56,16 +56,16 @@ def read_value(stored: Stored, piece: Piece) -> bytes:
 
 
 def value_of(stored: Stored, name: str, data: bytes) -> Any:
-    """Return a value that is no tensor, from its bytes.
+    """Return a value that is not a tensor, from its bytes.
 
     Raises:
-        CheckpointError: it is not one that is read without running code that the file names.
+        CheckpointError: it cannot be loaded without running code from the file.
     """
     return _unpacked(stored, stored.entries[name].pieces[0], partial(torch.load, io.BytesIO(data), weights_only=True))
 
 
 def _start_of_elements(head: bytes) -> int | None:
-    """Return where the elements begin in what `torch.save` wrote of one contiguous tensor; None if it does not look like that."""
+    """Return where the elements of one contiguous tensor begin in a file of `torch.save`; None for another form."""
     name = head.find(b"/data/0")
     record = head.rfind(_RECORD, 0, max(name, 0))
     if record < 0 or sys.byteorder.encode() not in head[:record]:  # the content of the record "byteorder"
@@ -74,22 +74,22 @@ def _start_of_elements(head: bytes) -> int | None:
     return record + _RECORD_BYTES + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
-def _as_torch_loads(stored: Stored, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """Return what `torch.load` makes of a piece."""
+def _as_torch_loads(stored: Stored, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
+    """Return a piece as loaded by `torch.load`."""
     found: Callable[[], Any] = partial(torch.load, io.BytesIO(read_value(stored, piece)), map_location="cpu", weights_only=True)
     x = _unpacked(stored, piece, found)
     if not isinstance(x, Tensor) or x.dtype != dtype or tuple(x.shape) != box_shape(piece.box or ()):
-        raise CheckpointError(_damaged(stored, piece, f"it has {type(x).__name__} {getattr(x, 'shape', '')} in the place of {piece.box}"))
+        raise CheckpointError(_damaged(stored, piece, f"it has {type(x).__name__} {getattr(x, 'shape', '')} instead of {piece.box}"))
     return x
 
 
-def _read(stored: Stored, piece: Piece, start: int, length: int) -> bytes:
+def _read(stored: Stored, piece: StoredPiece, start: int, length: int) -> bytes:
     data = bytearray(length)
     _read_into(stored, piece, start, memoryview(data))
     return bytes(data)
 
 
-def _read_into(stored: Stored, piece: Piece, start: int, *views: memoryview) -> None:
+def _read_into(stored: Stored, piece: StoredPiece, start: int, *views: memoryview) -> None:
     """Fill the views, one after the other, with the bytes of a piece from `start`."""
     path, size = stored.folder / piece.file, stored.sizes.get(piece.file)
     try:
@@ -101,8 +101,8 @@ def _read_into(stored: Stored, piece: Piece, start: int, *views: memoryview) -> 
         raise CheckpointError(_damaged(stored, piece, has))
 
 
-def _check_crc(stored: Stored, piece: Piece, *parts: bytes | memoryview) -> None:
-    """Raise an error unless the parts, one after the other, have the piece's CRC-32, if there is one."""
+def _check_crc(stored: Stored, piece: StoredPiece, *parts: bytes | memoryview) -> None:
+    """Raise a CheckpointError unless the concatenated parts have the piece's CRC-32, if there is one."""
     crc = 0
     for part in parts if piece.crc is not None else ():
         crc = zlib.crc32(part, crc)
@@ -111,11 +111,11 @@ def _check_crc(stored: Stored, piece: Piece, *parts: bytes | memoryview) -> None
         raise CheckpointError(_damaged(stored, piece, f"the CRC-32 of bytes {where} is {crc:08x}, not {piece.crc:08x}"))
 
 
-def _damaged(stored: Stored, piece: Piece, how: str) -> str:
+def _damaged(stored: Stored, piece: StoredPiece, how: str) -> str:
     return f"{stored.folder / piece.file}, which has part of {piece.name!r}, is damaged: {how}; load another step"
 
 
-def _unpacked(stored: Stored, piece: Piece, load: Callable[[], Any]) -> Any:
+def _unpacked(stored: Stored, piece: StoredPiece, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:

@@ -1,10 +1,10 @@
-"""Reading boxes: each piece of a file once per node, by a rank that needs it, which sends the others on the node what they need.
+"""Reading boxes: each piece of a file is read once per node, by a rank that needs it and sends the other ranks their parts.
 
     stored   rows 0:4 in __0_0, 4:8 in __1_0            rank 0   reads 0:4   -- rows 0:4 -->   rank 2
     wanted   ranks 0 and 2 rows 0:4, 1 and 3 rows 4:8   rank 3   reads 4:8   -- rows 4:8 -->   rank 1
 
-It goes in rounds of a bounded number of bytes. What is read where is worked out by all ranks alike; a rank that cannot read says so before
-the others wait for it. A rank that shares with no other (over gloo) reads all that it needs itself, in the same way.
+Reading proceeds in rounds of a bounded number of bytes. All ranks compute the same plan; a rank that cannot read reports it before the
+others wait for data. A rank that shares with no other (over gloo) reads all that it needs in the same way.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 from ....kernels.box import Box, box_origin, box_shape, box_size, full_box, intersect, slices
 from ....mesh.comm.group import Group
 from ...layout.layout import Layout
-from ..agreement import everywhere
+from ..agreement import run_on_all_ranks
 from . import pieces
-from .manifest import Piece, Stored
+from .manifest import Stored, StoredPiece
 
-ROUND_BYTES = 256 << 20  # read by a node before its ranks exchange what they have
+ROUND_BYTES = 256 << 20  # bytes that a node reads between exchanges
 
 Parts = dict[int, Box | None]  # rank -> which box of a piece it needs; None for all of a value
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A piece, who reads it, and who needs which part of it."""
+class PieceRead:
+    """A piece, the rank that reads it, and the parts that ranks need."""
 
-    piece: Piece
+    piece: StoredPiece
     dtype: torch.dtype | None
     parts: Parts
     reader: int
 
     def nbytes(self, rank: int) -> int:
-        """How much of it a rank gets."""
+        """Return the number of bytes that a rank needs."""
         if rank not in self.parts:
             return 0
         box = self.parts[rank]
@@ -47,23 +47,23 @@ class Reading:
 
 
 @dataclass
-class Loaded:
-    """What has arrived on this rank: the boxes of tensors that it wanted, and values as bytes."""
+class LoadedParts:
+    """This rank's loaded parts: boxes of tensors, and values as bytes."""
 
     boxes: dict[str, Box]
     tensors: dict[str, Tensor]
     values: dict[str, bytes] = field(default_factory=dict)
 
-    def memory_of(self, reading: Reading, rank: int) -> Tensor | None:
-        """Where a piece goes that this rank needs all of, if it can be read there: one block of host memory."""
+    def memory_of(self, reading: PieceRead, rank: int) -> Tensor | None:
+        """Return the memory for a piece that this rank needs whole, if it is contiguous and on the host."""
         box, name = reading.parts.get(rank), reading.piece.name
         if box is None or box != reading.piece.box:
             return None
         place = self.tensors[name][slices(box, box_origin(self.boxes[name]))]
         return place if place.device.type == "cpu" and place.is_contiguous() else None
 
-    def put(self, reading: Reading, rank: int, data: Tensor) -> None:
-        """A part arrives: a box of a tensor, or the bytes of a value."""
+    def put(self, reading: PieceRead, rank: int, data: Tensor) -> None:
+        """Store a part: a box of a tensor, or the bytes of a value."""
         box, name = reading.parts[rank], reading.piece.name
         if box is None:
             self.values[name] = bytes(data.numpy())
@@ -72,16 +72,16 @@ class Loaded:
 
 
 def box_of(layout: Layout, rank: int) -> Box | None:
-    """What a rank holds; None outside the mesh."""
+    """Return the box of a rank, None outside the mesh."""
     mesh: Any = layout.mesh
     coordinate = mesh.coordinate_of(rank)
     return None if coordinate is None else layout.box_at(coordinate)
 
 
-def readings(
+def plan_reads(
     stored: Stored, wanted: Mapping[str, Layout | None], values: Mapping[str, Sequence[int]], ranks: Sequence[int]
-) -> list[Reading]:
-    """What is read by which of these ranks: tensors by layout, None for all of it on each rank; values with the ranks that need them."""
+) -> list[PieceRead]:
+    """Return the plan of reads: `wanted` tensors by layout (None: whole on each rank), `values` with the ranks that need them."""
     load, boxes, found = dict.fromkeys(ranks, 0), {}, []
     for name, layout in wanted.items():
         entry = stored.entries[name]
@@ -96,28 +96,28 @@ def readings(
     return found
 
 
-def _needed(piece: Piece, boxes: Mapping[int, Box | None]) -> Parts:
+def _needed(piece: StoredPiece, boxes: Mapping[int, Box | None]) -> Parts:
     common = ((rank, intersect(piece.box or (), box)) for rank, box in boxes.items() if box is not None)
     return {rank: box for rank, box in common if box is not None}
 
 
-def _reading(piece: Piece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]) -> list[Reading]:
-    """By the rank that needs it and has least to read so far; not at all where nobody needs it."""
+def _reading(piece: StoredPiece, dtype: torch.dtype | None, parts: Parts, load: dict[int, int]) -> list[PieceRead]:
+    """Return the read of a piece by the rank that needs it and has the fewest bytes so far; none if no rank needs it."""
     if not parts:
         return []
     reader = min(parts, key=load.__getitem__)
     load[reader] += piece.length
-    return [Reading(piece, dtype, parts, reader)]
+    return [PieceRead(piece, dtype, parts, reader)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def read(stored: Stored, plan: Sequence[Reading], group: Group, rank: int, loaded: Loaded, device: torch.device) -> None:
-    """Read and exchange on the ranks of a node; `loaded` has afterwards what this rank wanted.
+def read(stored: Stored, plan: Sequence[PieceRead], group: Group, rank: int, loaded: LoadedParts, device: torch.device) -> None:
+    """Read and exchange pieces on the ranks of a node; `loaded` receives this rank's parts.
 
     Raises:
-        CheckpointError: a file is missing, short or damaged: names it, and the leaf.
+        CheckpointError: a file is missing, short or damaged; the text has the file and the leaf.
 
     Communication: for each round in which ranks need the same pieces, one all_gather of small objects and one all_to_all.
     """
@@ -126,9 +126,9 @@ def read(stored: Stored, plan: Sequence[Reading], group: Group, rank: int, loade
         sends: list[list[Tensor]] = [[] for _ in group.ranks]
         work = partial(_read_mine, stored, these, group.ranks, rank, loaded, sends, failure)
         if any(len(reading.parts) > 1 for reading in these):
-            everywhere(group, work)
+            run_on_all_ranks(group, work)
             _exchange(these, group, rank, loaded, sends, device)
-        elif failure is None:  # told in the next round in which the others wait, or at the end
+        elif failure is None:  # raised in the next round with an exchange, or at the end
             failure = _failure(work)
     if failure is not None:
         raise failure
@@ -141,7 +141,7 @@ def _failure(work: Callable[[], None]) -> Exception | None:
         return error
 
 
-def _rounds(plan: Sequence[Reading]) -> Iterator[list[Reading]]:
+def _rounds(plan: Sequence[PieceRead]) -> Iterator[list[PieceRead]]:
     these, nbytes = [], 0
     for reading in plan:
         if these and nbytes + reading.piece.length > ROUND_BYTES:
@@ -155,14 +155,14 @@ def _rounds(plan: Sequence[Reading]) -> Iterator[list[Reading]]:
 
 def _read_mine(
     stored: Stored,
-    these: Sequence[Reading],
+    these: Sequence[PieceRead],
     ranks: Sequence[int],
     rank: int,
-    loaded: Loaded,
+    loaded: LoadedParts,
     sends: list[list[Tensor]],
     failure: Exception | None,
 ) -> None:
-    """Reads what falls to this rank: its own part goes to its place, the others' into `sends`. Raises an earlier failure."""
+    """Read this rank's pieces: its own part goes to its memory, those of others to `sends`. Raise an earlier failure."""
     if failure is not None:
         raise failure
     for reading in these:
@@ -178,35 +178,35 @@ def _read_mine(
                         sends[place].append(part.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _data(stored: Stored, reading: Reading, into: Tensor | None) -> Tensor:
-    """A piece as a tensor, `into` if it could be read there; of a value, its bytes."""
+def _data(stored: Stored, reading: PieceRead, into: Tensor | None) -> Tensor:
+    """Return a piece as a tensor, `into` if possible; for a value, its bytes."""
     if reading.dtype is None:
         return torch.frombuffer(bytearray(pieces.read_value(stored, reading.piece)), dtype=torch.uint8)
     return pieces.read_tensor(stored, reading.piece, reading.dtype, into)
 
 
-def _part(data: Tensor, reading: Reading, rank: int) -> Tensor:
+def _part(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
     box, whole = reading.parts[rank], reading.piece.box
     return data if box is None or whole is None else data[slices(box, box_origin(whole))]
 
 
 def _exchange(
-    these: Sequence[Reading], group: Group, rank: int, loaded: Loaded, sends: Sequence[Sequence[Tensor]], device: torch.device
+    these: Sequence[PieceRead], group: Group, rank: int, loaded: LoadedParts, sends: Sequence[Sequence[Tensor]], device: torch.device
 ) -> None:
     arriving = [[r for r in these if r.reader == other and other != rank and rank in r.parts] for other in group.ranks]
     outgoing = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for parts in sends for part in parts)]).to(device)
-    splits = [sum(r.nbytes(rank) for r in readings) for readings in arriving]
+    splits = [sum(r.nbytes(rank) for r in plan_reads) for plan_reads in arriving]
     incoming = torch.empty(sum(splits), dtype=torch.uint8, device=device)
     group.all_to_all(incoming, outgoing, splits, [sum(part.numel() for part in parts) for parts in sends])
     at, incoming = 0, incoming.cpu()
-    for reading in (r for readings in arriving for r in readings):
+    for reading in (r for plan_reads in arriving for r in plan_reads):
         stop = at + reading.nbytes(rank)
         loaded.put(reading, rank, _as_box(incoming[at:stop], reading, rank))
         at = stop
 
 
-def _as_box(data: Tensor, reading: Reading, rank: int) -> Tensor:
+def _as_box(data: Tensor, reading: PieceRead, rank: int) -> Tensor:
     box = reading.parts[rank]
     if box is None or reading.dtype is None:
         return data
-    return data.clone().view(reading.dtype).reshape(box_shape(box))  # a copy, since a view may not begin between its elements
+    return data.clone().view(reading.dtype).reshape(box_shape(box))  # a copy, since a view must be aligned

@@ -34,8 +34,8 @@ from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
 from ...tensor.convert import from_local, to_local
 from ...tensor.sharded_tensor import ShardedTensor
-from ..bring import bring
-from .strategies import Options, Way, way_for
+from ..redistribute_operands import redistribute_operands
+from .strategies import AttentionOptions, AttentionStrategy, choose_attention_strategy
 
 METHODS = ("ring", "all_gather", "all_to_all")
 _SEED = seed_of("context_parallel_attention")
@@ -57,34 +57,34 @@ def context_parallel_attention(
     """context_parallel_attention(q: S(l), k: S(s), v: S(s)) -> S(l): `F.scaled_dot_product_attention` of sequences split over an axis.
 
         rank 0   q0 k0 v0        softmax(q0 [k0 k1]') [v0 v1]
-        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query sees all keys, on whatever rank they are
+        rank 1   q1 k1 v1   ->   softmax(q1 [k0 k1]') [v0 v1]      each query attends to the keys of all ranks
 
-    Differentiable; "ring" once, the others as often as torch's own attention is ("all_gather" once).
+    Differentiable; "ring" and "all_gather" once, "all_to_all" as often as torch's own attention.
 
     Args:
-        query: [... h l e]. Other dims may be split over other axes: batch and heads stay where they are.
+        query: [... h l e]. Other dims may be split over other axes: batch and heads are not moved.
         key, value: [... g s e] and [... g s f]; g divides h, and query heads are groups of the key's, as with `enable_gqa`.
         axis: the axis, or axes, major to minor, that split l and s, evenly or not.
-        is_causal: each query sees the keys up to its own position.
+        is_causal: each query attends to the keys up to its own position.
         scale: of scores; by default 1 / sqrt(e).
         method: "ring", "all_gather" or "all_to_all": see the table of this module.
-        balanced: the sequences lie as `balance_sequence` leaves them, and a causal mask goes by the positions before that. Then all
-            ranks have the same work; else the last one has twice the mean of it.
-        mesh: for plain tensors, which are then this rank's parts of the sequence (of any lengths): the mesh that has the axis; by
-            default the one that is set. The result is plain, and gradients are those of the sum of all ranks' losses.
+        balanced: the sequences are in the order of `balance_sequence`; a causal mask uses the original positions. All ranks then have
+            the same work; otherwise the last one has twice the mean.
+        mesh: for plain tensors, which are this rank's parts of the sequence (of any lengths): the mesh with the axis; by default the
+            current one. The result is plain, and gradients are those of the sum of all ranks' losses.
 
     Returns:
         [... h l f], laid out as the query.
 
     Raises:
         TypeError: plain tensors mixed with sharded ones.
-        ValueError: on every rank, before any communication: shapes that do not fit, sequences not split over the axis alone, sizes that
+        ValueError: on every rank, before any communication: shapes that do not match, sequences not split over the axis alone, sizes that
             are not those of a balanced sequence, fewer key heads than ranks for "all_to_all".
 
     Communication: by this rank, of n: "ring": n - 1 permutes with the keys and values of all others; backward again, and n - 1 with
         gradients of all blocks but one. "all_gather": one all_gather of keys and values; backward one reduce_scatter. "all_to_all": one
-        all_to_all of q, k and v, and one of the output; the same backward. Before that, what brings batch and heads of keys and values
-        to where the query's are. For plain tensors two small all_gathers of shapes.
+        all_to_all of q, k and v, and one of the output; the same backward. Before that, a redistribution of keys and values if their
+        batch or heads are not split as the query's. For plain tensors two small all_gathers of shapes.
 
     Example:
         >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh, placements=P("dp", "tp", "cp")) for _ in range(3))
@@ -93,84 +93,84 @@ def context_parallel_attention(
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if method not in METHODS:
         raise ValueError(f"context_parallel_attention: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
-    options = Options(axes, is_causal, scale, method, balanced)
+    options = AttentionOptions(axes, is_causal, scale, method, balanced)
     sharded = [isinstance(x, ShardedTensor) for x in (query, key, value)]
     if all(sharded):
         return _attention(query, key, value, options)
     if any(sharded):
         raise TypeError(
-            "context_parallel_attention: query, key and value are ShardedTensors, or this rank's plain parts, all three; got "
+            "context_parallel_attention: query, key and value must all be ShardedTensors, or all this rank's plain parts; got "
             f"{[type(x).__name__ for x in (query, key, value)]}"
         )
     return _of_plain(query, key, value, options, given_or_current(mesh))
 
 
-def _of_plain(query: Tensor, key: Tensor, value: Tensor, options: Options, mesh: DeviceMesh) -> Tensor:
-    """On the mesh of these axes alone, so that other axes, of which nothing is known, take no part."""
-    line = mesh[options.axes]
-    spec = P(*[None] * (query.ndim - 2), line.axis_names)
-    q, k = (_whole_of(x, line, spec) for x in (query, key))
-    v = from_local(value, line, k.spec, shape=(*k.shape[:-1], value.shape[-1]))
+def _of_plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, mesh: DeviceMesh) -> Tensor:
+    """Run on the slice of the mesh with these axes only: nothing is known of plain tensors along other axes."""
+    axis_mesh = mesh[options.axes]
+    spec = P(*[None] * (query.ndim - 2), axis_mesh.axis_names)
+    q, k = (_whole_of(x, axis_mesh, spec) for x in (query, key))
+    v = from_local(value, axis_mesh, k.spec, shape=(*k.shape[:-1], value.shape[-1]))
     return to_local(_attention(q, k, v, options))
 
 
-def _whole_of(part: Tensor, line: DeviceMesh, spec: P) -> ShardedTensor:
-    """The sequence of which this is one part, as long as it likes to be. Communication: one small all_gather."""
-    lengths = [n for (n,) in line.group().all_gather_object((part.shape[-2],))]
-    by_place = [lengths[line.group().ranks.index(int(rank))] for rank in line.ranks.flatten()]
-    cut = P(*spec.dims, sizes={line.axis_names: by_place})
-    return from_local(part, line, cut, shape=(*part.shape[:-2], sum(by_place), part.shape[-1]))
+def _whole_of(part: Tensor, axis_mesh: DeviceMesh, spec: P) -> ShardedTensor:
+    """Return the sequence that has this local part; lengths may differ. Communication: one small all_gather."""
+    lengths = [n for (n,) in axis_mesh.group().all_gather_object((part.shape[-2],))]
+    by_place = [lengths[axis_mesh.group().ranks.index(int(rank))] for rank in axis_mesh.ranks.flatten()]
+    cut = P(*spec.dims, sizes={axis_mesh.axis_names: by_place})
+    return from_local(part, axis_mesh, cut, shape=(*part.shape[:-2], sum(by_place), part.shape[-1]))
 
 
-def _attention(query: Any, key: Any, value: Any, options: Options) -> ShardedTensor:
+def _attention(query: Any, key: Any, value: Any, options: AttentionOptions) -> ShardedTensor:
     query, key, value = _autocast(query, key, value)
-    way = _way(query._layout, key._layout, value._layout, options)
+    strategy = _strategy(query._layout, key._layout, value._layout, options)
     mesh, lineage = query.mesh, mixed(_SEED, (query, key, value))
     with comm_context(mesh.world, lineage):
-        given = bring([query, key, value], way.targets)
-        for x in given:
+        operands = redistribute_operands([query, key, value], strategy.targets)
+        for x in operands:
             known_local(x)
-        out = from_parts(way.made, way.run, *given)
+        out = from_parts(strategy.made, strategy.run, *operands)
         out._lineage = lineage
-        return out.redistribute(way.result.spec)
+        return out.redistribute(strategy.result.spec)
 
 
 def _autocast(*tensors: Any) -> tuple[Any, ...]:
-    """In the dtype that autocast gives attention."""
+    """Cast to the dtype that autocast uses for attention."""
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
-def _way(q: Layout, k: Layout, v: Layout, options: Options) -> Way:
+def _strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> AttentionStrategy:
     key = ("attention", k, v, options)
     found = q.runners.get(key)
-    return found if found is not None else keep(q.runners, key, way_for(q, k, v, options))
+    return found if found is not None else keep(q.runners, key, choose_attention_strategy(q, k, v, options))
 
 
-# -- for models that know nothing of it -------------------------------------------------------------------------------
+# -- for unchanged models ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Block:
-    """What `context_parallel` was told."""
+class _ContextParallelBlock:
+    """The arguments of an active `context_parallel` block."""
 
     axes: tuple[str, ...]
     method: str
     balanced: bool
 
 
-# By world and not by thread, since checkpointed activations are computed again in a thread of autograd's.
-_blocks: weakref.WeakKeyDictionary[World, _Block] = weakref.WeakKeyDictionary()
+# By world and not by thread, since checkpointed activations are recomputed in an autograd thread.
+_blocks: weakref.WeakKeyDictionary[World, _ContextParallelBlock] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
 def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool = False) -> Iterator[None]:
-    """with context_parallel("cp"): `F.scaled_dot_product_attention` of sequences split over the axis is `context_parallel_attention`.
+    """with context_parallel("cp"): run `F.scaled_dot_product_attention` of sequences split over the axis as `context_parallel_attention`.
 
-    So a model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed
-    as ever; so is everything else. Where activations are checkpointed, backward computes attention again: keep it inside the block.
+    A model that calls torch's attention needs no change. Attention whose queries or keys are not split over the axis is computed as
+    usual. With checkpointed activations, backward recomputes attention: keep it inside the block.
 
     Args:
         axis, method, balanced: see `context_parallel_attention`.
@@ -190,7 +190,7 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
         raise ValueError(f"context_parallel: method={method!r}; write one of {', '.join(map(repr, METHODS))}")
     world = current_world()
     before = _blocks.get(world)
-    _blocks[world] = _Block((axis,) if isinstance(axis, str) else tuple(axis), method, balanced)
+    _blocks[world] = _ContextParallelBlock((axis,) if isinstance(axis, str) else tuple(axis), method, balanced)
     try:
         yield
     finally:
@@ -211,7 +211,7 @@ def _in_block(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Ours where the block says so; NotImplemented leaves the call to the rule."""
+    """Run context-parallel attention inside a block; NotImplemented leaves the call to the rule."""
     block = _blocks.get(current_world()) if _blocks else None
     if block is None or not all(isinstance(x, ShardedTensor) for x in (query, key, value)):
         return NotImplemented
@@ -223,11 +223,11 @@ def _in_block(
     if attn_mask is not None or dropout_p:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}): {_given(attn_mask, dropout_p)} for queries "
-            f"{query._layout}, and the other ranks' keys are seen in blocks, with is_causal or no mask, without dropout; leave it away, or "
+            f"{query._layout}; keys of other ranks are processed in blocks, with is_causal or no mask, without dropout; leave it out, or "
             "call this attention outside the block, where keys and values are gathered"
         )
-    options = Options(block.axes, is_causal, scale, block.method, block.balanced)
-    with implicit("allow"):  # the block has asked for it
+    options = AttentionOptions(block.axes, is_causal, scale, block.method, block.balanced)
+    with implicit("allow"):  # the block asks for it
         return _attention(query, key, value, options)
 
 
@@ -239,19 +239,19 @@ def _is_split(x: ShardedTensor, axes: tuple[str, ...]) -> bool:
     return x.ndim > 2 and bool(set(splitting_axes(x._layout, x.ndim - 2)) & set(axes))
 
 
-def _check_axes(block: _Block, x: ShardedTensor) -> None:
+def _check_axes(block: _ContextParallelBlock, x: ShardedTensor) -> None:
     unknown = [a for a in block.axes if a not in x.mesh.axis_names]
     if unknown:
         raise ValueError(
-            f"context_parallel({block.axes}): attention of {x._layout}, whose mesh has no axis {unknown[0]!r}; name one of "
+            f"context_parallel({block.axes}): attention of {x._layout}, whose mesh has no axis {unknown[0]!r}; use one of "
             f"{x.mesh.axis_names}"
         )
 
 
-def _check_order_known(block: _Block, query: ShardedTensor, key: ShardedTensor, is_causal: bool) -> None:
+def _check_order_known(block: _ContextParallelBlock, query: ShardedTensor, key: ShardedTensor, is_causal: bool) -> None:
     if block.balanced and is_causal and query.mesh.size(block.axes) > 1:
         raise ValueError(
             f"scaled_dot_product_attention inside context_parallel({block.axes}, balanced=True): is_causal for {query._layout} and "
-            f"{key._layout}, which are not both split over {block.axes}, so that their order is not known; balance both, or call it "
+            f"{key._layout}, which are not both split over {block.axes}, so their order is unknown; balance both, or call it "
             "outside the block"
         )

@@ -1,10 +1,10 @@
-"""Attention to one block of keys after another, on this rank: what is seen so far is kept as a mix of values and a log-sum-exp.
+"""Blockwise attention with an online softmax: the state is the weighted output so far and its log-sum-exp.
 
-    scores          block 1   block 2                            (mix, lse) of block 1
-    queries         q k1'     q k2'        absorbed one by one   (mix, lse) of block 2  ->  both weighted by exp(lse - their total)
+    scores          block 1   block 2                            (out, lse) of block 1
+    queries         q k1'     q k2'        merged one by one     (out, lse) of block 2  ->  both weighted by exp(lse - total lse)
 
-So a softmax over all keys needs no block but the one at hand (Milakov and Gimelshein 2018, "Online normalizer calculation for
-softmax"), and its gradients need nothing but the final mix and lse (Dao et al. 2022, "FlashAttention", section 3.1).
+A softmax over all keys then needs one block at a time (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), and
+its gradients need the final output and lse only (Dao et al. 2022, "FlashAttention", section 3.1).
 
 Tensor names: q [... h*g l e], k [... h s e], v [... h s f]; g query heads share a head of keys.
 """
@@ -18,44 +18,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .flash import Kernel, kernel_for
+from .flash import FlashKernel, kernel_for
 from .load_balance import Block
 
-_SCORES = 1 << 22  # so many scores are in memory at a time: 16 MiB in float32
+_SCORES = 1 << 22  # the number of scores in memory at a time: 16 MiB in float32
 
 
-class Seen:
-    """What queries have seen so far.
+class OnlineSoftmaxState:
+    """The state of an online softmax: the result over the blocks so far.
 
     Attributes:
-        mix: the values, weighted [... l f]; zero where nothing was seen.
-        lse: the log of the sum of all exp(score) [... l]; -inf where nothing was seen.
+        out: the weighted values [... l f]; zero before the first block.
+        lse: the log of the sum of all exp(score) [... l]; -inf before the first block.
     """
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         wide = _wide(q.dtype)
-        self.mix = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
+        self.out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide)
         self.lse = q.new_full(q.shape[:-1], -math.inf, dtype=wide)
 
-    def absorb(self, start: int, stop: int, mix: Tensor, lse: Tensor) -> None:
-        """Take in what the queries from `start` to `stop` see in another block."""
+    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge the result of another block for the queries from `start` to `stop`."""
         rows = slice(start, stop)
         before = self.lse[..., rows]
         total = torch.logaddexp(before, lse)
-        kept = self.mix[..., rows, :] * (before - total).exp()[..., None]
-        self.mix[..., rows, :] = kept + mix * (lse - total).exp()[..., None]
+        kept = self.out[..., rows, :] * (before - total).exp()[..., None]
+        self.out[..., rows, :] = kept + out * (lse - total).exp()[..., None]
         self.lse[..., rows] = total
 
 
-def attend(seen: Seen, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float) -> None:
-    """Show the queries these blocks of the keys that are here."""
+def attend(state: OnlineSoftmaxState, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float) -> None:
+    """Update the state with these blocks of the local keys."""
     for block in blocks:
         parts = _parts(block, q, k, v)
-        mix, lse = (kernel_for(*parts) or _MATMUL).forward(*parts, scale, block.diagonal)
-        seen.absorb(block.q_start, block.q_stop, mix, lse)
+        out, lse = (kernel_for(*parts) or _MATMUL).forward(*parts, scale, block.diagonal)
+        state.merge(block.q_start, block.q_stop, out, lse)
 
 
-class Grads(NamedTuple):
+class AttentionGrads(NamedTuple):
     """Sums of gradients, in at least float32."""
 
     q: Tensor
@@ -63,19 +63,19 @@ class Grads(NamedTuple):
     v: Tensor
 
     @classmethod
-    def zeros(cls, *tensors: Tensor) -> Grads:
+    def zeros(cls, *tensors: Tensor) -> AttentionGrads:
         return cls(*[torch.zeros_like(x, dtype=_wide(x.dtype), memory_format=torch.contiguous_format) for x in tensors])
 
 
 def attend_grads(
-    into: Grads, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
+    into: AttentionGrads, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
 ) -> None:
-    """Add what these blocks give to the gradients.
+    """Add the contribution of these blocks to the gradients.
 
     Args:
-        into: gradients of q, k and v.
+        into: the gradients of q, k and v.
         grad: the gradient of `out`.
-        out, lse: the final mix, and the lse of all keys.
+        out, lse: the final output, and the lse over all keys.
     """
     for block in blocks:
         rows, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
@@ -96,19 +96,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# -- by matrix products, where torch has no kernel -----------------------------------------------------------------------
+# -- by matrix products, if torch has no kernel ---------------------------------------------------------------------------
 
 
 def _by_matmul(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """The mix and lse of one block, some queries at a time."""
+    """Return output and lse of one block, computed for some queries at a time."""
     q, k, v = (x.to(_wide(x.dtype)) for x in (q, k, v))
-    mixes, lses = [], []
+    outs, lses = [], []
     for rows, keys in _tiles(q, k, diagonal):
         scores = _scores(q[..., rows, :], k[..., keys, :], scale, rows, diagonal)
         lse = scores.logsumexp(-1)
-        mixes.append(_ungrouped((scores - lse[..., None]).exp() @ v[..., keys, :], q, rows))
+        outs.append(_ungrouped((scores - lse[..., None]).exp() @ v[..., keys, :], q, rows))
         lses.append(_ungrouped(lse[..., None], q, rows)[..., 0])
-    return torch.cat(mixes, -2), torch.cat(lses, -1)
+    return torch.cat(outs, -2), torch.cat(lses, -1)
 
 
 def _grads_by_matmul(
@@ -130,7 +130,7 @@ def _grads_by_matmul(
 
 
 def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]]:
-    """Some rows of q at a time, and the keys that they may see."""
+    """Yield some rows of q at a time, and the keys that they attend to."""
     rows, keys = q.shape[-2], k.shape[-2]
     step = max(1, _SCORES // max(1, math.prod(q.shape[:-2]) * keys))
     for start in range(0, rows, step):
@@ -139,12 +139,12 @@ def _tiles(q: Tensor, k: Tensor, diagonal: bool) -> Iterator[tuple[slice, slice]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, rows: slice, diagonal: bool) -> Tensor:
-    """Of some rows of queries, grouped as `_grouped` does, with the keys up to the last that they may see."""
+    """Return the scores of some query rows, grouped as by `_grouped`, with the keys up to the last that they attend to."""
     scores = _grouped(q, k) @ k.mT * scale
     if not diagonal:
         return scores
-    place = torch.arange(k.shape[-2], device=q.device)
-    hidden = place > place[rows][:, None]
+    position = torch.arange(k.shape[-2], device=q.device)
+    hidden = position > position[rows][:, None]
     return scores.masked_fill(hidden.repeat(_group(q, k), 1), -math.inf)
 
 
@@ -153,7 +153,7 @@ def _group(q: Tensor, k: Tensor) -> int:
 
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """The queries of heads that share a head of keys as one: `... (h g) l e -> ... h (g l) e`."""
+    """Fold query heads that share a key head into the rows: `... (h g) l e -> ... h (g l) e`."""
     group = _group(x, k)
     return x if group == 1 else x.reshape(*x.shape[:-3], k.shape[-3], group * x.shape[-2], x.shape[-1])
 
@@ -162,4 +162,4 @@ def _ungrouped(x: Tensor, q: Tensor, rows: slice) -> Tensor:
     return x.reshape(*q.shape[:-2], rows.stop - rows.start, x.shape[-1])
 
 
-_MATMUL = Kernel(_by_matmul, _grads_by_matmul)
+_MATMUL = FlashKernel(_by_matmul, _grads_by_matmul)

@@ -1,7 +1,7 @@
 """torch's fused attention kernels, with the log-sum-exp: the operators under `F.scaled_dot_product_attention`.
 
-They never have the scores in memory. They are private, since only they give the log-sum-exp and take one for backward; where torch
-lacks them, or they do not take the tensors, attention is computed by matrix products (`blockwise.py`).
+They do not materialise the scores. They are private in torch; the public operator neither returns the log-sum-exp nor takes one for
+backward. If torch lacks them, or they do not support the tensors, attention is computed by matrix products (`blockwise.py`).
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 
-class Kernel(NamedTuple):
+class FlashKernel(NamedTuple):
     """Attention of one block.
 
     Attributes:
-        forward: `(q, k, v, scale, diagonal)` -> the mix and its lse.
-        backward: `(grad, q, k, v, out, lse, scale, diagonal)` -> gradients of q, k and v, with the mix and lse of all blocks.
+        forward: `(q, k, v, scale, diagonal)` -> output and lse.
+        backward: `(grad, q, k, v, out, lse, scale, diagonal)` -> gradients of q, k and v; out and lse are over all blocks.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> Kernel | None:
-    """What takes these tensors [b h l e]; heads of keys may be fewer."""
+def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> FlashKernel | None:
+    """Return a kernel that supports these tensors [b h l e]; there may be fewer key heads."""
     if q.ndim != 4 or v.shape[-1] != q.shape[-1] or not (q.numel() and k.numel()):
         return None
     if q.device.type == "cpu" and _CPU.forward is not None:
-        return Kernel(_on_cpu, _on_cpu_grads)
+        return FlashKernel(_on_cpu, _on_cpu_grads)
     halves = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     if q.is_cuda and _CUDA.forward is not None and halves and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        return Kernel(on_cuda, on_cuda_grads)
+        return FlashKernel(on_cuda, on_cuda_grads)
     return None
 
 
@@ -52,11 +52,11 @@ _CUDA = _operators("_scaled_dot_product_flash_attention")
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """With features side by side in memory, which the kernels ask for."""
+    """Return x with contiguous features, as the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# -- on the CPU: half precision is computed in float32, so that blocks are not rounded before they are added up ----------
+# -- on the CPU: half precision is computed in float32, so that blocks are not rounded before they are merged -------------
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
@@ -77,13 +77,13 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
 
 
 def on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, diagonal: bool) -> tuple[Tensor, Tensor]:
-    mix, lse, *_ = _CUDA.forward(*map(_in_rows, (q, k, v)), 0.0, diagonal, False, scale=scale)
-    return mix, lse
+    out, lse, *_ = _CUDA.forward(*map(_in_rows, (q, k, v)), 0.0, diagonal, False, scale=scale)
+    return out, lse
 
 
 def on_cuda_grads(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, diagonal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # of the random numbers that dropout would need
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # the random state for dropout
     options = (None, None, q.shape[-2], k.shape[-2], 0.0, diagonal, unused, unused)
     return _CUDA.backward(*map(_in_rows, (grad, q, k, v, out)), lse.contiguous(), *options, scale=scale)

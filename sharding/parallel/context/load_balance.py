@@ -1,10 +1,9 @@
-"""The order of a sequence over ranks, and what of it each may see under a causal mask.
+"""Load balance of causal attention: the order of a sequence over ranks, and the blocks that each rank computes.
 
-    10 positions over 2 ranks, as they are     0 1 2 3 4 | 5 6 7 8 9      rank 1 has 40 of the 55 pairs that are seen
-    cut into 4 pieces, balanced                0 1 2 8 9 | 3 4 5 6 7      rank i has the pieces i and 3 - i: 25 and 30 pairs
+    10 positions over 2 ranks, contiguous      0 1 2 3 4 | 5 6 7 8 9      rank 1 computes 40 of the 55 pairs
+    in 4 pieces, balanced                      0 1 2 8 9 | 3 4 5 6 7      rank i has the pieces i and 3 - i: 25 and 30 pairs
 
-Every piece of a query sees the pieces before it, so that piece p costs p + 1, and the pieces i and 2n-1-i of n ranks cost 2n + 1
-together, whatever i.
+Queries of piece p attend to p + 1 pieces, so the pieces i and 2n-1-i of n ranks cost 2n + 1 together for every i.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from ...ops.rules.decomposition_utils import from_parts, with_dim
 from ...redistribute.interval_exchange import Interval, IntervalExchange
 from ...tensor.sharded_tensor import ShardedTensor
 
-Runs = tuple[Interval, ...]  # positions that a rank holds, one interval after the other in its memory
+Runs = tuple[Interval, ...]  # the positions that a rank holds, as intervals in memory order
 
 
 class Block(NamedTuple):
-    """Rows of queries and keys, by their place on the ranks that hold them, of which each query sees each key.
+    """Ranges of local query and key rows in which each query attends to each key.
 
     Attributes:
-        diagonal: the two are the same positions, and each query sees the keys up to its own.
+        diagonal: both have the same positions, and each query attends to the keys up to its own.
     """
 
     q_start: int
@@ -42,8 +41,8 @@ class Block(NamedTuple):
 
 
 @lru_cache(4096)
-def visible(queries: Runs, keys: Runs) -> tuple[Block, ...]:
-    """The blocks that are seen where each query sees the keys up to its own position; what is hidden is in none.
+def causal_blocks(queries: Runs, keys: Runs) -> tuple[Block, ...]:
+    """Return the blocks that a causal mask leaves: each query attends to the keys up to its own position.
 
         queries 2 3 4 5, keys 0 1 2 3      2 | x x \\ .
                                            3 | x x x \\       4 by 2 whole, 2 by 2 diagonal, 2 by 2 whole
@@ -51,8 +50,8 @@ def visible(queries: Runs, keys: Runs) -> tuple[Block, ...]:
                                            5 | x x x x
     """
     found: list[Block] = []
-    for k_place, (k_start, k_stop) in _placed(keys):
-        for q_place, (q_start, q_stop) in _placed(queries):
+    for k_place, (k_start, k_stop) in _with_offsets(keys):
+        for q_place, (q_start, q_stop) in _with_offsets(queries):
             both = max(k_start, q_start), min(k_stop, q_stop)
             pieces = [
                 ((q_start, q_stop), (k_start, min(k_stop, q_start)), False),
@@ -61,20 +60,20 @@ def visible(queries: Runs, keys: Runs) -> tuple[Block, ...]:
             ]
             for rows, cols, diagonal in pieces:
                 if rows[0] < rows[1] and cols[0] < cols[1]:
-                    _add(found, Block(*_moved(rows, q_place - q_start), *_moved(cols, k_place - k_start), diagonal))
+                    _append_block(found, Block(*_shift(rows, q_place - q_start), *_shift(cols, k_place - k_start), diagonal))
     return tuple(found)
 
 
-def _placed(runs: Runs) -> Iterator[tuple[int, Interval]]:
+def _with_offsets(runs: Runs) -> Iterator[tuple[int, Interval]]:
     return zip(accumulate((stop - start for start, stop in runs), initial=0), runs, strict=False)
 
 
-def _moved(interval: Interval, by: int) -> Interval:
+def _shift(interval: Interval, by: int) -> Interval:
     return interval[0] + by, interval[1] + by
 
 
-def _add(found: list[Block], new: Block) -> None:
-    """As one block with the one before, where that has the queries just before these, and the same keys."""
+def _append_block(found: list[Block], new: Block) -> None:
+    """Append a block; merge it with the last one if that has the preceding queries and the same keys."""
     last = found[-1] if found else new
     if last[1:4] == (new.q_start, new.k_start, new.k_stop) and not (last.diagonal or new.diagonal):
         found[-1] = last._replace(q_stop=new.q_stop)
@@ -86,13 +85,13 @@ def _add(found: list[Block], new: Block) -> None:
 
 
 def contiguous(sizes: Sequence[int]) -> list[Runs]:
-    """What each rank holds of a sequence that is cut into parts of these sizes."""
+    """Return the positions of each rank, for a sequence in contiguous parts of these sizes."""
     return [((start, stop),) for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 @lru_cache(1024)
 def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
-    """What each rank holds of a balanced sequence: the pieces i and 2n-1-i of 2n, whose lengths differ by one at most."""
+    """Return the positions of each rank for a balanced sequence: the pieces i and 2n-1-i of 2n pieces of almost equal length."""
     count = 2 * ranks
     bounds = list(accumulate([length // count + (i < length % count) for i in range(count)], initial=0))
     pieces = list(pairwise(bounds))
@@ -100,14 +99,14 @@ def balanced(length: int, ranks: int) -> tuple[Runs, ...]:
 
 
 def balanced_sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """How many positions each rank has."""
+    """Return the number of positions of each rank."""
     return tuple(sum(stop - start for start, stop in runs) for runs in balanced(length, ranks))
 
 
 def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """What lies from `start` to `stop` where these intervals lie one after the other."""
+    """Return the part from `start` to `stop` of the concatenation of these intervals."""
     found = []
-    for place, (a, b) in _placed(tuple(order)):
+    for place, (a, b) in _with_offsets(tuple(order)):
         low, high = max(a, a + start - place), min(b, a + stop - place)
         if low < high:
             found.append((low, high))
@@ -115,32 +114,32 @@ def _between(order: Sequence[Interval], start: int, stop: int) -> list[Interval]
 
 
 def _inverse(order: Sequence[Interval]) -> list[Interval]:
-    """Where each interval of the sequence, taken in order, lies."""
-    return [(place, place + b - a) for place, (a, b) in sorted(_placed(tuple(order)), key=lambda x: (x[1], x[0]))]
+    """Return where each interval, in sequence order, is in the reordered sequence."""
+    return [(place, place + b - a) for place, (a, b) in sorted(_with_offsets(tuple(order)), key=lambda x: (x[1], x[0]))]
 
 
 def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp") -> ShardedTensor:
-    """balance_sequence(x, dim, "cp") -> x with a dim in the order in which causal attention costs every rank the same.
+    """balance_sequence(x, dim, "cp") -> x with a dim reordered so that causal attention costs every rank the same.
 
-        x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9      cut into 2n pieces; rank i gets the pieces i and 2n-1-i
+        x over 2 ranks   0 1 2 3 4 | 5 6 7 8 9      in 2n pieces; rank i gets the pieces i and 2n-1-i
                          0 1 2 8 9 | 3 4 5 6 7
 
-    Balance what depends on the place in the sequence: tokens, labels, and positions, so that rotary or learned embeddings know them:
-    `sm.balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. What works on each position alone, and a loss that is a mean over
-    positions, gives the same in any order; attention is told `balanced=True`.
+    Balance everything that depends on the position: tokens, labels, and the positions for rotary or learned embeddings,
+    `sm.balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. Operators on each position alone, and a loss that is a mean over
+    positions, give the same in any order; pass `balanced=True` to attention.
 
     Args:
         x: a sharded tensor.
-        dim: its sequence.
-        axis: the axis, or axes, major to minor, that split the sequence afterwards. The dim may be split over them, or not at all.
+        dim: the dim of the sequence.
+        axis: the axis, or axes, major to minor, that split the sequence afterwards. The dim must be split over them, or not at all.
 
     Returns:
-        The tensor, the dim cut over the axis into parts that differ by two positions at most.
+        The tensor, with the dim split over the axis into parts that differ by at most two positions.
 
     Raises:
         ValueError: on every rank, before any communication: an unknown axis, or one that splits another dim, or a dim that others split.
 
-    Communication: one all_to_all over the axis, the same backward; none where the dim is whole.
+    Communication: one all_to_all over the axis, the same backward; none if the dim is whole.
 
     Example:
         >>> tokens, labels = (sm.balance_sequence(x, 1, "cp") for x in (tokens, labels))
@@ -151,11 +150,11 @@ def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "
     sizes = balanced_sizes(size, ranks)
     order = [run for runs in balanced(size, ranks) for run in runs]
     target = with_dim(x._layout, dim, [Cut(axes, sizes)], size)
-    return _fetched("balance_sequence", x, target, dim, order)
+    return _reorder("balance_sequence", x, target, dim, order)
 
 
 def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "cp") -> ShardedTensor:
-    """unbalance_sequence(x, dim, "cp") -> x with a dim as it was before `balance_sequence`, cut evenly over the axis.
+    """unbalance_sequence(x, dim, "cp") -> x with a dim in its order before `balance_sequence`, split evenly over the axis.
 
     Args, Raises, Communication: as for `balance_sequence`.
 
@@ -166,43 +165,43 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
     size = x.shape[dim]
     order = [run for runs in balanced(size, x.mesh.size(axes)) for run in runs]
     target = with_dim(x._layout, dim, [Cut((a,)) for a in axes], size)
-    return _fetched("unbalance_sequence", x, target, dim, _inverse(order))
+    return _reorder("unbalance_sequence", x, target, dim, _inverse(order))
 
 
-def _fetched(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
+def _reorder(name: str, x: ShardedTensor, target: Layout, dim: int, order: list[Interval]) -> ShardedTensor:
     known_local(x)
     fetch = IntervalExchange(x._layout, target, dim, lambda start, stop: _between(order, start, stop))
     lineage = mixed(seed_of(name), [x])
 
-    def moved(local: Tensor) -> Tensor:
+    def reorder(local: Tensor) -> Tensor:
         out = fetch(local)
         return out.view_as(out) if out is local else out
 
     with comm_context(x.mesh.world, lineage):
-        out = from_parts(target, moved, x)
+        out = from_parts(target, reorder, x)
     out._lineage = lineage
     return out
 
 
 def checked_axes(name: str, x: Any, dim: int, axis: str | tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """The axes as a tuple, and the dim counted from the front.
+    """Return the axes as a tuple, and the dim counted from the front.
 
     Raises:
         TypeError, ValueError: see `balance_sequence`.
     """
     if not isinstance(x, ShardedTensor):
-        raise TypeError(f"{name}: takes a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first")
+        raise TypeError(f"{name}: expected a ShardedTensor, got {type(x).__name__}; place it with sm.device_put(x, mesh, P(...)) first")
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if not axes or any(a not in x.mesh.axis_names for a in axes):
-        raise ValueError(f"{name}: axis={axis!r} is not of {x._layout}; name one of {x.mesh.axis_names}")
+        raise ValueError(f"{name}: axis={axis!r} is not on the mesh of {x._layout}; use one of {x.mesh.axis_names}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{name}: dim={dim} of {x._layout}, which has {x.ndim} dims; give one from {-x.ndim} to {x.ndim - 1}")
     dim %= x.ndim
     taken = [a for a in axes if x._layout.dim_of.get(a, dim) != dim or a in x._layout.pending]
     if taken:
-        raise ValueError(f"{name}: {taken[0]!r} is to split dim {dim} of {x._layout}, and is in use; redistribute first")
+        raise ValueError(f"{name}: axis {taken[0]!r} cannot split dim {dim} of {x._layout}, since it is in use; redistribute first")
     if x.spec.dims[dim] not in ((), axes):
         raise ValueError(
-            f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]}, and is to be split over {axes} alone; redistribute first"
+            f"{name}: dim {dim} of {x._layout} is split over {x.spec.dims[dim]} and must be split over {axes} alone; redistribute first"
         )
     return axes, dim

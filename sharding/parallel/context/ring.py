@@ -1,13 +1,13 @@
-"""Attention around a ring: queries stay, and keys and values travel to the next rank, until every rank has seen every block.
+"""Ring attention: queries stay, keys and values are passed to the next rank until every rank has processed every block.
 
-               at first       after 1 hop     after 2 hops    after 3 hops
-    rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        the next block is on its way
-    rank 1   q1: k1 v1        q1: k0 v0       q1: k3 v3       q1: k2 v2        while a rank works on this one
+               hop 0          hop 1           hop 2           hop 3
+    rank 0   q0: k0 v0        q0: k3 v3       q0: k2 v2       q0: k1 v1        the next block is received
+    rank 1   q1: k1 v1        q1: k0 v0       q1: k3 v3       q1: k2 v2        while the current one is computed
     rank 2   q2: k2 v2        q2: k1 v1       q2: k0 v0       q2: k3 v3
     rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
 
-Backward goes round once more: nobody keeps the blocks of others, only the output and its log-sum-exp. What ranks find as gradients of a
-block follows it one hop behind, is added to on each rank, and is home after the last hop (Liu, Zaharia and Abbeel 2023, "Ring
+Backward passes the blocks around once more, since forward saves only the output and its log-sum-exp. The gradient of a block follows it
+one hop behind; each rank adds its contribution, and after the last hop it is on the block's own rank (Liu, Zaharia and Abbeel 2023, "Ring
 attention with blockwise transformers").
 """
 
@@ -25,24 +25,24 @@ from torch.autograd.function import once_differentiable
 
 from ...ops.lineage import backward_comm_context
 from ...tensor.autograd.engine_hooks import with_memory
-from .blockwise import Grads, Seen, attend, attend_grads
+from .blockwise import AttentionGrads, OnlineSoftmaxState, attend, attend_grads
 from .load_balance import Block
 
-Arrival = Callable[[], Tensor]
+Pending = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Who sends to whom, and what each rank sees.
+    """The ranks of the ring, and the blocks that this rank computes.
 
     Attributes:
-        world: whose ranks these are.
+        world: the world of the ranks.
         group: the ranks.
-        order: by place in the ring, the rank's index in the group; this rank alone where it has all keys.
-        place: of this rank.
-        keys: by place, the length of the block of keys that starts there.
-        blocks: by hop, what this rank's queries see of the block that is here then.
-        scale: of scores.
+        order: by position in the ring, the rank's index in the group; this rank alone if it has all keys.
+        place: the position of this rank.
+        keys: by position, the length of the block of keys that starts there.
+        blocks: by hop, what this rank's queries attend to of the current block.
+        scale: the factor of scores.
     """
 
     world: Any
@@ -58,7 +58,7 @@ class Ring:
         return len(self.order)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """This rank's part of the attention; differentiable once.
+        """Return this rank's part of the attention; differentiable once.
 
         Communication: `size - 1` permutes, in each a block of keys and values; backward as many, and again as many with gradients, in
         at least float32.
@@ -66,30 +66,30 @@ class Ring:
         return _RingAttention.apply(q, k, v, self)  # type: ignore[return-value]
 
     def passing(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The keys and values that are here, hop by hop; while they are in use the next ones come."""
-        here, like = (k, v), (k, v)
+        """Yield the current keys and values, hop by hop; the next ones are received meanwhile."""
+        current, like = (k, v), (k, v)
         block = _pack(k, v) if self.size > 1 else k
         for hop in range(1, self.size):
-            coming = self.send(block, like, hop)
-            yield here
-            block = coming()
-            here = self.unpack(block, like, hop)
-        yield here
+            pending = self.send(block, like, hop)
+            yield current
+            block = pending()
+            current = self.unpack(block, like, hop)
+        yield current
 
-    def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Arrival:
+    def send(self, block: Tensor, like: Sequence[Tensor], hop: int) -> Pending:
         """Give a block to the next rank; what waits for the one from the rank before, which is here after `hop` hops.
 
         Args:
             block: flat.
             like: tensors whose shapes, but for the number of keys, the parts of a block have.
         """
-        coming = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
+        pending = block.new_empty(sum(_count(x, self._keys(hop)) for x in like))
         after, before = (self.order[(self.place + step) % self.size] for step in (1, -1))
-        work = self.group.permute(coming, block, dst=after, src=before, async_op=True)
+        work = self.group.permute(pending, block, dst=after, src=before, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
-            return coming
+            return pending
 
         return wait
 
@@ -109,19 +109,19 @@ def _pack(*tensors: Tensor) -> Tensor:
 
 
 def _count(x: Tensor, keys: int) -> int:
-    """Elements of a tensor with so many keys."""
+    """Return the number of elements of a tensor with that many keys."""
     return math.prod(x.shape[:-2]) * keys * x.shape[-1]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        seen = Seen(q, v)
-        for here, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
-            attend(seen, q, *here, blocks, ring.scale)
-        out = seen.mix.to(q.dtype)
+        state = OnlineSoftmaxState(q, v)
+        for current, blocks in zip(ring.passing(k, v), ring.blocks, strict=True):
+            attend(state, q, *current, blocks, ring.scale)
+        out = state.out.to(q.dtype)
         ctx.ring, ctx.lineage = ring, ring.world.comm_context.lineage
-        ctx.save_for_backward(q, k, v, out, seen.lse)
+        ctx.save_for_backward(q, k, v, out, state.lse)
         return out
 
     @staticmethod
@@ -133,16 +133,16 @@ class _RingAttention(torch.autograd.Function):
         return *[grad.to(x.dtype) for grad, x in zip(found, saved, strict=False)], None
 
 
-def _ring_grads(ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
-    """Blocks pass once more; behind each comes the sum of what the ranks before found as its gradient."""
-    own = Grads.zeros(q, k, v)
-    following: Arrival = partial(grad.new_zeros, (), dtype=own.k.dtype)
-    for hop, here in enumerate(ring.passing(k, v)):
-        found = Grads.zeros(q, *here)._replace(q=own.q) if hop else own
-        attend_grads(found, grad, q, *here, out, lse, ring.blocks[hop], ring.scale)
+def _ring_grads(ring: Ring, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> AttentionGrads:
+    """Pass the blocks once more; each is followed by the sum of the gradients from earlier ranks."""
+    own = AttentionGrads.zeros(q, k, v)
+    following: Pending = partial(grad.new_zeros, (), dtype=own.k.dtype)
+    for hop, current in enumerate(ring.passing(k, v)):
+        found = AttentionGrads.zeros(q, *current)._replace(q=own.q) if hop else own
+        attend_grads(found, grad, q, *current, out, lse, ring.blocks[hop], ring.scale)
         if hop:
             following = ring.send(_pack(found.k, found.v) + following(), own[1:], hop + 1)
     if ring.size == 1:
         return own
     home = ring.unpack(following(), own[1:], ring.size)
-    return Grads(own.q, own.k + home[0], own.v + home[1])
+    return AttentionGrads(own.q, own.k + home[0], own.v + home[1])

@@ -1,4 +1,4 @@
-"""How attention over a split sequence is computed: where query, key and value go, and what each rank does with its parts."""
+"""Strategies of context-parallel attention: layouts of query, key and value, and the computation on local parts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ...layout.layout import Layout, distinct_mesh_names
 from ...layout.spec import Cut, P
 from ...ops.rules.decomposition_utils import part_sizes, splitting_axes, with_dim
 from ...ops.rules.nn.attention import attention_local
-from .load_balance import Block, Runs, balanced, balanced_sizes, contiguous, visible
+from .load_balance import Block, Runs, balanced, balanced_sizes, causal_blocks, contiguous
 from .ring import Ring
 
 HEADS, SEQUENCE, WIDTH = -3, -2, -1
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Options(NamedTuple):
-    """What attention is asked for: see `context_parallel_attention`."""
+class AttentionOptions(NamedTuple):
+    """The options of `context_parallel_attention`."""
 
     axes: tuple[str, ...]
     is_causal: bool
@@ -34,14 +34,14 @@ class Options(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
-    """How to compute it.
+class AttentionStrategy:
+    """How to compute one attention.
 
     Attributes:
-        targets: how query, key and value have to lie.
-        made: how the result of `run` lies.
-        result: how the result is to lie, as the query does.
-        run: what makes the result of this rank's parts.
+        targets: the layouts that query, key and value need.
+        made: the layout of the result of `run`.
+        result: the layout to return, that of the query.
+        run: the computation on this rank's parts.
     """
 
     targets: tuple[Layout, Layout, Layout]
@@ -50,8 +50,8 @@ class Way:
     run: Run
 
 
-def way_for(q: Layout, k: Layout, v: Layout, options: Options) -> Way:
-    """The way for operands that lie so.
+def choose_attention_strategy(q: Layout, k: Layout, v: Layout, options: AttentionOptions) -> AttentionStrategy:
+    """Return the strategy for operands with these layouts.
 
     Raises:
         ValueError: see `context_parallel_attention`.
@@ -60,19 +60,19 @@ def way_for(q: Layout, k: Layout, v: Layout, options: Options) -> Way:
     for layout in (q, k, v):
         _check_sequence(layout, options)
     q = _cut(q, q.spec.cuts[:WIDTH])
-    k = _cut(k, [*q.spec.cuts[:HEADS], _heads_beside(q, k), k.spec.cuts[SEQUENCE]])
+    k = _cut(k, [*q.spec.cuts[:HEADS], _key_head_cuts(q, k), k.spec.cuts[SEQUENCE]])
     v = _cut(v, k.spec.cuts[:WIDTH])
     made = with_dim(q, len(q.shape) - 1, (), v.shape[WIDTH])
-    return {"ring": _ring, "all_gather": _gathered, "all_to_all": _exchanged}[options.method](q, k, v, made, options)
+    return {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}[options.method](q, k, v, made, options)
 
 
 def _cut(layout: Layout, cuts: Sequence[Sequence[Cut]]) -> Layout:
-    """With these cuts, nothing pending, and whole features."""
+    """Return the layout with these cuts, nothing pending, and whole features."""
     return layout.replace(P.of_cuts([*cuts, ()], {}))
 
 
-def _heads_beside(q: Layout, k: Layout) -> Sequence[Cut]:
-    """How key heads are cut: as they are, where each rank so has those that its query heads look at; else not at all."""
+def _key_head_cuts(q: Layout, k: Layout) -> Sequence[Cut]:
+    """Return the cuts of key heads: as they are, if each rank then has those of its query heads; else none."""
     if q.spec.dims[HEADS] != k.spec.dims[HEADS]:
         return ()
     group = _group(q, k)
@@ -89,70 +89,72 @@ def _bounds(layout: Layout, dim: int) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(part_sizes(layout, len(layout.shape) + dim), initial=0)))
 
 
-def _scale(q: Layout, options: Options) -> float:
+def _scale(q: Layout, options: AttentionOptions) -> float:
     return 1 / math.sqrt(max(1, q.shape[-1])) if options.scale is None else options.scale
 
 
-# -- queries stay -----------------------------------------------------------------------------------------------------
+# -- ring and all_gather ----------------------------------------------------------------------------------------------
 
 
-def _ring(q: Layout, k: Layout, v: Layout, made: Layout, options: Options) -> Way:
+def _ring(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
     mesh: Any = q.mesh
     runs = _runs(q, options), _runs(k, options)
     if mesh.coordinate is None or not splitting_axes(k, len(k.shape) + SEQUENCE):
-        return _here(q, k, v, made, options)
+        return _with_all_keys(q, k, v, made, options)
     group, ranks = mesh.group(options.axes), _in_order(mesh, options.axes)
-    place, count = ranks.index(mesh.world.rank), len(ranks)
-    blocks = tuple(_blocks(runs[0][place], runs[1][(place - hop) % count], options) for hop in range(count))
+    position, count = ranks.index(mesh.world.rank), len(ranks)
+    blocks = tuple(_blocks(runs[0][position], runs[1][(position - hop) % count], options) for hop in range(count))
     keys = tuple(part_sizes(k, len(k.shape) + SEQUENCE))
-    ring = Ring(mesh.world, group, tuple(map(group.ranks.index, ranks)), place, keys, blocks, _scale(q, options))
-    return Way((q, k, v), made, made, _with_heads(ring, q, k))
+    ring = Ring(mesh.world, group, tuple(map(group.ranks.index, ranks)), position, keys, blocks, _scale(q, options))
+    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
 
 
-def _gathered(q: Layout, k: Layout, v: Layout, made: Layout, options: Options) -> Way:
+def _all_gather(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
     whole_k, whole_v = (with_dim(x, len(x.shape) + SEQUENCE, (), x.shape[SEQUENCE]) for x in (k, v))
-    return _here(q, whole_k, whole_v, made, options, _runs(k, options))
+    return _with_all_keys(q, whole_k, whole_v, made, options, _runs(k, options))
 
 
-def _here(q: Layout, k: Layout, v: Layout, made: Layout, options: Options, of_keys: Sequence[Runs] | None = None) -> Way:
-    """Each rank has all keys, in the order of `of_keys`."""
+def _with_all_keys(
+    q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions, of_keys: Sequence[Runs] | None = None
+) -> AttentionStrategy:
+    """Return the strategy in which each rank has all keys, in the order of `of_keys`."""
     mesh: Any = q.mesh
     if mesh.coordinate is None:
-        return Way((q, k, v), made, made, _nothing)
+        return AttentionStrategy((q, k, v), made, made, _outside_mesh)
     ranks = _in_order(mesh, options.axes)
     of_keys = _runs(k, options) if of_keys is None else of_keys
     mine = _runs(q, options)[ranks.index(mesh.world.rank) if splitting_axes(q, len(q.shape) + SEQUENCE) else 0]
     blocks = (_blocks(mine, tuple(run for runs in of_keys for run in runs), options),)
     ring = Ring(mesh.world, None, (0,), 0, (k.shape[SEQUENCE],), blocks, _scale(q, options))
-    return Way((q, k, v), made, made, _with_heads(ring, q, k))
+    return AttentionStrategy((q, k, v), made, made, _with_heads(ring, q, k))
 
 
-def _nothing(*_: Tensor) -> Tensor:
-    raise RuntimeError("a rank outside the mesh computes nothing")
+def _outside_mesh(*_: Tensor) -> Tensor:
+    raise RuntimeError("attention was run on a rank outside the mesh")
 
 
 def _in_order(mesh: Any, axes: tuple[str, ...]) -> list[int]:
-    """The ranks along these axes, this one among them, by place."""
+    """Return the ranks along these axes, including this one, by position."""
     return [int(rank) for rank in mesh[axes].ranks.flatten()]
 
 
-def _runs(layout: Layout, options: Options) -> list[Runs]:
-    """By place, the positions that each rank holds."""
+def _runs(layout: Layout, options: AttentionOptions) -> list[Runs]:
+    """Return the positions that each rank holds."""
     sizes = part_sizes(layout, len(layout.shape) + SEQUENCE)
     if not (options.balanced and options.is_causal):
         return contiguous(sizes)
     return list(balanced(layout.shape[SEQUENCE], len(sizes)))
 
 
-def _blocks(queries: Runs, keys: Runs, options: Options) -> Sequence[Block]:
+def _blocks(queries: Runs, keys: Runs, options: AttentionOptions) -> Sequence[Block]:
     if options.is_causal:
-        return visible(queries, keys)
+        return causal_blocks(queries, keys)
     rows, cols = (sum(stop - start for start, stop in runs) for runs in (queries, keys))
     return (Block(0, rows, 0, cols, False),) if rows and cols else ()
 
 
 def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
-    """With the key heads that this rank's query heads look at: as they are, some of them, or one for each query head."""
+    """Select the key heads of this rank's query heads: all, a range, or one for each query head."""
     (a, b), (first, last) = q.box[HEADS], k.box[HEADS]
     group = _group(q, k)
     start, stop = (a // group, -(-b // group)) if a < b else (first, first)
@@ -164,16 +166,16 @@ def _with_heads(ring: Ring, q: Layout, k: Layout) -> Run:
     return lambda q, k, v: ring(q, *[x.index_select(HEADS, torch.tensor(heads, device=x.device)) for x in (k, v)])
 
 
-# -- heads instead of the sequence ------------------------------------------------------------------------------------
+# -- all_to_all -------------------------------------------------------------------------------------------------------
 
 
-def _exchanged(q: Layout, k: Layout, v: Layout, made: Layout, options: Options) -> Way:
-    """Every rank gets its share of the heads, of the whole sequence."""
+def _all_to_all(q: Layout, k: Layout, v: Layout, made: Layout, options: AttentionOptions) -> AttentionStrategy:
+    """Return the strategy in which every rank has a share of the heads with the whole sequence."""
     group, shares = _group(q, k), _shares(q, k, options)
     axes = (*q.spec.dims[HEADS], *options.axes)
     targets = [_by_heads(x, axes, [n * times for n in shares]) for x, times in ((q, group), (k, 1), (v, 1), (made, group))]
-    attend = partial(_whole, _runs(q, options), _runs(k, options), options, group)
-    return Way((targets[0], targets[1], targets[2]), targets[3], made, attend)
+    attend = partial(_attend_whole, _runs(q, options), _runs(k, options), options, group)
+    return AttentionStrategy((targets[0], targets[1], targets[2]), targets[3], made, attend)
 
 
 def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> Layout:
@@ -181,20 +183,19 @@ def _by_heads(layout: Layout, axes: tuple[str, ...], sizes: Sequence[int]) -> La
     return _cut(layout, cuts)
 
 
-def _shares(q: Layout, k: Layout, options: Options) -> list[int]:
-    """How many key heads each rank gets: those of the ranks that it shares a sequence with, as evenly as they go.
+def _shares(q: Layout, k: Layout, options: AttentionOptions) -> list[int]:
+    """Return the number of key heads of each rank: those of ranks that share a sequence, split as evenly as possible.
 
     Raises:
-        ValueError: some would get none.
+        ValueError: a rank would get none.
     """
     ranks, axes = q.mesh.size(options.axes), q.spec.dims[HEADS]
     known = part_sizes(k, len(k.shape) + HEADS) if k.spec.dims[HEADS] == axes else _evenly(k.shape[HEADS], q.mesh.size(axes) if axes else 1)
     if min(known) < ranks and k.shape[HEADS]:
         over = f" (split over {axes})" if axes else ""
         raise ValueError(
-            f"context_parallel_attention, method='all_to_all': {min(known)} of the {k.shape[HEADS]} key heads{over} "
-            f"on the {ranks} ranks of {options.axes}, which get whole heads each; use method='ring' or 'all_gather', which split no heads, "
-            f"or at least {ranks} heads there"
+            f"context_parallel_attention, method='all_to_all': {min(known)} of the {k.shape[HEADS]} key heads{over} are too few "
+            f"for the {ranks} ranks of {options.axes}; use method='ring' or 'all_gather', which split no heads, or at least {ranks} heads"
         )
     return [n for heads in known for n in _evenly(heads, ranks)]
 
@@ -203,22 +204,24 @@ def _evenly(count: int, parts: int) -> list[int]:
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
-def _whole(of_q: Sequence[Runs], of_k: Sequence[Runs], options: Options, group: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own attention, on the sequence in its own order."""
+def _attend_whole(
+    of_q: Sequence[Runs], of_k: Sequence[Runs], options: AttentionOptions, group: int, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Run torch's attention on the whole sequence in its original order."""
     if not (options.balanced and options.is_causal):
         return attention_local(q, k, v, None, 0.0, options.is_causal, scale=options.scale, enable_gqa=group > 1)
-    q_places, k_places = _places(of_q, q), _places(of_k, k)
+    q_places, k_places = _positions(of_q, q), _positions(of_k, k)
     q, k, v = (x.index_select(SEQUENCE, at.argsort()) for x, at in ((q, q_places), (k, k_places), (v, k_places)))
     out = attention_local(q, k, v, None, 0.0, True, scale=options.scale, enable_gqa=group > 1)
     return out.index_select(SEQUENCE, q_places)
 
 
-def _places(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
-    """The position of each row of the whole sequence."""
+def _positions(of_ranks: Sequence[Runs], x: Tensor) -> Tensor:
+    """Return the original position of each row of the sequence."""
     return torch.cat([torch.arange(start, stop, device=x.device) for runs in of_ranks for start, stop in runs])
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
@@ -226,51 +229,51 @@ def _check_shapes(q: Layout, k: Layout, v: Layout) -> None:
         if other.mesh is not q.mesh:
             here, there = distinct_mesh_names(q.mesh, other.mesh)
             raise ValueError(
-                f"context_parallel_attention: query, key and value lie on two meshes, {here} and {there}; bring them to one mesh first"
+                f"context_parallel_attention: query, key and value are on two meshes, {here} and {there}; move them to one mesh first"
             )
-    why = _unfit(q, k, v)
+    why = _shape_error(q, k, v)
     if why:
         raise ValueError(f"context_parallel_attention: {why}; got query {q}, key {k}, value {v}")
 
 
-def _unfit(q: Layout, k: Layout, v: Layout) -> str:
+def _shape_error(q: Layout, k: Layout, v: Layout) -> str:
     shapes = q.shape, k.shape, v.shape
     if min(map(len, shapes)) < 3 or len({len(shape) for shape in shapes}) > 1:
-        return "query, key and value are [... heads positions features], of as many dims, three at least"
+        return "query, key and value must be [... heads positions features], with the same number of dims, at least 3"
     if len({layout.dtype for layout in (q, k, v)}) > 1 or not q.dtype.is_floating_point:
-        return "query, key and value have one floating dtype; convert them with .to(dtype)"
+        return "query, key and value must have the same floating dtype; convert them with .to(dtype)"
     if len({shape[:HEADS] for shape in shapes}) > 1:
-        return f"dims before the heads are the same, and they are {[list(shape[:HEADS]) for shape in shapes]}; expand them first"
+        return f"dims before the heads must be the same, and they are {[list(shape[:HEADS]) for shape in shapes]}; expand them first"
     if q.shape[WIDTH] != k.shape[WIDTH] or k.shape[:WIDTH] != v.shape[:WIDTH]:
-        return "query and key have as many features, and key and value as many heads and positions"
+        return "query and key must have the same number of features, key and value the same heads and positions"
     heads, groups = q.shape[HEADS], k.shape[HEADS]
     if heads != groups and (not groups or heads % groups):
-        return f"{heads} query heads are no multiple of {groups} key heads; make it one"
+        return f"the number of query heads, {heads}, must be a multiple of the number of key heads, {groups}"
     return ""
 
 
-def _check_sequence(layout: Layout, options: Options) -> None:
-    """The sequence is split over the axes that are meant, and lies as it is said to."""
+def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
+    """Raise unless the given axes split the sequence, and with `balanced` into parts of the right sizes."""
     mesh, dim = layout.mesh, len(layout.shape) + SEQUENCE
     given = "context_parallel_attention: "
     unknown = [a for a in options.axes if a not in mesh.axis_names]
     if unknown or not options.axes:
-        raise ValueError(f"{given}axis={options.axes!r} for {layout}; name one of {mesh.axis_names}")
+        raise ValueError(f"{given}axis={options.axes!r} for {layout}; use one of {mesh.axis_names}")
     if splitting_axes(layout, dim) != tuple(a for a in options.axes if mesh.size(a) > 1):
         wanted = [cuts if d != dim else [Cut((a,)) for a in options.axes] for d, cuts in enumerate(_without(layout, options.axes))]
         raise ValueError(
-            f"{given}the sequence, dim {dim} of {layout}, is to be split over {options.axes} and no other axis; "
+            f"{given}the sequence, dim {dim} of {layout}, must be split over {options.axes} and no other axis; "
             f"redistribute it to {P.of_cuts(wanted, {})} first"
         )
     if options.balanced and options.is_causal:
         sizes, wanted_sizes = tuple(part_sizes(layout, dim)), balanced_sizes(layout.shape[dim], mesh.size(options.axes))
         if sizes != wanted_sizes:
             raise ValueError(
-                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} positions, and balanced parts have "
-                f"{wanted_sizes}; make it with sm.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True away"
+                f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} positions, but balanced parts have "
+                f"{wanted_sizes}; make it with sm.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True out"
             )
 
 
 def _without(layout: Layout, axes: tuple[str, ...]) -> list[list[Cut]]:
-    """The cuts by other axes."""
+    """Return the cuts by other axes."""
     return [[cut for cut in cuts if not set(cut.axes) & set(axes)] for cuts in layout.spec.cuts]

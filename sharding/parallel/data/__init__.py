@@ -1,1 +1,1 @@
-"""Data parallelism: parameters that are split at rest and gathered while they are used."""
+"""Data parallelism: parameters are sharded and gathered for use."""

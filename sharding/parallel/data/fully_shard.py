@@ -1,4 +1,4 @@
-"""Data parallelism: whose parameters are units, and how the units of a model are split."""
+"""`fully_shard` and `data_parallel`: FSDP, DDP and ZeRO."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ....mesh.device_mesh import DeviceMesh, common_mesh
 from ...tensor.sharded_tensor import ShardedTensor
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy, offload_of, precision_of
 from .schedule import units_in
-from .slot import Options
-from .wrap import Units, split
-from .zero_stage import Axes, Form, form_of
+from .slot import UnitOptions
+from .wrap import Units, wrap
+from .zero_stage import Axes, ZeroStage, make_zero_stage
 
 
 def fully_shard(
@@ -32,42 +32,42 @@ def fully_shard(
 ) -> nn.Module:
     """fully_shard(module, mesh) -> the module, its parameters, gradients and optimizer state split over the ranks (FSDP, ZeRO-3).
 
-        at rest   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      cut so that gathering and summing copy nothing
-        in use    all_gather -> w_0, w_1 -> forward -> let go            again before backward
+        sharded   rank 0 [w_0 rows 0:5]  rank 1 [w_0 rows 5:8, w_1]      so that all_gather and reduce_scatter need no copies
+        in use    all_gather -> w_0, w_1 -> forward -> free              again before backward
         backward  gradients of w_0, w_1 -> reduce_scatter -> `.grad`, split as the parameters are
 
-    As with torch's `fully_shard`, call it on the blocks of a model first and on the model last; each call makes one unit of the parameters
-    that no call before has taken. Or name the blocks: `fully_shard(model, mesh, units=Block)`.
+    As with torch's `fully_shard`, call it on the blocks of a model first and on the model last; each call makes a unit of the parameters
+    that are in no unit yet. Or name the blocks: `fully_shard(model, mesh, units=Block)`.
 
-    Inputs may be plain tensors, other ones on each rank: gradients are averaged over the ranks, and the module computes with plain
-    parameters. Or they may be sharded tensors: the loss is that of the global batch, and so are the gradients. Parameters that
-    `parallelize` has split over other axes of the mesh stay split while they are used.
+    Inputs may be plain tensors, different on each rank: gradients are averaged over the ranks, and the module computes with plain
+    parameters. Or they may be sharded tensors: loss and gradients are those of the global batch. Parameters that
+    `parallelize` has split over other axes of the mesh stay split in use.
 
     Args:
         module: a module; its parameters may be on "meta" (see `materialize`).
-        mesh: the mesh, by default that of `with mesh:`; torch's `DeviceMesh` is taken, too. Parameters may already be split over other
+        mesh: the mesh, by default that of `with mesh:`; ours or torch's `DeviceMesh`. Parameters may already be split over other
             axes of the mesh, or over another slice of the mesh that this one is a slice of.
         axes: the axes that split parameters. By default all axes that split no parameter yet, but of two such axes only the second, as
-            in torch: over the first, parameters are replicated (HSDP).
-        units: what becomes a unit of its own: module classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
-            "blocks.*", functions of path and module, or several of these; `model._no_split_modules` of Hugging Face as it is.
-        reshard_after_forward: True to let whole parameters go after forward and gather them again for backward; False to keep them, which
+            in torch: they are replicated over the first (HSDP).
+        units: the modules that become units of their own: classes, names of classes such as "LlamaDecoderLayer", patterns of paths such as
+            "blocks.*", functions of path and module, or several of these, such as Hugging Face's `model._no_split_modules`.
+        reshard_after_forward: True to free whole parameters after forward and gather them again for backward; False to keep them, which
             saves an all_gather; a number to keep them split over an axis of that size. By default True, and False for the outermost unit.
-        mp_policy: dtypes; torch's own policy is taken, too.
-        offload_policy: `CPUOffloadPolicy()` to keep parameters at rest on the host. The process group needs a backend for both devices.
-        ignored_params: parameters that stay as they are.
-        find_unused_parameters: parameters may take part in the loss on some ranks and not on others; those that do not on a rank count
-            as having a gradient of zeros there. Without it that is an error, which names them. Each unit has to run on all ranks; those
-            of `data_parallel` whose parameters and optimizer are not split may be left out on some.
-        transport: "int8" or "fp8" to gather parameters and sum gradients in 8 bits, see `redistribute`.
-        src_data_rank: as in `distribute_tensor`: values are those of this rank; None if all ranks have the same already.
+        mp_policy: dtypes; our policy or torch's.
+        offload_policy: `CPUOffloadPolicy()` to keep sharded parameters on the host. The process group needs a backend for both devices.
+        ignored_params: parameters to leave unchanged.
+        find_unused_parameters: allow parameters that contribute to the loss on some ranks only; on the other ranks their gradient counts
+            as zeros. Without it that is an error, which names them. Each unit must run on all ranks, except units of `data_parallel`
+            whose parameters and optimizer state are not split.
+        transport: "int8" or "fp8" to gather parameters and reduce gradients in 8 bits, see `redistribute`.
+        src_data_rank: as in `distribute_tensor`: the rank whose values are used; None if all ranks have the same values already.
 
     Returns:
-        the module itself.
+        The module itself.
 
     Raises:
-        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of a unit made before; a number
-            that is the size of no axis; offloading where parameters are replicated over an axis.
+        ValueError: axes that the mesh lacks or that split a parameter already; a parameter tied to one of an earlier unit; a number
+            that is the size of no axis; offloading with parameters that are replicated over an axis.
 
     Communication: one all_to_all per parameter, none if `src_data_rank` is None. Then for each unit and step all_gathers of its parameters
         (one in forward and one in backward; with reshard_after_forward=False one) and one reduce_scatter of its gradients.
@@ -80,12 +80,12 @@ def fully_shard(
     """
     given = _mesh_of("fully_shard", "axes", mesh)
     names, mesh = _axes(module, given, axes), _with_tensor_axes(module, given)
-    form, offload = form_of(mesh, names, names, names), offload_of(offload_policy)
+    stage, offload = make_zero_stage(mesh, names, names, names), offload_of(offload_policy)
     if offload:
-        _check_offload(module, mesh, form)
-    options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters, offload)
-    kept = _kept(mesh, form, reshard_after_forward)
-    return split(module, options, units, kept, ignored_params, src_data_rank)
+        _check_offload(module, mesh, stage)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters, offload)
+    keep = _what_to_keep(mesh, stage, reshard_after_forward)
+    return wrap(module, options, units, keep, ignored_params, src_data_rank)
 
 
 def data_parallel(
@@ -102,20 +102,20 @@ def data_parallel(
     transport: str | None = None,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in any form of data parallelism.
+    """data_parallel(module, mesh, parameter=axes, gradient=axes, optimizer=axes) -> the module, in any stage from DDP to FSDP.
 
         DDP      ()       ()       ()          ZeRO-2   ()       "dp"     "dp"         HSDP on a mesh (dp, fsdp):
         ZeRO-1   ()       ()       "dp"        FSDP     "dp"     "dp"     "dp"         "fsdp"   "fsdp"   "fsdp"
 
     Args:
         parameter: the axes over which parameters are split between steps.
-        gradient: the axes over which gradients are split while they accumulate inside `accumulate_grads()`: those of the optimizer, for a
+        gradient: the axes over which gradients are split while they accumulate in `accumulate_grads()`: those of the optimizer, for a
             reduce_scatter per micro-batch, or none, for whole gradients in memory and one reduce_scatter at the end.
-        optimizer: the axes over which the optimizer's state is split, and what `module.parameters()` gives it to step.
+        optimizer: the axes over which optimizer state is split, and the parameters in `module.parameters()`.
         module, mesh, units, mp_policy, ignored_params, find_unused_parameters, transport, src_data_rank: as in `fully_shard`.
 
     Raises:
-        ValueError: as `fully_shard`; parameters split over axes over which the optimizer is not; gradients over others than it.
+        ValueError: as `fully_shard`; parameters split over axes that do not split the optimizer; gradients split over other axes than it.
 
     Communication: as the table in `docs/parallel.md` says.
 
@@ -123,29 +123,29 @@ def data_parallel(
         >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
     mesh = _with_tensor_axes(module, _mesh_of("data_parallel", "parameter", mesh))
-    form = form_of(mesh, parameter, gradient, optimizer)
-    options = Options(mesh, form, precision_of(mp_policy), transport, find_unused_parameters)
-    return split(module, options, units, None, ignored_params, src_data_rank)
+    stage = make_zero_stage(mesh, parameter, gradient, optimizer)
+    options = UnitOptions(mesh, stage, precision_of(mp_policy), transport, find_unused_parameters)
+    return wrap(module, options, units, None, ignored_params, src_data_rank)
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _check_offload(module: nn.Module, mesh: DeviceMesh, form: Form) -> None:
-    """Raises: ValueError if gradients would have to be summed on the host."""
-    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*form.optimizer, *_axes_in_use(module)}]
+def _check_offload(module: nn.Module, mesh: DeviceMesh, stage: ZeroStage) -> None:
+    """Raise a ValueError if gradients would have to be reduced on the host."""
+    copies = [axis for axis in mesh.axis_names if mesh.size(axis) > 1 and axis not in {*stage.optimizer, *_axes_in_use(module)}]
     if copies:
         raise ValueError(
-            f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be summed on the host; "
-            f"split over all axes, axes={(*copies, *form.optimizer)!r}"
+            f"offload_policy with parameters replicated over {copies} of {mesh}: their gradients would be reduced on the host; "
+            f"split over all axes, axes={(*copies, *stage.optimizer)!r}"
         )
 
 
 def _mesh_of(layer: str, argument: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh that was given, or the current one.
+    """Return the given mesh, or the current one.
 
     Raises:
-        TypeError: names of axes stand in its place; there is no mesh.
+        TypeError: names of axes are given instead of a mesh; there is no current mesh.
     """
     if isinstance(mesh, str | tuple | list):
         raise TypeError(
@@ -156,45 +156,45 @@ def _mesh_of(layer: str, argument: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def _axes(module: nn.Module, mesh: DeviceMesh, axes: Axes | None) -> Axes:
-    """The axes over which parameters are to be split."""
+    """Return the axes over which to split parameters."""
     if axes is not None:
         return axes
     used = _axes_in_use(module)
     free = [axis for axis in mesh.axis_names if axis not in used]
     if len(free) not in (1, 2):
         raise ValueError(
-            f"of {mesh} the axes {free} split no parameter yet: say by axes=... over which parameters are to be split; over the others "
-            "they are replicated"
+            f"{mesh} has the axes {free} that split no parameter yet; give axes=..., the ones over which to split parameters: over the "
+            "others they are replicated"
         )
     return free[-1]
 
 
 def _with_tensor_axes(module: nn.Module, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh with the axes of sharded parameters as well, if theirs and this one are slices of one mesh, as in torch's recipes."""
+    """Return the mesh extended by the axes of sharded parameters, if their mesh and this one are slices of one mesh."""
     found = {x.mesh for x in module.parameters() if isinstance(x, ShardedTensor)}
     others = [other for other in found if not set(other.axis_names) <= set(mesh.axis_names)]
     return (common_mesh([mesh, *others]) if others else None) or mesh
 
 
 def _axes_in_use(module: nn.Module) -> set[str]:
-    """The axes that split parameters while they are used."""
+    """Return the axes that split parameters in use (tensor parallelism)."""
     units = units_in(module)
     taken = {id(slot.value) for unit in units for slot in unit.slots}
     others = [x for x in module.parameters() if isinstance(x, ShardedTensor) and id(x) not in taken]
     return {axis for unit in units for axis in unit.tensor_axes} | {axis for x in others for axis in x.spec.axes}
 
 
-def _kept(mesh: DeviceMesh, form: Form, wanted: bool | int | None) -> str | None:
-    """What a unit keeps after its forward; None for the default."""
-    if wanted is None or isinstance(wanted, bool):
-        return {None: None, True: "rest", False: "all"}[wanted]
-    sizes = {axis: mesh.size(axis) for axis in form.optimizer}
-    if wanted in (1, mesh.size(form.optimizer)):
-        return "all" if wanted == 1 else "rest"
-    fitting = [axis for axis, size in sizes.items() if size == wanted]
+def _what_to_keep(mesh: DeviceMesh, stage: ZeroStage, reshard: bool | int | None) -> str | None:
+    """Return what a unit keeps after its forward, None for the default."""
+    if reshard is None or isinstance(reshard, bool):
+        return {None: None, True: "rest", False: "all"}[reshard]
+    sizes = {axis: mesh.size(axis) for axis in stage.optimizer}
+    if reshard in (1, mesh.size(stage.optimizer)):
+        return "all" if reshard == 1 else "rest"
+    fitting = [axis for axis, size in sizes.items() if size == reshard]
     if not fitting:
         raise ValueError(
-            f"reshard_after_forward={wanted} is the size of none of the axes {sizes}; make the mesh with an axis of {wanted} ranks, or say "
-            "True or False"
+            f"reshard_after_forward={reshard} is not the size of any of the axes {sizes}; make the mesh with an axis of {reshard} ranks "
+            "or pass True or False"
         )
     return fitting[-1]

@@ -1,4 +1,4 @@
-"""Values for a module that was made on "meta", each rank making those that it holds."""
+"""`materialize`: memory and initial values for a module made on "meta"; each rank makes the values that it holds."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..replaced import mark_replaced
 from .schedule import units_in
 from .unit import Unit
 
-_NAMED = 4  # so many modules are named in a message
+_NAMED = 4  # modules listed in a message
 
 
 def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = None) -> nn.Module:
-    """materialize(module) -> the module, its tensors on "meta" given memory and initial values.
+    """materialize(module) -> the module, with memory and initial values for its tensors on "meta".
 
         with torch.device("meta"): model = Model()      no memory
-        fully_shard(model, mesh, units=Block)           it is known which rows lie where
-        materialize(model)                              each rank makes its rows: the same numbers on every mesh
+        fully_shard(model, mesh, units=Block)           assigns rows to ranks
+        materialize(model)                              each rank makes its rows: the same values on every mesh
 
-    Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner modules first, as in construction; inside
-    a model of Hugging Face by the model's `_init_weights(module)`, which computes buffers such as `inv_freq`, too. Random numbers are
-    those of `manual_seed`, and do not depend on the mesh.
+    Each module that owns tensors on "meta" is initialised by its `reset_parameters()`, inner modules first, as in construction; within
+    a Hugging Face model by the model's `_init_weights(module)`, which also computes buffers such as `inv_freq`. Random numbers are
+    those of `manual_seed` and do not depend on the mesh.
 
     Args:
         module: after `fully_shard` or `parallelize`; make the optimizer after this call, which replaces parameters.
         init: called on each such module instead; its parameters are sharded tensors.
 
     Raises:
-        ValueError: no parameter lies on a mesh; modules that own tensors on "meta" have nothing to initialise them, or it leaves some
-            of these tensors as they are.
+        ValueError: no parameter is on a mesh; a module that owns tensors on "meta" has no initialiser, or its initialiser does not write
+            some of them.
 
     Communication: none for initialisers that work element by element.
 
@@ -45,30 +45,30 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
         >>> sm.materialize(model)
         >>> sm.load_safetensors("llama/", like=model)       # or keep the initial values
     """
-    owners = {name: inner for name, inner in _inner_first(module, "") if any(_is_meta(x) for x in _tensors(inner))}
+    owners = {name: inner for name, inner in _post_order(module, "") if any(_is_meta(x) for x in _tensors(inner))}
     if not owners:
         return module
     mesh, steps = _mesh_of(module), _steps(module, owners, init)
     with torch.no_grad():
         memory = _Memory(mesh, units_in(module))
         for inner in owners.values():
-            memory.give(inner)
+            memory.allocate(inner)
         before = {name: _versions(inner) for name, inner in owners.items()}
         for initialise, inner in steps:
-            _initialised(initialise, inner)
+            _initialise(initialise, inner)
         if init is None:
             _check_written(owners, before)
         for inner in owners.values():
-            memory.lay_plain(inner)
-        memory.lay_buffers_plain()
+            memory.restore_plain_params(inner)
+        memory.restore_plain_buffers()
     for unit in units_in(module):
-        unit.settle()
+        unit.flatten_params()
     return module
 
 
-def _inner_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _post_order(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
-        yield from _inner_first(child, f"{name}.{child_name}" if name else child_name)
+        yield from _post_order(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
 
 
@@ -81,49 +81,49 @@ def _is_meta(x: Tensor) -> bool:
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh:
-    """The mesh with every axis.
+    """Return the mesh with all axes.
 
     Raises:
-        ValueError: no tensor lies on one.
+        ValueError: no tensor is on a mesh.
     """
     units = units_in(module)
     meshes = [x.mesh for inner in module.modules() for x in _tensors(inner) if isinstance(x, ShardedTensor)]
     if not units and not meshes:
-        raise ValueError(f"{type(module).__name__} has no unit, so it is not known which rank holds what; call fully_shard first")
+        raise ValueError(f"{type(module).__name__} is not sharded, so it is not known which rank holds what; call fully_shard first")
     return units[0].options.mesh if units else max(meshes, key=lambda mesh: mesh.ndim)
 
 
 # -- initial values ----------------------------------------------------------------------------------------------------
 
-_Step = tuple[Callable[[nn.Module], object], nn.Module]
+Init = Callable[[nn.Module], object]
 
 
-def _steps(module: nn.Module, owners: dict[str, nn.Module], init: Callable[[nn.Module], object] | None) -> list[_Step]:
-    """What initialises which module, in order.
+def _steps(module: nn.Module, owners: dict[str, nn.Module], init: Init | None) -> list[tuple[Init, nn.Module]]:
+    """Return each initialiser with its module, in order.
 
     Raises:
-        ValueError: there is nothing that does for some.
+        ValueError: a module has no initialiser.
     """
     if init is not None:
         return [(init, inner) for inner in owners.values()]
     of_model = dict(_by_model(module, None))
-    without = [name for name, inner in owners.items() if id(inner) not in of_model and _own_reset(inner) is None]
-    if without:
-        said = [f"{name or 'the module itself'} ({type(owners[name]).__name__})" for name in without]
-        raise ValueError(f"no reset_parameters() to give values to the tensors on meta of {_some(said)}; define it, or pass init=")
+    missing = [name for name, inner in owners.items() if id(inner) not in of_model and _own_reset(inner) is None]
+    if missing:
+        listed = [f"{name or 'the module itself'} ({type(owners[name]).__name__})" for name in missing]
+        raise ValueError(f"no reset_parameters() to initialise the tensors on meta of {_some(listed)}; define it, or pass init=")
     owned = {id(inner) for inner in owners.values()}
-    found: list[_Step] = []
-    for _, inner in _inner_first(module, ""):
+    found: list[tuple[Init, nn.Module]] = []
+    for _, inner in _post_order(module, ""):
         if id(inner) in of_model and all(_is_meta(x) for part in inner.modules() for x in _tensors(part)):
-            found.append((of_model[id(inner)], inner))  # also where it owns nothing: it may rescale what is inside
+            found.append((of_model[id(inner)], inner))  # also without tensors of its own: it may rescale those of submodules
         elif id(inner) in owned:
             found.append((of_model.get(id(inner), _reset), inner))
     return found
 
 
-def _by_model(module: nn.Module, around: Callable[[nn.Module], object] | None) -> Iterator[tuple[int, Callable[[nn.Module], object]]]:
-    """By the number of each module inside a model of Hugging Face: what the innermost such model initialises modules with."""
-    initialise = getattr(module, "_init_weights", around)
+def _by_model(module: nn.Module, outer: Init | None) -> Iterator[tuple[int, Init]]:
+    """Yield the id of each module within a Hugging Face model, and the `_init_weights` of the innermost such model."""
+    initialise = getattr(module, "_init_weights", outer)
     if initialise is not None:
         yield id(module), initialise  # type: ignore[misc]
     for child in module.children():
@@ -131,7 +131,7 @@ def _by_model(module: nn.Module, around: Callable[[nn.Module], object] | None) -
 
 
 def _own_reset(module: nn.Module) -> Callable[[], object] | None:
-    """What gives a module its initial values; some of torch's own have it under the second name."""
+    """Return a module's reset method; some modules of torch have it under the second name."""
     return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
@@ -140,12 +140,12 @@ def _reset(module: nn.Module) -> object:
     return reset()
 
 
-def _initialised(initialise: Callable[[nn.Module], object], module: nn.Module) -> None:
+def _initialise(initialise: Init, module: nn.Module) -> None:
     padding = getattr(module, "padding_idx", None) if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) else None
     if padding is None or not isinstance(module.weight, ShardedTensor):
         initialise(module)
         return
-    module.padding_idx = None  # type: ignore[assignment]  # its row is one of a view, which has no rule: it is written where it lies
+    module.padding_idx = None  # type: ignore[assignment]  # the initialiser would write a row of a view, which has no rule
     try:
         initialise(module)
     finally:
@@ -160,13 +160,13 @@ def _clear_row(x: ShardedTensor, row: int) -> None:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """By name, what changes when a tensor of the module is written or replaced."""
+    """Return by name a version token of each tensor, which changes when it is written or replaced."""
     named = {name: x for table in (module._parameters, module._buffers) for name, x in table.items() if x is not None}
     return {name: (id(x), getattr(x, "_local", x)._version, getattr(x, "_data_accesses", 0)) for name, x in named.items()}
 
 
 def _check_written(owners: dict[str, nn.Module], before: dict[str, dict[str, tuple[int, int, int]]]) -> None:
-    """Raises: ValueError for tensors that no initialiser has written; the same on all ranks, as they all run the same ones."""
+    """Raise a ValueError for tensors that no initialiser has written; the same on all ranks, which run the same initialisers."""
     left = [
         f"{path}.{name}" if path else name
         for path, inner in owners.items()
@@ -175,7 +175,7 @@ def _check_written(owners: dict[str, nn.Module], before: dict[str, dict[str, tup
     ]
     if left:
         raise ValueError(
-            f"nothing gives values to {_some(left)}, which were on meta; have reset_parameters() or _init_weights() do so, or pass init="
+            f"no initialiser writes {_some(left)}, which were on meta; set them in reset_parameters() or _init_weights(), or pass init="
         )
 
 
@@ -184,19 +184,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 class _Memory:
-    """Gives tensors on "meta" memory: tied ones the same."""
+    """Allocates memory for tensors on "meta"; tied ones share it."""
 
     def __init__(self, mesh: DeviceMesh, units: Sequence[Unit]) -> None:
         self._mesh = mesh
-        self._homes = {number: device for unit in units for number, device in unit.homes()}
-        self._given: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by the number of the old one, which is kept so that it stays its own
+        self._devices = {number: device for unit in units for number, device in unit.param_devices()}
+        self._allocated_params: dict[int, tuple[Tensor, nn.Parameter]] = {}  # by id of the old one, kept alive
         self._plain: dict[int, nn.Parameter] = {}
         self._buffers: list[tuple[nn.Module, str]] = []
 
-    def give(self, module: nn.Module) -> None:
+    def allocate(self, module: nn.Module) -> None:
         for name, x in list(module._parameters.items()):
             if x is not None and _is_meta(x):
-                setattr(module, name, self._given.setdefault(id(x), (x, self._parameter(x)))[1])
+                setattr(module, name, self._allocated_params.setdefault(id(x), (x, self._parameter(x)))[1])
         for name, x in list(module._buffers.items()):
             if x is not None and _is_meta(x):
                 module._buffers[name] = self._allocated(x)
@@ -212,18 +212,18 @@ class _Memory:
         return out
 
     def _allocated(self, x: Tensor) -> ShardedTensor:
-        """Memory for a tensor; for a plain one as a replicated one, so that all ranks make the same values."""
+        """Allocate memory; for a plain tensor a replicated one, so that all ranks make the same values."""
         layout = x._layout if isinstance(x, ShardedTensor) else Layout.of(self._mesh, P(), x.shape, x.dtype)
-        device = self._homes.get(id(x), layout.mesh.device)  # type: ignore[union-attr]
+        device = self._devices.get(id(x), layout.mesh.device)  # type: ignore[union-attr]
         return ShardedTensor._make_guarded(torch.empty(layout.local_shape, dtype=x.dtype, device=device), layout)
 
-    def lay_plain(self, module: nn.Module) -> None:
-        """Have parameters that belong to no unit be plain tensors again."""
+    def restore_plain_params(self, module: nn.Module) -> None:
+        """Make parameters that are in no unit plain tensors again."""
         for name, x in list(module._parameters.items()):
             if id(x) in self._plain:
                 setattr(module, name, self._plain[id(x)])
 
-    def lay_buffers_plain(self) -> None:
+    def restore_plain_buffers(self) -> None:
         for module, name in self._buffers:
             x = module._buffers[name]
             if isinstance(x, ShardedTensor):

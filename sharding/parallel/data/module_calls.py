@@ -1,12 +1,12 @@
-"""Intercept calls of modules, around all of their hooks and outside of what `torch.compile` compiles.
+"""Interception of module calls, around all hooks and outside of what `torch.compile` compiles.
 
     module(x)
     └─ nn.Module.__call__
-        └─ module._call_impl        an attribute of the instance: the unit gathers its parameters
-            └─ nn.Module.__call__   again, with the attribute taken away; compiled, if `module.compile()` was called
+        └─ module._call_impl        an instance attribute: the unit gathers its parameters
+            └─ nn.Module.__call__   again, with the attribute removed; compiled if `module.compile()` was called
                 └─ hooks, forward
 
-While a unit runs, nothing is intercepted in it, so that a compiler finds plain modules with plain parameters.
+While a unit runs, its calls are not intercepted, so that a compiler sees plain modules with plain parameters.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .schedule import unit_of
 _CALL, _COMPILED, _COMPILE = "_call_impl", "_compiled_call_impl", "compile"  # names of nn.Module
 
 
-class Interception:
-    """Calls of some modules of a unit: those whose parameters it gathers.
+class CallInterception:
+    """Intercepts calls of a unit's modules that own parameters.
 
     Attributes:
-        modules: whose calls become calls of `Unit.call`.
+        modules: the modules; their calls become calls of `Unit.call`.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -45,7 +45,7 @@ class Interception:
             attributes.pop(_COMPILED, None)
 
     def stop(self) -> None:
-        """Let calls through, as `module.compile()` has left them."""
+        """Stop intercepting; restore what `module.compile()` set."""
         for module, compiled in zip(self.modules, self._compiled, strict=True):
             attributes = module.__dict__
             del attributes[_CALL], attributes[_COMPILE]
@@ -53,11 +53,11 @@ class Interception:
                 attributes[_COMPILED] = compiled
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave compiled code out of copies and files, as `nn.Module` does."""
+        """Return the state without compiled code, as `nn.Module` does."""
         return {"modules": self.modules, "_compiled": [None] * len(self.modules)}
 
     def compile(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Compile what a module does once its parameters are there; arguments are those of `torch.compile`."""
+        """Compile a module's call with gathered parameters; the arguments are those of `torch.compile`."""
         at = next(i for i, known in enumerate(self.modules) if known is module)
         self._compiled[at] = torch.compile(MethodType(type(module)._call_impl, module), *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""In which dtypes parameters, gradients and activations of a unit travel and compute."""
+"""Policies of a unit: mixed precision and CPU offload."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class MixedPrecisionPolicy:
     Parameters, their gradients and the optimizer's state keep the dtype that the module has.
 
     Attributes:
-        param_dtype: in which parameters are gathered and used; None for their own.
-        reduce_dtype: in which gradients are summed over ranks; None for `param_dtype`.
-        output_dtype: to which floating outputs of the module are cast; None to leave them. Units inside, named by `units`, leave them.
+        param_dtype: the dtype in which parameters are gathered and used; None for their own.
+        reduce_dtype: the dtype in which gradients are reduced over ranks; None for `param_dtype`.
+        output_dtype: the dtype to which floating outputs of the module are cast; None to not cast. Not applied to nested `units`.
         cast_forward_inputs: whether floating inputs of the module are cast to `param_dtype`.
 
     Communication: none of its own; gathering moves `param_dtype`, reducing `reduce_dtype`.
@@ -31,19 +31,19 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
 
     def used_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter is used."""
+        """Return the dtype in which a parameter is used."""
         return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
 
     def reduced_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the gradient of a parameter is summed."""
+        """Return the dtype in which a parameter's gradient is reduced."""
         return self.reduce_dtype if self.reduce_dtype is not None else self.used_as(dtype)
 
     def inputs(self, tree: Any) -> Any:
-        """The inputs of a module as it wants them."""
+        """Cast the inputs of a module to `param_dtype`, if asked for."""
         return _cast(tree, self.param_dtype if self.cast_forward_inputs else None)
 
     def outputs(self, tree: Any) -> Any:
-        """The outputs of a module as the others want them."""
+        """Cast the outputs of a module to `output_dtype`."""
         return _cast(tree, self.output_dtype)
 
 
@@ -51,27 +51,27 @@ class MixedPrecisionPolicy:
 class CPUOffloadPolicy:
     """CPUOffloadPolicy(pin_memory=True): torch's, with the same meaning.
 
-    Parameters at rest, their gradients and the optimizer's state lie in the memory of the host; the optimizer steps there. On a mesh of
-    CPUs that is so anyway.
+    Sharded parameters, their gradients and the optimizer's state are kept in host memory, and the optimizer steps there. It changes
+    nothing on a CPU mesh.
 
     Attributes:
-        pin_memory: whether in memory that a GPU copies from without waiting.
+        pin_memory: whether to use pinned memory, from which a GPU copies asynchronously.
 
-    Communication: none; each gather copies this rank's part to the device, each sum back.
+    Communication: none; each gather copies this rank's part to the device, each reduction copies it back.
     """
 
     pin_memory: bool = True
 
 
 def precision_of(given: Any) -> MixedPrecisionPolicy:
-    """The policy that is meant: ours, one of torch's, or None for none."""
+    """Return our policy for a given one: ours, torch's, or None."""
     if given is None or isinstance(given, MixedPrecisionPolicy):
         return given or MixedPrecisionPolicy()
     return MixedPrecisionPolicy(**{field.name: getattr(given, field.name) for field in fields(MixedPrecisionPolicy)})
 
 
 def offload_of(given: Any) -> CPUOffloadPolicy | None:
-    """The policy that is meant: ours, one of torch's, or None for none. Torch's OffloadPolicy() is none, too."""
+    """Return our policy for a given one: ours, torch's, or None. Torch's base class `OffloadPolicy()` means None."""
     pinned = getattr(given, "pin_memory", None)
     return None if pinned is None else CPUOffloadPolicy(pinned)
 

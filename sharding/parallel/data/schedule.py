@@ -1,6 +1,6 @@
-"""In which order the units of a model run, so that each next one is gathered while this one computes.
+"""The order in which the units of a model run, so that the next one is gathered while the current one computes.
 
-The order of the last forward is that of the next; before the first it is that of the modules. Backward goes the other way.
+A forward is expected to have the order of the last one, the first forward that of the modules. Backward goes in reverse.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import nn
 
 from ....mesh.device_mesh import DeviceMesh
 from ...tensor.autograd import engine_hooks, leaf_grads
-from .grads.joint import Joint
+from .grads.grad_bucketing import GradBucketer
 
 if TYPE_CHECKING:
     from .unit import Unit
 
-_UNIT = "_shardmesh_unit"  # under this name a module has its unit
+_UNIT = "_shardmesh_unit"  # the attribute of a module that holds its unit
 _numbers = count()
 _running = threading.local()  # simulated ranks are threads
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit whose parameters are gathered for this module."""
+    """Return the unit that gathers this module's parameters."""
     return module.__dict__.get(_UNIT)
 
 
@@ -34,12 +34,12 @@ def set_unit(module: nn.Module, unit: Unit) -> None:
 
 
 def units_in(module: nn.Module) -> list[Unit]:
-    """The units of a module and of the modules inside, the outermost first."""
+    """Return the units of a module and its submodules, the outermost first."""
     return [unit for inner in module.modules() if (unit := unit_of(inner)) is not None and unit.module is inner]
 
 
 def own_modules(unit: Unit) -> Iterator[nn.Module]:
-    """The modules whose parameters are the unit's: its module, and those inside that are in no unit of their own."""
+    """Yield the modules whose parameters belong to the unit: its module, and submodules outside nested units."""
     todo = [unit.module]
     while todo:
         module = todo.pop()
@@ -48,7 +48,7 @@ def own_modules(unit: Unit) -> Iterator[nn.Module]:
 
 
 def running_schedule(unit: Unit) -> Schedule:
-    """The schedule of the model that is running, or else the unit's own."""
+    """Return the schedule of the running model; begin the unit's own if none is running."""
     found = getattr(_running, "schedule", None)
     if found is None:
         found = unit.schedule
@@ -57,141 +57,141 @@ def running_schedule(unit: Unit) -> Schedule:
 
 
 class Schedule:
-    """The units of a model.
+    """The units of a model and the order in which they run.
 
     Attributes:
         units: in the order of the modules, the outermost first.
-        joint: gradients of small units, which are summed together.
+        bucketer: reduces the gradients of small units together.
     """
 
     _made: ClassVar[int] = 0
 
     def __init__(self, root: Unit) -> None:
         self.units: list[Unit] = [root]
-        self._order: list[Unit] = []  # of the forward that is running
-        self._last: list[Unit] = []  # of the one before
-        self._open: list[Unit] = []
+        self._order: list[Unit] = []  # of the running forward
+        self._last_order: list[Unit] = []  # of the last forward
+        self._running_units: list[Unit] = []  # nested calls, innermost last
         self._backward = self._scanned = -1
-        self._sums: set[int] = set()  # under way
-        self.joint = Joint()
-        self._put_off: Unit | None = None  # to be gathered half way through a unit's backward
+        self._reductions: set[int] = set()  # under way
+        self.bucketer = GradBucketer()
+        self._delayed: Unit | None = None  # to be gathered at half of another unit's backward
         Schedule._made += 1
 
     def begin(self, root: Unit) -> None:
-        """A forward of the outermost unit begins."""
-        if self._scanned != Schedule._made:  # there are new units somewhere
-            self.take(units_in(root.module))
+        """Begin a forward of the outermost unit."""
+        if self._scanned != Schedule._made:  # new units were made
+            self.set_units(units_in(root.module))
             self._scanned = Schedule._made
         _running.schedule = self
         if engine_hooks.current_backward() == -1:
             self._recover()
 
-    def take(self, units: list[Unit]) -> None:
-        """These are the units of the model, if they are more than were known."""
+    def set_units(self, units: list[Unit]) -> None:
+        """Set the units of the model, if there are more than before."""
         if len(units) > len(self.units):
             self.units = units
             for unit in units:
                 unit.schedule = self
 
     def _recover(self) -> None:
-        """Let go what a backward that failed has left."""
+        """Release what a failed backward left."""
         leaf_grads.drop_started(self.units[0].options.mesh.world)
-        self.joint.forget()
+        self.bucketer.drop()
         if self._backward != -1:
-            self._let_go()
+            self._release()
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
-        """The axes that split parameters while they are used, in the order of the mesh."""
+        """The axes that split parameters in use (tensor parallelism), in mesh order."""
         found = {axis for unit in self.units for axis in unit.tensor_axes}
         return tuple(axis for axis in self.units[0].options.mesh.axis_names if axis in found)
 
     def enter(self, unit: Unit) -> None:
-        self._open.append(unit)
+        self._running_units.append(unit)
         if engine_hooks.current_backward() == -1:
             self._order.append(unit)
 
     def leave(self, unit: Unit) -> None:
-        """The unit is done; with the outermost one, the forward is."""
-        if unit in self._open:
-            self._open.remove(unit)
-        if not self._open:
+        """End a unit's forward; with the outermost unit, that of the model."""
+        if unit in self._running_units:
+            self._running_units.remove(unit)
+        if not self._running_units:
             _running.schedule = None
             if engine_hooks.current_backward() == -1:
-                self._last, self._order = self._order or self._last, []
+                self._last_order, self._order = self._order or self._last_order, []
                 for other in self.units:
-                    other.forget_prepared()
+                    other.drop_prefetched()
 
-    def around(self, unit: Unit) -> DeviceMesh | None:
-        """The mesh that the unit around this one computes on."""
-        around = [other for other in self._open if other is not unit]
-        return around[-1].computes_on if around else None
+    def enclosing_mesh(self, unit: Unit) -> DeviceMesh | None:
+        """Return the mesh that the enclosing unit computes on."""
+        enclosing = [other for other in self._running_units if other is not unit]
+        return enclosing[-1].computes_on if enclosing else None
 
-    # -- what comes next -----------------------------------------------------------------------------------------------
+    # -- prefetching ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
-        """Have the next unit gathered: in forward the one that came next the last time, in backward the one before.
+        """Gather the next unit: in forward the one that followed the last time, in backward the previous one.
 
         Communication: one all_gather per dtype, or none.
         """
         if engine_hooks.current_backward() != -1:
             return self.prefetch_backward(unit)
-        following = self._following(len(self._order))
-        if following is not None and following is not unit:
-            following.prepare()
+        next_unit = self._next_unit(len(self._order))
+        if next_unit is not None and next_unit is not unit:
+            next_unit.prefetch()
         return None
 
-    def _following(self, place: int) -> Unit | None:
-        order = self._last if self._last[:place] == self._order else [] if self._last else self.units
+    def _next_unit(self, place: int) -> Unit | None:
+        order = self._last_order if self._last_order[:place] == self._order else [] if self._last_order else self.units
         return order[place] if place < len(order) else None
 
     def prefetch_backward(self, unit: Unit) -> None:
-        """Have the unit gathered that ran before this one; while a sum is under way, half way through this one's backward.
+        """Gather the unit that ran before this one; if a reduction is under way, at half of this unit's backward.
 
         Communication: as `prefetch`.
         """
-        self.backward_runs()
-        before = [other for other in self._last[: _last_index(self._last, unit)] if other.saved]
+        self.on_backward()
+        before = [other for other in self._last_order[: _last_index(self._last_order, unit)] if other.saved]
         if not before:
             return
-        if self._sums and not unit.options.unused_differ:
-            self._put_off = before[-1]
+        if self._reductions and not unit.options.find_unused:
+            self._delayed = before[-1]
         else:
             before[-1].gather()
 
-    def half_way(self) -> None:
-        """Half of the gradients of the unit that backward is in are there: gather what was put off while a sum is under way.
+    def at_half_of_backward(self) -> None:
+        """Launch a delayed gather: half of the gradients of the unit in backward exist.
 
-        The gather would have to share the links with that sum, and what the two hold would be in memory together, when the unit's
-        activations still are. Communication: as `prefetch`.
+        Launched earlier, it would share the links with a reduction, and the buffers of both would be in memory together with the unit's
+        activations. Communication: as `prefetch`.
         """
-        unit, self._put_off = self._put_off, None
+        unit, self._delayed = self._delayed, None
         if unit is not None and unit.saved:
             unit.gather()
 
-    def sum_begins(self) -> Callable[[], None]:
-        """The sum of a unit's gradients is under way; call what comes back before it is waited for."""
-        mine = self._sums
+    def reduction_started(self) -> Callable[[], None]:
+        """Count a reduction as under way, until the returned function is called."""
+        mine = self._reductions
         mine.add(number := next(_numbers))
         return lambda: mine.discard(number)
 
-    def backward_runs(self) -> None:
-        """Something of a unit happens in backward."""
+    def on_backward(self) -> None:
+        """Register the end of the running backward, once."""
         backward = engine_hooks.current_backward()
         if backward != self._backward and backward != -1:
             self._backward = backward
             engine_hooks.at_end_of_backward(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        self._let_go()
+        self._release()
         for unit in self.units:
             unit.fill_unused()
 
-    def _let_go(self) -> None:
-        self._backward, self._put_off = -1, None
-        self._sums.clear()
+    def _release(self) -> None:
+        self._backward, self._delayed = -1, None
+        self._reductions.clear()
         for unit in self.units:
-            unit.let_go()
+            unit.release()
 
 
 def _last_index(units: list[Unit], unit: Unit) -> int:

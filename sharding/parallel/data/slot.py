@@ -1,4 +1,4 @@
-"""A parameter's place in modules, and what all units of a model have in common."""
+"""The parameters of a unit and their owners, and the options that all units of a model share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...layout.layout import Layout
 from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .precision import CPUOffloadPolicy, MixedPrecisionPolicy
-from .zero_stage import Form
+from .zero_stage import ZeroStage
 
-Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
-_SLOT = "_shardmesh_slot"  # under this name a parameter that is no longer used knows in whose place it stood
+Place = tuple[nn.Module, str]  # a module and the name of one of its parameters
+_SLOT = "_shardmesh_slot"  # the attribute of a replaced parameter that refers to its slot
 
 
-def took(x: Any) -> Slot | None:
-    """The slot in which this parameter stood before it was split."""
+def slot_of_replaced(x: Any) -> Slot | None:
+    """Return the slot of a parameter that a sharded one has replaced, else None."""
     found = getattr(x, _SLOT, None)
     return None if found is None else found()
 
@@ -31,11 +31,11 @@ class Slot:
     """A parameter of a unit.
 
     Attributes:
-        path: its name in the module that was sharded.
-        places: where it stands; several if it is tied.
-        base: its layout while it is used.
-        rest: its layout at rest.
-        own: the mesh on which it lay before; None if it was a plain tensor.
+        path: its name in the sharded module.
+        places: its owners and names; several if it is tied.
+        base: its layout in use.
+        rest: its sharded layout, between uses.
+        own: its mesh before; None if it was a plain tensor.
     """
 
     path: str
@@ -46,27 +46,27 @@ class Slot:
 
     @property
     def value(self) -> Any:
-        """What stands there now."""
+        """The parameter that the modules have now."""
         owner, name = self.places[0]
         return owner._parameters[name]
 
     def put(self, value: Any) -> None:
         for owner, name in self.places:
             owner._parameters[name] = value
-            if isinstance(owner, nn.RNNBase):  # which has a list of its own
+            if isinstance(owner, nn.RNNBase):  # it has a list of its own
                 owner._flat_weights[owner._flat_weights_names.index(name)] = value
 
     def replace(self, value: nn.Parameter) -> None:
-        """Put what is used from now on."""
+        """Replace the parameter for good, and mark the old one."""
         mark_replaced(self.value)
         setattr(self.value, _SLOT, weakref.ref(self))
         self.put(value)
 
-    def converted(self, layout: Layout) -> None:
-        """The parameter lies as `layout` now: the same but for the dtype.
+    def update_dtype(self, layout: Layout) -> None:
+        """Take over a new layout of the parameter, which may differ in the dtype only.
 
         Raises:
-            ValueError: it lies otherwise.
+            ValueError: the layout differs in more.
         """
         if layout is not self.rest.replace(dtype=layout.dtype):
             raise ValueError(f"parameter {self.path} was replaced by {layout}; redistribute it to {self.rest.spec}")
@@ -74,45 +74,45 @@ class Slot:
 
 
 def check_parameters(slots: Sequence[Slot], together: Sequence[Sequence[int]], unit: str) -> None:
-    """Have the layouts of a unit's slots follow a conversion of the module to another dtype; `together` says which travel together.
+    """Update the layouts of a unit's slots after the module was converted to another dtype; `together` has the slots of each buffer.
 
-    Raises: TypeError, ValueError for a parameter that somebody has replaced by one that lies otherwise.
+    Raises: TypeError, ValueError for a parameter that was replaced by one with another layout.
     """
     for slot in slots:
         x = slot.value
         if type(x) is not ShardedTensor:
             raise TypeError(
-                f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or place them as {slot.rest.spec}"
+                f"{slot.path} was replaced by a plain tensor; copy the values into the parameter, or shard them as {slot.rest.spec}"
             )
         if x._layout is not slot.rest:
-            slot.converted(x._layout)
+            slot.update_dtype(x._layout)
     for numbers in together:
         if len({slots[i].rest.dtype for i in numbers}) > 1:
-            said = {slots[i].path: slots[i].rest.dtype for i in numbers}
-            raise ValueError(f"parameters of {unit} travel together and have several dtypes: {said}; convert all of them")
+            dtypes = {slots[i].path: slots[i].rest.dtype for i in numbers}
+            raise ValueError(f"parameters of {unit} are gathered together but have several dtypes: {dtypes}; convert all of them")
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the units of a model have in common.
+class UnitOptions:
+    """Options that all units of a model share.
 
     Attributes:
-        mesh: every axis there is, those of tensor parallelism too.
-        form: over which axes what is split.
+        mesh: the mesh with all axes, those of tensor parallelism too.
+        stage: the axes that split parameters, gradients and optimizer state.
         policy: dtypes.
         transport: see `redistribute`.
-        unused_differ: whether a parameter may get a gradient on some ranks only.
-        offload: whether parameters at rest lie on the host.
+        find_unused: whether a parameter may have a gradient on some ranks only.
+        offload: whether sharded parameters are kept on the host.
     """
 
     mesh: DeviceMesh
-    form: Form
+    stage: ZeroStage
     policy: MixedPrecisionPolicy
     transport: str | None = None
-    unused_differ: bool = False
+    find_unused: bool = False
     offload: CPUOffloadPolicy | None = None
 
     @property
-    def inside(self) -> Options:
-        """Of units inside the module that is split: what they give is not its output."""
+    def inside(self) -> UnitOptions:
+        """The options of nested units, whose outputs are not cast."""
         return replace(self, policy=replace(self.policy, output_dtype=None))

@@ -1,4 +1,4 @@
-"""From a module with parameters to units with parameters at rest."""
+"""Wrapping: make units of a module's parameters and shard them."""
 
 from __future__ import annotations
 
@@ -19,81 +19,81 @@ from ...redistribute.autograd import redistribute_local
 from ...tensor.convert import distribute_tensor
 from ...tensor.sharded_tensor import ShardedTensor
 from .schedule import unit_of, units_in
-from .slot import Options, Place, Slot, took
+from .slot import Place, Slot, UnitOptions, slot_of_replaced
 from .unit import Unit
 
 OneKind = type[nn.Module] | str | Callable[[str, nn.Module], bool]
 Units = OneKind | Iterable[OneKind]  # classes, names of classes, patterns of paths, functions of path and module
-_NAMED = 8  # so many modules are named in a message
-Found = tuple[str, list[Place]]  # a parameter's path, and where it stands
+_NAMED = 8  # modules listed in a message
+Found = tuple[str, list[Place]]  # a parameter's path, and its owners and names
 
 
-def split(
+def wrap(
     module: nn.Module,
-    options: Options,
+    options: UnitOptions,
     units: Units | None,
     keep: str | None,
     ignored: Collection[nn.Parameter],
     src: int | None,
 ) -> nn.Module:
-    """Make units of a module and of the modules inside that are named."""
+    """Make units of a module and of its submodules that `units` matches."""
     if unit_of(module) is not None and unit_of(module).module is module:  # type: ignore[union-attr]
-        raise ValueError(f"{type(module).__name__} is a unit already; call fully_shard on each module once, on the inner ones first")
-    modules = {"": module} | dict(_chosen(module, units))
+        raise ValueError(f"{type(module).__name__} is a unit already; call fully_shard once per module, on the inner ones first")
+    modules = {"": module} | dict(_matching_modules(module, units))
     found = _parameters(module, ignored)
-    bases = [_base(one, options.mesh) for one in found]  # all are checked before anything moves
+    bases = [_base_layout(one, options.mesh) for one in found]  # check all before any communication
     made = {name: Unit(name, inner, options if inner is module else options.inside, keep) for name, inner in modules.items()}
-    belongs = [_unit_for(one, made) for one in found]
+    unit_names = [_unit_for(one, made) for one in found]
     for name, unit in reversed(made.items()):  # inner ones first
-        mine = [(one, base) for one, base, whose in zip(found, bases, belongs, strict=True) if whose == name]
-        slots = [Slot(path, places, base, base, getattr(_value(places), "mesh", None)) for (path, places), base in mine]
-        unit.adopt(slots, partial(_at_rest, src=src, offload=options.offload is not None))
+        mine = [(one, base) for one, base, whose in zip(found, bases, unit_names, strict=True) if whose == name]
+        slots = [Slot(path, places, base, base, getattr(_parameter_at(places), "mesh", None)) for (path, places), base in mine]
+        unit.shard_params(slots, partial(_shard, src=src, offload=options.offload is not None))
         unit.intercept()
-    made[""].schedule.take(units_in(module))
+    made[""].schedule.set_units(units_in(module))
     for inner in module.modules():
         show_layouts_in_repr(inner)
     prepare(module)
     return module
 
 
-def _chosen(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Module]]:
-    """The modules inside that are to be units, by path.
+def _matching_modules(module: nn.Module, units: Units | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules that `units` matches, by path.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no submodule matches.
     """
     if units is None:
         return
-    test, count = _test(units), 0
-    wrapped: set[nn.Module | None] = set()  # by torch.compile, which makes the wrapper the unit
+    matches, count = _matcher(units), 0
+    compiled: set[nn.Module | None] = set()  # modules inside wrappers of torch.compile: the wrapper becomes the unit
     for name, inner in module.named_modules():
         original = inner._modules.get("_orig_mod")
-        if name and inner not in wrapped and unit_of(inner) is None and test(name, original or inner):
+        if name and inner not in compiled and unit_of(inner) is None and matches(name, original or inner):
             count += 1
-            wrapped.add(original)
+            compiled.add(original)
             yield name, inner
     if not count:
         paths = [name for name, _ in module.named_modules() if name]
-        said = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
-        raise ValueError(f"units={units!r} fits no module of {type(module).__name__}; its modules are {said}")
+        listed = f"{paths[:_NAMED]}{'...' if len(paths) > _NAMED else ''}"
+        raise ValueError(f"units={units!r} matches no module of {type(module).__name__}; its modules are {listed}")
 
 
-def _test(units: Units) -> Callable[[str, nn.Module], bool]:
+def _matcher(units: Units) -> Callable[[str, nn.Module], bool]:
     if isinstance(units, str):
         return lambda name, inner: units == type(inner).__name__ or fnmatch.fnmatchcase(name, units)
     if isinstance(units, type):
         return lambda _, inner: isinstance(inner, units)
     if callable(units):
         return units
-    tests = [_test(one) for one in units]
-    return lambda name, inner: any(test(name, inner) for test in tests)
+    tests = [_matcher(one) for one in units]
+    return lambda name, inner: any(matches(name, inner) for matches in tests)
 
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
 def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Found]:
-    """The parameters that are in no unit yet.
+    """Return the parameters that are in no unit yet.
 
     Raises:
         ValueError: one is tied to a parameter of a unit.
@@ -101,7 +101,7 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
     left_out, taken = {id(x) for x in ignored}, {id(slot.value): slot for unit in units_in(module) for slot in unit.slots}
     found: dict[int, Found] = {}
     for path, owner, name, x in _all_parameters(module):
-        slot = taken.get(id(x)) or took(x)
+        slot = taken.get(id(x)) or slot_of_replaced(x)
         if slot is not None and (owner, name) not in slot.places:
             raise ValueError(
                 f"{path} is tied to {slot.path}, which is in a unit of its own; shard both in one call: "
@@ -113,7 +113,7 @@ def _parameters(module: nn.Module, ignored: Collection[nn.Parameter]) -> list[Fo
 
 
 def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Path, owner, name and value of each parameter; tied ones several times."""
+    """Yield path, owner, name and value of each parameter; tied ones several times."""
     for prefix, inner in module.named_modules():
         for name, x in inner._parameters.items():
             if x is not None:
@@ -121,47 +121,47 @@ def _all_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Te
 
 
 def _unit_for(found: Found, made: dict[str, Unit]) -> str:
-    """The innermost unit that has all places of a parameter."""
+    """Return the name of the innermost unit that contains all owners of a parameter."""
     inside = {name: set(unit.module.modules()) for name, unit in made.items()}
     return max((name for name in made if all(owner in inside[name] for owner, _ in found[1])), key=len)
 
 
-def _value(places: Sequence[Place]) -> Any:
+def _parameter_at(places: Sequence[Place]) -> Any:
     owner, name = places[0]
     return owner._parameters[name]
 
 
-# -- at rest -----------------------------------------------------------------------------------------------------------
+# -- sharding ----------------------------------------------------------------------------------------------------------
 
 
-def _base(found: Found, mesh: DeviceMesh) -> Layout:
-    """The layout of a parameter while it is used, on the mesh with every axis.
+def _base_layout(found: Found, mesh: DeviceMesh) -> Layout:
+    """Return the layout of a parameter in use, on the mesh with all axes.
 
     Raises:
-        ValueError: it lies on another mesh.
+        ValueError: it is on another mesh.
     """
-    x = _value(found[1])
+    x = _parameter_at(found[1])
     if not isinstance(x, ShardedTensor):
         return Layout.of(mesh, P(), x.shape, x.dtype)
     part = x.mesh
     if part is not mesh and not (set(part.axis_names) <= set(mesh.axis_names) and mesh[part.axis_names] == part):
         here, there = distinct_mesh_names(part, mesh)
-        raise ValueError(f"{found[0]} lies on {here}, and is to be split on {there}; pass the mesh that has the axes of both")
+        raise ValueError(f"{found[0]} is on {here}, and cannot be split on {there}; pass the mesh that has the axes of both")
     return Layout.of(mesh, x.spec, x.shape, x.dtype)
 
 
-def _at_rest(x: Tensor, rest: Layout, base: Layout, src: int | None, offload: bool) -> ShardedTensor:
-    """A parameter's values, laid out as at rest."""
-    found = _split(x, rest, base, src)
+def _shard(x: Tensor, rest: Layout, base: Layout, src: int | None, offload: bool) -> ShardedTensor:
+    """Return a parameter's values in its sharded layout, on the host if offloaded."""
+    found = _redistribute(x, rest, base, src)
     if not offload or x.is_meta or rest is base:
         return found
     return ShardedTensor._make_guarded(found._local.cpu(), rest)
 
 
-def _split(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:
+def _redistribute(x: Tensor, rest: Layout, base: Layout, src: int | None) -> ShardedTensor:
     if x.is_meta:
         return ShardedTensor._make_guarded(torch.empty(rest.local_shape, dtype=rest.dtype, device="meta"), rest)
     if isinstance(x, ShardedTensor):
         part = redistribute_local(x._local.detach(), base, rest)
-        return ShardedTensor._make_guarded(part.clone() if part.numel() < x._local.numel() else part, rest)  # not all, held by a view
+        return ShardedTensor._make_guarded(part.clone() if part.numel() < x._local.numel() else part, rest)  # no view of the whole
     return distribute_tensor(x.detach(), rest.mesh, rest.spec, src_data_rank=src)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Data parallelism as one table: over which axes parameters, gradients and optimizer state are split.
+"""Stages of data parallelism as one table: the axes that split parameters, gradients and optimizer state.
 
                     parameter       gradient        optimizer        what a step moves, for p bytes of parameters and n ranks
     DDP             ()              ()              ()               all_reduce p
@@ -18,13 +18,13 @@ Axes = str | tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Form:
+class ZeroStage:
     """A row of the table.
 
     Attributes:
         parameter: the axes over which parameters are split between steps.
         gradient: the axes over which gradients are split while they accumulate: those of the optimizer, or none.
-        optimizer: the axes over which the optimizer steps, major to minor; the first of them are those of `parameter`.
+        optimizer: the axes over which optimizer state is split, major to minor, those of `parameter` first.
     """
 
     parameter: tuple[str, ...]
@@ -32,35 +32,35 @@ class Form:
     optimizer: tuple[str, ...]
 
     @property
-    def gradients_wait(self) -> bool:
-        """Whether gradients stay whole until all micro-batches are done."""
+    def defers_reduction(self) -> bool:
+        """Whether gradients stay whole until the last micro-batch."""
         return self.gradient != self.optimizer
 
 
-def form_of(mesh: DeviceMesh, parameter: Axes, gradient: Axes, optimizer: Axes) -> Form:
-    """The row with these axes.
+def make_zero_stage(mesh: DeviceMesh, parameter: Axes, gradient: Axes, optimizer: Axes) -> ZeroStage:
+    """Return the row with these axes.
 
     Raises:
         ValueError: axes that the mesh lacks, parameters split over axes over which the optimizer is not, or gradients over others than it.
     """
     rows = {"parameter": _names(parameter), "gradient": _names(gradient), "optimizer": _names(optimizer)}
-    for what, axes in rows.items():
+    for name, axes in rows.items():
         unknown = [axis for axis in axes if axis not in mesh.axis_names]
         if unknown or len(set(axes)) < len(axes):
-            raise ValueError(f"{what}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}")
+            raise ValueError(f"{name}={axes!r} on {mesh}: give axes of the mesh, each once, from {mesh.axis_names}")
     parameter, gradient, optimizer = rows.values()
     if not set(parameter) <= set(optimizer):
         raise ValueError(
-            f"parameter={parameter!r} and optimizer={optimizer!r}: where parameters are split, so is the optimizer's state; "
+            f"parameter={parameter!r} and optimizer={optimizer!r}: axes that split parameters must split optimizer state as well; "
             f"write optimizer={(*optimizer, *[axis for axis in parameter if axis not in optimizer])!r}"
         )
     if gradient and set(gradient) != set(optimizer):
         raise ValueError(
-            f"gradient={gradient!r} and optimizer={optimizer!r}: gradients are split as the optimizer is, or whole; write "
+            f"gradient={gradient!r} and optimizer={optimizer!r}: gradients must be split like the optimizer state, or whole; write "
             f"gradient={optimizer!r} or gradient=()"
         )
     ordered = (*parameter, *[axis for axis in optimizer if axis not in parameter])
-    return Form(parameter, ordered if gradient else (), ordered)
+    return ZeroStage(parameter, ordered if gradient else (), ordered)
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`Experts`: the modules of a mixture of experts as one module, split over an axis."""
+"""`Experts`: the experts of a mixture as one module, split over an axis."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .router import Routing
 
 
 class Experts(nn.Module):
-    """Experts(modules, mesh): like modules as the experts of `moe`, their parameters stacked [e ...] and split over an axis.
+    """Experts(modules, mesh): modules of one kind as the experts of `moe`, with parameters stacked [e ...] and split over an axis.
 
-    Its parameters have the names of those of one module under `each`. They are ordinary ShardedTensor parameters: optimizers,
-    `fully_shard` and checkpoints see nothing special.
+    Its parameters have the names of one module's under `each`. They are ordinary ShardedTensor parameters for optimizers,
+    `fully_shard` and checkpoints.
 
     Args:
-        modules: like modules, one for each expert; each maps rows [n d] to [n f]. Their values on the mesh's first rank count.
+        modules: one module per expert, with equal parameter shapes; each maps rows [n d] to [n f]. The mesh's first rank gives the values.
         mesh: the mesh; by default the one that is set.
         axis, capacity: see `moe`.
 
     Raises:
-        ValueError: no modules, modules of which parameters differ in name, shape or dtype, or that have buffers.
+        ValueError: no modules, modules whose parameters differ in name, shape or dtype, or modules with buffers.
 
-    Communication: of making it, one all_to_all for each parameter.
+    Communication: one all_to_all per parameter in the constructor.
 
     Example:
         >>> experts = sm.Experts([MLP(d) for _ in range(8)], mesh)
@@ -54,14 +54,14 @@ class Experts(nn.Module):
         for name, p in modules[0].named_parameters():
             stacked = torch.stack([module.get_parameter(name).detach() for module in modules])
             owner, _, last = name.rpartition(".")
-            placed = distribute_tensor(stacked, mesh, P(self.axis))
-            self.each.get_submodule(owner).register_parameter(last, nn.Parameter(placed, p.requires_grad))
+            sharded = distribute_tensor(stacked, mesh, P(self.axis))
+            self.each.get_submodule(owner).register_parameter(last, nn.Parameter(sharded, p.requires_grad))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         params = dict(self.each.named_parameters())
-        return moe(x, routing, self._of_one, params, axis=self.axis, capacity=self.capacity)
+        return moe(x, routing, self._apply_expert, params, axis=self.axis, capacity=self.capacity)
 
-    def _of_one(self, rows: Tensor, params: dict[str, Tensor]) -> Tensor:
+    def _apply_expert(self, rows: Tensor, params: dict[str, Tensor]) -> Tensor:
         return functional_call(self.each, params, (rows,))
 
     def extra_repr(self) -> str:
@@ -70,11 +70,11 @@ class Experts(nn.Module):
 
 def _check_alike(modules: Sequence[nn.Module]) -> None:
     if not modules:
-        raise ValueError("Experts: no modules; give one for each expert")
+        raise ValueError("Experts: no modules; pass one for each expert")
     described = [{name: (list(p.shape), p.dtype) for name, p in module.named_parameters()} for module in modules]
-    odd = next((i for i, one in enumerate(described) if one != described[0]), None)
-    if odd is not None:
-        raise ValueError(f"Experts: modules[{odd}] has parameters {described[odd]}, and modules[0] {described[0]}; they are to be alike")
+    different = next((i for i, one in enumerate(described) if one != described[0]), None)
+    if different is not None:
+        raise ValueError(f"Experts: modules[{different}] has parameters {described[different]}, but modules[0] {described[0]}")
     buffers = [name for name, _ in modules[0].named_buffers()]
     if buffers:
-        raise ValueError(f"Experts: the modules have the buffers {buffers}, of which one expert's would serve all; make them without")
+        raise ValueError(f"Experts: the modules have buffers {buffers}, which experts cannot share; use modules without buffers")

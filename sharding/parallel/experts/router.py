@@ -1,4 +1,4 @@
-"""What tokens choose: some of the experts, and how much of each; and a loss for choices that are even."""
+"""Routers: top-k choice of experts for tokens, and the load-balancing loss."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ...tensor.sharded_tensor import ShardedTensor
 
 
 class Routing(NamedTuple):
-    """What tokens choose.
+    """The experts that tokens choose, and their weights.
 
     Attributes:
-        experts: numbers of experts, first choice first [... k], int64.
-        weights: how much of each the token takes [... k].
+        experts: indices of experts, first choice first [... k], int64.
+        weights: the weight of each choice [... k].
     """
 
     experts: Tensor
@@ -26,14 +26,14 @@ class Routing(NamedTuple):
 
 
 def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
-    """top_k_routing(logits, k) -> Routing: each token's k likeliest experts, weighted by the softmax of their logits.
+    """top_k_routing(logits, k) -> Routing: the k experts with the largest logits per token, weighted by the softmax.
 
     Args:
         logits: of all experts [... e], whole in the last dim.
-        k: how many experts a token chooses.
-        normalize: weights are the softmax over the chosen ones, so that they add up to 1; else over all (Switch).
+        k: the number of experts per token.
+        normalize: take the softmax over the chosen experts, so that weights sum to 1; else over all experts (Switch).
 
-    Communication: none where the last dim is whole.
+    Communication: none if the last dim is whole.
 
     Example:
         >>> routing = sm.top_k_routing(x @ router, 2)
@@ -46,17 +46,17 @@ def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
 
 
 def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
-    """load_balance_loss(logits, experts) -> a scalar, 1 where all experts get as much, up to e where one gets all.
+    """load_balance_loss(logits, experts) -> a scalar, from 1 if all experts get the same share to e if one gets all.
 
     e * sum over experts of (its share of the choices) * (its mean probability): Fedus et al. 2021, "Switch Transformers", equations 4
-    to 6, for any number of choices. Its gradient goes by the probabilities alone. Shares and means are those of the global batch.
+    to 6, for any number of choices. Its gradient is through the probabilities only. Shares and means are over the global batch.
 
     Args:
-        logits: of the router [... e], with the last dim whole. Plain ones are those of a batch by themselves.
-        experts: what tokens choose [... k], as in `Routing`.
+        logits: of the router [... e], with the last dim whole. Plain logits are a batch of their own.
+        experts: the chosen experts [... k], as in `Routing`.
 
     Raises:
-        TypeError: a plain tensor beside a sharded one.
+        TypeError: a plain tensor together with a sharded one.
 
     Communication: two reductions of e numbers over the axes that split the tokens; backward none.
 
@@ -70,7 +70,7 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Tensor:
-    """How many choices each expert gets."""
+    """Return how many choices each expert gets."""
 
     def counted(part: Tensor) -> Tensor:
         return part.flatten().bincount(minlength=count).to(dtype)
@@ -84,11 +84,11 @@ def _counts(logits: Tensor, experts: Any, count: int, dtype: torch.dtype) -> Ten
 
 
 def check_sharded(name: str, given: dict[str, Any]) -> None:
-    """Raises: TypeError for one that is plain."""
+    """Raise a TypeError if a tensor is plain."""
     for path, x in given.items():
         if not isinstance(x, ShardedTensor):
             shape = f" of shape {list(x.shape)}" if isinstance(x, Tensor) else ""
             raise TypeError(
-                f"{name}: {path} is a plain {type(x).__name__}{shape}; say how it lies on the mesh with sm.from_local(x, mesh, P(...)) or "
+                f"{name}: {path} is a plain {type(x).__name__}{shape}; place it on the mesh with sm.from_local(x, mesh, P(...)) or "
                 "sm.device_put(x, mesh, P(...))"
             )

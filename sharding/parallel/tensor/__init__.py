@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: which weights are split, and how activations lie between modules."""
+"""Tensor and sequence parallelism: layouts of weights, and of activations between modules."""

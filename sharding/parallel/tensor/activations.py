@@ -1,6 +1,6 @@
-"""Where the inputs and outputs of a module lie: hooks that lay them out before and after its forward.
+"""Layouts of activations: hooks that redistribute a module's inputs before and its outputs after forward.
 
-A hook names only the axes that it cares about; along the others a tensor stays as it comes:
+A hook specifies layouts along some axes; along the others a tensor keeps its own:
 
     x: P("fsdp", None, None) on (fsdp=2, tp=2)      P(None, "tp") along tp      P("fsdp", "tp", None)
     y: P("fsdp", unreduced={"tp"})                  P() along tp                P("fsdp", None, None)
@@ -27,22 +27,22 @@ from ...tensor.convert import from_local
 from ...tensor.redistribute import redistribute, redistribute_many
 from ...tensor.sharded_tensor import ShardedTensor
 
-Where: TypeAlias = "P | Placement | None"
+AxisLayout: TypeAlias = "P | Placement | None"
 
 
 @dataclass(frozen=True)
-class Lay:
-    """How one argument or result shall lie.
+class ActivationLayout:
+    """The desired layout of one argument or result.
 
     Attributes:
-        to: a `P`, or a placement on the hook's axis; None for as it comes.
-        plain: how a plain tensor lies before that: this rank's part of a tensor that lies so; None for as `to` says.
-        local: pass on this rank's part as a plain tensor.
-        size: the global size of the dim that a plain tensor is split along, where it is known; else ranks exchange shapes.
+        to: a `P`, or a placement on the hook's axis; None to leave it unchanged.
+        plain: the layout in which a plain tensor is taken, as this rank's part; None for that of `to`.
+        local: return this rank's part as a plain tensor.
+        size: the global size of the dim along which a plain tensor is split, if known; otherwise ranks exchange shapes.
     """
 
-    to: Where = None
-    plain: Where = None
+    to: AxisLayout = None
+    plain: AxisLayout = None
     local: bool = False
     size: int | None = None
 
@@ -51,8 +51,8 @@ class Lay:
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a hook is: the module's path, its style in words, the mesh, and the axis that the style speaks of."""
+class HookSite:
+    """The place of a hook: the module's path, its style as text, the mesh, and the style's axis."""
 
     path: str
     style: str
@@ -65,18 +65,18 @@ class Site:
 
 @dataclass(frozen=True)
 class InputHook:
-    """A forward pre-hook that lays out arguments, all that move in as few collectives as possible.
+    """A forward pre-hook that redistributes arguments, together in as few collectives as possible.
 
     Attributes:
-        site: where it is.
-        positional: what happens to the argument at each position.
-        named: and to each argument given by name.
-        shown: what `repr(module)` says of it.
+        site: its place.
+        positional: the layouts of arguments by position.
+        named: the layouts of keyword arguments.
+        shown: its lines in `repr(module)`.
     """
 
-    site: Site
-    positional: Mapping[int, Lay]
-    named: Mapping[str, Lay]
+    site: HookSite
+    positional: Mapping[int, ActivationLayout]
+    named: Mapping[str, ActivationLayout]
     shown: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,27 +84,27 @@ class InputHook:
         names = {id(lay): (name, lay) for name, lay in [*self.positional.items(), *self.named.items()]}
         object.__setattr__(self, "shown", tuple(f"input {name}: {lay} along {self.site.axis}" for name, lay in names.values()))
 
-    @not_compiled("parallelize lays out a module's inputs and outputs here, outside of any graph")
+    @not_compiled("parallelize redistributes a module's inputs and outputs here, outside of any graph")
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         wanted = [(i, args[i], lay) for i, lay in self.positional.items() if i < len(args)]
         wanted += [(name, kwargs[name], lay) for name, lay in self.named.items() if name in kwargs]
-        laid = lay_out(self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted])
+        laid = redistribute_activations(self.site, module, [(f"argument {key!r}", value, lay) for key, value, lay in wanted])
         found = {key: value for (key, *_), value in zip(wanted, laid, strict=True)}
         return tuple([found.get(i, x) for i, x in enumerate(args)]), {name: found.get(name, x) for name, x in kwargs.items()}
 
 
 @dataclass(frozen=True)
 class OutputHook:
-    """A forward hook that lays out what the module returns.
+    """A forward hook that redistributes the module's results.
 
     Attributes:
-        site: where it is.
-        lays: one for all tensors in the result, or one for each part of a tuple.
-        shown: what `repr(module)` says of it.
+        site: its place.
+        lays: one layout for all tensors in the result, or one for each part of a tuple.
+        shown: its lines in `repr(module)`.
     """
 
-    site: Site
-    lays: tuple[Lay, ...]
+    site: HookSite
+    lays: tuple[ActivationLayout, ...]
     shown: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,78 +112,80 @@ class OutputHook:
         text = ", ".join(map(str, self.lays))
         object.__setattr__(self, "shown", (f"output: {text} along {self.site.axis}",))
 
-    @not_compiled("parallelize lays out a module's inputs and outputs here, outside of any graph")
+    @not_compiled("parallelize redistributes a module's inputs and outputs here, outside of any graph")
     def __call__(self, module: nn.Module, _: Any, output: Any) -> Any:
         if len(self.lays) == 1:
-            return lay_out(self.site, module, [("the output", output, self.lays[0])])[0]
+            return redistribute_activations(self.site, module, [("the output", output, self.lays[0])])[0]
         if not isinstance(output, (tuple, list)) or len(output) != len(self.lays):
             found = f"{len(output)} of them" if isinstance(output, (tuple, list)) else f"one {type(output).__name__}"
             raise ValueError(
-                f"{self.site} lays out {len(self.lays)} outputs, and the module returned {found}; give one for each, or one for all"
+                f"{self.site} has layouts for {len(self.lays)} outputs, but the module returned {found}; give one for each, or one for all"
             )
         wanted = [(f"output {i}", x, lay) for i, (x, lay) in enumerate(zip(output, self.lays, strict=True))]
-        laid = lay_out(self.site, module, wanted)
+        laid = redistribute_activations(self.site, module, wanted)
         return output._make(laid) if hasattr(output, "_make") else type(output)(laid)  # type: ignore[attr-defined]
 
 
-def input_hook(site: Site, module: nn.Module, positional: Sequence[Lay | None], named: Mapping[str, Lay]) -> InputHook:
-    """The hook for these arguments, which finds them whether they are given by position or by name.
+def input_hook(
+    site: HookSite, module: nn.Module, positional: Sequence[ActivationLayout | None], named: Mapping[str, ActivationLayout]
+) -> InputHook:
+    """Return the hook for these arguments, whether a call passes them by position or by name.
 
     Raises:
-        ValueError: the module's forward takes no such argument.
+        ValueError: the module's forward has no such argument.
     """
     taken = inspect.signature(module.forward).parameters.values()
     names = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     kinds, known = {p.kind for p in taken}, {p.name for p in taken}
     if len(positional) > len(names) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        raise ValueError(f"{site} lays out {len(positional)} arguments, and forward takes {len(names)}: {', '.join(names)}")
+        raise ValueError(f"{site} has layouts for {len(positional)} arguments, but forward takes {len(names)}: {', '.join(names)}")
     unknown = sorted(set(named) - known)
     if unknown and inspect.Parameter.VAR_KEYWORD not in kinds:
-        raise ValueError(f"{site} lays out the argument {unknown[0]!r}, and forward takes {', '.join(map(repr, names))}")
+        raise ValueError(f"{site} has a layout for the argument {unknown[0]!r}, but forward takes {', '.join(map(repr, names))}")
     at = {i: lay for i, lay in enumerate(positional) if lay is not None}
     by_name = {names[i]: lay for i, lay in at.items() if i < len(names)}
     at |= {names.index(name): lay for name, lay in named.items() if name in names}
     return InputHook(site, at, {**by_name, **named})
 
 
-def _check_axes(site: Site, lays: Iterable[Lay]) -> None:
-    """Raises: ValueError for a spec that names what is no axis of the mesh."""
+def _check_axes(site: HookSite, lays: Iterable[ActivationLayout]) -> None:
+    """Raise a ValueError for a spec with an unknown axis."""
     for where in [w for lay in lays for w in (lay.to, lay.plain) if isinstance(w, P)]:
         unknown = [axis for axis in where.axes if axis not in site.mesh.axis_names]
         if unknown:
-            raise ValueError(f"{site}: {where} names axis {unknown[0]!r}, and {site.mesh} has {', '.join(map(repr, site.mesh.axis_names))}")
+            raise ValueError(f"{site}: {where} has axis {unknown[0]!r}, but {site.mesh} has {', '.join(map(repr, site.mesh.axis_names))}")
 
 
-# -- laying out --------------------------------------------------------------------------------------------------------
+# -- redistribution ----------------------------------------------------------------------------------------------------
 
 
-def lay_out(site: Site, module: nn.Module, wanted: Sequence[tuple[str, Any, Lay]]) -> list[Any]:
-    """Each value, a tensor or a tree of them, laid out; what moves travels together.
+def redistribute_activations(site: HookSite, module: nn.Module, wanted: Sequence[tuple[str, Any, ActivationLayout]]) -> list[Any]:
+    """Return each value, a tensor or a tree of them, in its desired layout; all are redistributed together.
 
     Raises:
-        TypeError: a plain tensor that may lie in more than one way.
+        TypeError: a plain tensor whose layout is ambiguous.
         ValueError: a spec that does not fit a tensor.
         RuntimeError: under `torch.jit.trace`.
 
-    Communication: that of `redistribute_many`; a small all_gather of shapes for a plain part, if `from_local` exchanges them.
+    Communication: that of `redistribute_many`; for a plain part a small all_gather of shapes, if `from_local` needs it.
     """
-    if all(_lies_so(site, value, lay) for _, value, lay in wanted):
+    if all(_has_layout(site, value, lay) for _, value, lay in wanted):
         return [value for _, value, _ in wanted]
     refuse_jit_trace()
     trees = [pytree.tree_flatten(value) for _, value, _ in wanted]
     leaves = [(name, leaf, lay) for (name, _, lay), (flat, _) in zip(wanted, trees, strict=True) for leaf in flat]
-    laid = iter(_laid_out(site, module, leaves))
+    laid = iter(_redistribute_leaves(site, module, leaves))
     return [pytree.tree_unflatten([next(laid) for _ in flat], shape) for flat, shape in trees]
 
 
-def _lies_so(site: Site, x: Any, lay: Lay) -> bool:
-    """Whether this is a tensor known to lie as it shall: the common case, and cheap."""
+def _has_layout(site: HookSite, x: Any, lay: ActivationLayout) -> bool:
+    """Return whether this is a tensor known to have the desired layout: the common case, and cheap."""
     if type(x) is not ShardedTensor or lay.local:
         return False
     return lay.to is None or x._layout.decisions.get((along, lay.to, site.axis)) is x._layout
 
 
-def _laid_out(site: Site, module: nn.Module, leaves: Sequence[tuple[str, Any, Lay]]) -> list[Any]:
+def _redistribute_leaves(site: HookSite, module: nn.Module, leaves: Sequence[tuple[str, Any, ActivationLayout]]) -> list[Any]:
     values = [_on_mesh(site, module, name, x, lay) for name, x, lay in leaves]
     targets = [_target(site, name, x, lay) for (name, _, lay), x in zip(leaves, values, strict=True)]
     moving = [i for i, (x, to) in enumerate(zip(values, targets, strict=True)) if to is not None and to is not x._layout]
@@ -199,8 +201,8 @@ def _laid_out(site: Site, module: nn.Module, leaves: Sequence[tuple[str, Any, La
     ]
 
 
-def _target(site: Site, name: str, x: Any, lay: Lay) -> Layout | None:
-    """The layout that a tensor shall have; None for what stays as it is."""
+def _target(site: HookSite, name: str, x: Any, lay: ActivationLayout) -> Layout | None:
+    """Return the desired layout of a tensor, None to leave a value unchanged."""
     if lay.to is None or not isinstance(x, ShardedTensor):
         return None
     layout = x._layout
@@ -211,15 +213,14 @@ def _target(site: Site, name: str, x: Any, lay: Lay) -> Layout | None:
     try:
         target = layout.replace(along(layout, lay.to, site.axis))
     except ValueError as error:
-        raise ValueError(f"{site}: {name} is {layout} and shall lie as {lay.to} along {site.axis!r}: {error}") from None
+        raise ValueError(f"{site}: {name} is {layout} and cannot become {lay.to} along {site.axis!r}: {error}") from None
     return keep(layout.decisions, key, target)
 
 
 def along(layout: Layout, where: P | Placement, axis: str) -> P:
-    """The spec of a tensor that lies as `where` says along `axis` and the axes that `where` names, and as it is along others.
+    """Return the spec of a layout changed to `where` along `axis` and the axes in `where`, and unchanged along others.
 
-    On a dim that others split as well, they stay the major ones; where the same axes split it already, in whatever order, their
-    order stays.
+    Other axes that split the same dim stay major. If the same axes split the dim already, their order does not change.
     """
     spec = placements_to_spec([where], (axis,), len(layout.shape)) if isinstance(where, Placement) else where.padded(len(layout.shape))
     named = {axis, *spec.axes}
@@ -237,7 +238,7 @@ def _merged(kept: Sequence[Cut], given: Sequence[Cut], own: Sequence[Cut]) -> Se
 
 
 def _without(cuts: Sequence[Cut], named: set[str], layout: Layout) -> list[Cut]:
-    """The cuts of a dim by other axes; sizes that are given for several axes jointly are added up over those that go."""
+    """Return the cuts of a dim by other axes; joint sizes of several axes are summed over the removed ones."""
     return [cut for cut in (_cut_without(cut, named, layout) for cut in cuts) if cut.axes]
 
 
@@ -253,39 +254,39 @@ def _cut_without(cut: Cut, named: set[str], layout: Layout) -> Cut:
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
-def _on_mesh(site: Site, module: nn.Module, name: str, x: Any, lay: Lay) -> Any:
-    """A plain tensor as a sharded one; what is none stays, as does everything where nothing is asked for.
+def _on_mesh(site: HookSite, module: nn.Module, name: str, x: Any, lay: ActivationLayout) -> Any:
+    """Return a plain tensor as a sharded one; other values, and those without a desired layout, are unchanged.
 
     Raises:
-        TypeError: a plain tensor that may lie in more than one way.
+        TypeError: a plain tensor whose layout is ambiguous.
     """
     where = lay.to if lay.plain is None else lay.plain
     if where is None or not isinstance(x, Tensor):
         return x
     if isinstance(x, ShardedTensor):
-        return _on_axis(site, name, x)
+        return _check_has_axis(site, name, x)
     mesh = _mesh_of_plain(site, module)
     if mesh is None:
-        raise TypeError(_may_be_two(site, name, x))
+        raise TypeError(_ambiguous(site, name, x))
     spec = (placements_to_spec([where], (site.axis,), x.ndim) if isinstance(where, Placement) else where).padded(x.ndim)
     known = None if lay.size is None else [lay.size if axes else n for n, axes in zip(x.shape, spec.dims, strict=True)]
     return from_local(x, mesh, spec, shape=known)
 
 
-def _may_be_two(site: Site, name: str, x: Tensor) -> str:
+def _ambiguous(site: HookSite, name: str, x: Tensor) -> str:
     others = [a for a in site.mesh.axis_names if a != site.axis and site.mesh.size(a) > 1]
     return (
         f"{site}: {name} is a plain tensor {list(x.shape)}, and along {', '.join(map(repr, others))} of {site.mesh} it may be the whole "
-        f"tensor or this rank's part of it; say which before the model: sm.device_put(x, mesh, P({others[0]!r})) for the whole one, "
+        f"tensor or this rank's part; convert it before the model: sm.device_put(x, mesh, P({others[0]!r})) for the whole tensor, "
         f"sm.from_local(x, mesh, P({others[0]!r})) for this rank's part of the batch"
     )
 
 
-def _on_axis(site: Site, name: str, x: ShardedTensor) -> ShardedTensor:
-    """The tensor itself.
+def _check_has_axis(site: HookSite, name: str, x: ShardedTensor) -> ShardedTensor:
+    """Return the tensor itself.
 
     Raises:
-        ValueError: it lies on a mesh without the axis.
+        ValueError: it is on a mesh without the axis.
     """
     if site.axis not in x._layout.mesh.axis_names:
         raise ValueError(
@@ -295,15 +296,15 @@ def _on_axis(site: Site, name: str, x: ShardedTensor) -> ShardedTensor:
     return x
 
 
-def _mesh_of_plain(site: Site, module: nn.Module) -> DeviceMesh | None:
-    """The mesh on which a plain tensor can lie in one way only: one of the axis alone, that of the plan or that on which the module's
-    parameters lie now."""
+def _mesh_of_plain(site: HookSite, module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh on which the layout of a plain tensor is unambiguous: a mesh of the axis alone, that of the plan or of the
+    module's parameters."""
     meshes = [site.mesh, *{p.mesh for p in module.parameters() if isinstance(p, ShardedTensor)}]
     return next((m for m in meshes if site.axis in m.axis_names and prod(m.shape) == m.size(site.axis)), None)
 
 
-def as_where(given: Any, what: str) -> Where:
-    """A `P`, a placement (torch's own are translated) or None.
+def as_axis_layout(given: Any, what: str) -> AxisLayout:
+    """Return a `P`, a placement (torch's are translated) or None.
 
     Raises:
         TypeError: something else.

@@ -1,9 +1,9 @@
-"""Plans of Hugging Face: what their strings mean for modules and parameters.
+"""Hugging Face's plans: the styles that their strings stand for.
 
     {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.mlp.experts.down_proj": "rowwise", "lm_head": "colwise_gather_output"}
 
-There the strings also say which local results must be summed, and which gradients. Here layouts say that, so that most strings
-come down to how parameters are split.
+In Hugging Face the strings also say which local results and gradients must be summed. Here layouts determine that, so most strings
+only say how parameters are split.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layout.spec import P, Shard
-from .styles import Style, colwise, kind_of, outputs, rowwise, sequence, shard
+from .styles import Style, colwise, feature_dims_of, outputs, rowwise, sequence, shard
 
 _WHOLE = P()
 
 
 class _AsItComes(Style):
-    """Parameters whole, activations as they come: gradients are summed wherever each rank sees a part."""
+    """Whole parameters, unchanged activations: gradients are summed if each rank has a part of the activations."""
 
     def __repr__(self) -> str:
         return "Style()"
@@ -29,7 +29,7 @@ class _AsItComes(Style):
 
 _AS_IT_COMES = _AsItComes()
 
-# For modules, given how many units their features come in (None where that does not matter).
+# For modules, given the number of units of their features (None if it does not matter).
 _OF_MODULES: dict[str, Callable[[int | None], Style]] = {
     **dict.fromkeys(("colwise", "packed_colwise", "local_colwise"), lambda units: colwise(units=units)),
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda units: colwise(out=_WHOLE, units=units)),
@@ -55,16 +55,16 @@ _BY_INPUTS = frozenset(
 
 
 def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The plan with a style or a spec in place of each string of Hugging Face, by the paths that its pattern matches.
+    """Replace each string of Hugging Face in a plan by styles and specs, for the paths that its pattern matches.
 
     Args:
-        module: what is to be laid out.
+        module: the module to parallelize.
         plan: "auto" for the module's own plan, or a plan in which some entries may be strings.
 
     Raises:
-        ValueError: a string that is not known; "auto" for a module without a plan.
+        ValueError: an unknown string; "auto" for a module without a plan.
 
-    A pattern of the module's own plan that matches nothing is left out: this configuration may lack what it speaks of.
+    A pattern of the module's own plan that matches nothing is left out, since this configuration may lack the module.
     """
     own = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     if isinstance(plan, str):
@@ -76,7 +76,7 @@ def with_styles(module: nn.Module, plan: Mapping[str, Any] | str) -> dict[str, A
     found: dict[str, Any] = {}
     for pattern, given in plan.items():
         matched = _matched(pattern, given, modules, tensors) if pattern in strings else {pattern: given}
-        found |= matched or ({} if pattern in own else {pattern: _OF_MODULES[given](None)})  # an error later on, which tells near names
+        found |= matched or ({} if pattern in own else {pattern: _OF_MODULES[given](None)})  # raises later, with similar names
     return found
 
 
@@ -85,7 +85,7 @@ def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[
         raise ValueError(f"parallelize takes a plan, or 'auto' for the model's own, got {given!r}")
     if not own:
         raise ValueError(
-            f"{type(module).__name__} has no plan of its own (tp_plan), as models of Hugging Face may have; write one, such as "
+            f"{type(module).__name__} has no plan of its own (tp_plan), unlike some models of Hugging Face; write one, such as "
             "{'*.up': colwise(), '*.down': rowwise()}"
         )
     return own
@@ -94,11 +94,11 @@ def _own_plan(module: nn.Module, given: str, own: Mapping[str, str]) -> Mapping[
 def _check_known(strings: Mapping[str, str]) -> None:
     for pattern, given in strings.items():
         if given not in _OF_MODULES:
-            raise ValueError(f"plan[{pattern!r}] is {given!r}, which is not known; known are {', '.join(map(repr, sorted(_OF_MODULES)))}")
+            raise ValueError(f"plan[{pattern!r}] is {given!r}, which is unknown; write one of {', '.join(map(repr, sorted(_OF_MODULES)))}")
 
 
 def _matched(pattern: str, given: str, modules: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """By path, the style of each module and the spec of each parameter that the pattern matches."""
+    """Return the style of each module and the spec of each parameter that the pattern matches, by path."""
     styles: dict[str, Any] = {
         path: _style_of(given, inner, modules.get(path.rpartition(".")[0])) for path, inner in modules.items() if fnmatchcase(path, pattern)
     }
@@ -106,16 +106,16 @@ def _matched(pattern: str, given: str, modules: Mapping[str, nn.Module], tensors
 
 
 def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:
-    """The style for a module; heads stay whole where the module is a projection of an attention, which knows their size."""
-    kind, size = kind_of(module), getattr(parent, "head_dim", None)
-    dims = None if kind is None else kind.outputs if given in _BY_OUTPUTS else kind.inputs if given in _BY_INPUTS else None
+    """Return the style for a module; the projections of an attention with a `head_dim` are split by whole heads."""
+    known, size = feature_dims_of(module), getattr(parent, "head_dim", None)
+    dims = None if known is None else known.outputs if given in _BY_OUTPUTS else known.inputs if given in _BY_INPUTS else None
     features = None if not dims else module.weight.shape[dims["weight"]]  # type: ignore[union-attr,index]
     whole = isinstance(size, int) and size > 0 and features is not None and features % size == 0
     return _OF_MODULES[given](features // size if whole else None)  # type: ignore[operator]
 
 
 def _spec_of(given: str, ndim: int) -> Any:
-    """How a parameter lies: matrices, or stacks of them, by rows (the outputs) or columns; a bias of outputs is split like them."""
+    """Return the placement of a parameter: matrices, or stacks of them, by rows (outputs) or columns; an output bias like the rows."""
     if given in _BY_OUTPUTS:
         return Shard(max(ndim - 2, 0))
     return Shard(ndim - 1) if given in _BY_INPUTS and ndim > 1 else _WHOLE

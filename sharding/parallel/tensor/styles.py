@@ -1,15 +1,15 @@
-"""Styles of tensor and sequence parallelism: where a module's parameters lie, and how its inputs and outputs do.
+"""Styles of tensor and sequence parallelism: layouts of a module's parameters, inputs and outputs.
 
     colwise()        weight [n/tp, k]    x whole  -> y split by output features           nothing moves
     rowwise()        weight [n, k/tp]    x split by input features -> y pending -> out    all_reduce, or reduce_scatter
     sequence(1)      parameters whole    x split along dim 1 -> y split along dim 1       nothing moves
 
-What a style says is about its own axis, "tp"; along all others tensors lie as they come.
+A style concerns its own axis, "tp"; along all others layouts do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -18,35 +18,35 @@ from torch import Tensor, nn
 from ....mesh.device_mesh import DeviceMesh
 from ...layout.layout import chunk
 from ...layout.spec import P, Placement, Shard
-from .activations import InputHook, Lay, OutputHook, Site, Where, as_where, input_hook
+from .activations import ActivationLayout, AxisLayout, HookSite, InputHook, OutputHook, as_axis_layout, input_hook
 
 _WHOLE = P()
 
 
 class Style:
-    """What a plan says of a module. A style of one's own gives back what it needs from these methods.
+    """The entry of a plan for a module. Subclass it and override these methods for a style of your own.
 
     Attributes:
-        axis: the mesh axis that it speaks of; None for "tp", or the only one.
+        axis: its mesh axis; None for "tp", or the mesh's only axis.
     """
 
     axis: str | None = None
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
-        """Where the module's own parameters and buffers lie, by name; a placement is one on the style's axis."""
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
+        """Return the layouts of the module's own parameters and buffers, by name; a placement is on the style's axis."""
         return {}
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        """What lays out the arguments of forward."""
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        """Return the hook for the arguments of forward."""
         return None
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        """What lays out the results of forward."""
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        """Return the hook for the results of forward."""
         return None
 
 
-class _Shown(Style):
-    """Shows the fields that differ from their defaults."""
+class _StyleWithRepr(Style):
+    """A style whose `repr` shows the fields that differ from their defaults."""
 
     def __repr__(self) -> str:
         given = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
@@ -54,251 +54,250 @@ class _Shown(Style):
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of the module itself."""
+    """Return the parameters and buffers of the module itself."""
     return {name: x for name, x in [*module._parameters.items(), *module._buffers.items()] if x is not None}
 
 
-def first_input(site: Site, module: nn.Module, lay: Lay) -> InputHook | None:
-    """The hook for the first argument."""
+def first_input(site: HookSite, module: nn.Module, lay: ActivationLayout) -> InputHook | None:
+    """Return the hook for the first argument."""
     return None if lay.to is None else input_hook(site, module, [lay], {})
 
 
-def every_output(site: Site, lay: Lay) -> OutputHook | None:
-    """The hook for all that the module returns."""
+def every_output(site: HookSite, lay: ActivationLayout) -> OutputHook | None:
+    """Return the hook for all results of the module."""
     return None if lay.to is None and not lay.local else OutputHook(site, (lay,))
 
 
 @dataclass(frozen=True, repr=False)
-class colwise(_Shown):
-    """colwise(out=None) -> Style: each rank computes some of the output features (of an embedding: of each row's).
+class colwise(_StyleWithRepr):
+    """colwise(out=None) -> Style: each rank computes some of the output features (for an embedding, of each row).
 
         x [b, k]        weight [n/tp, k]        y [b, n/tp]           nothing moves
         backward: the gradient of x is pending over tp
 
     Args:
-        out: how the output shall lie along the axis: a `P` or a placement; None leaves it split by features.
-        in_: what a plain input is taken for: this rank's part of a tensor that lies so; None for the whole tensor.
-        axis: the mesh axis; "tp" where the mesh has it, else the mesh's only one.
-        units: how many units the features come in that stay whole, such as heads: a rank has some of them, so that
-            `view(b, s, -1, head_dim)` finds whole heads on every rank even where ranks have different numbers of them.
+        out: the layout of the output along the axis, a `P` or a placement; None leaves it split by features.
+        in_: the layout in which a plain input is taken, as this rank's part; None for the whole tensor.
+        axis: the mesh axis; "tp" if the mesh has it, else the mesh's only axis.
+        units: the number of units, such as heads, that stay whole when features are split, so that `view(b, s, -1, head_dim)` finds
+            whole heads on every rank even if ranks have different numbers of them.
 
     Raises:
-        ValueError: in `parallelize`, for a module whose parameters it does not know (write `shard({...})`), or features that are
-            no such number of units.
+        ValueError: in `parallelize`, for an unknown kind of module (write `shard({...})`), or features that `units` does not divide.
 
-    Communication: an all_gather or all_reduce where the input is split or pending along the axis; what `out` asks for.
+    Communication: an all_gather or all_reduce if the input is split or pending along the axis; that of `out`.
 
     Example:
         >>> sm.parallelize(model, mesh, {"*.q_proj": sm.colwise(units=32), "*.o_proj": sm.rowwise(units=32)})
     """
 
-    out: Where = None
-    in_: Where = None
+    out: AxisLayout = None
+    in_: AxisLayout = None
     axis: str | None = None
     units: int | None = None
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return _split(site, module, _known(site, module, "outputs").outputs, self.units)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        return first_input(site, module, Lay(_WHOLE, plain=as_where(self.in_, "in_")))
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        return first_input(site, module, ActivationLayout(_WHOLE, plain=as_axis_layout(self.in_, "in_")))
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.out, "out")))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
 
 
 @dataclass(frozen=True, repr=False)
-class rowwise(_Shown):
-    """rowwise(out=P()) -> Style: each rank has some of the input features (of an embedding: of the rows), and sums over those.
+class rowwise(_StyleWithRepr):
+    """rowwise(out=P()) -> Style: each rank has some of the input features (for an embedding, of the rows); results are summed.
 
         x [b, k/tp]     weight [n, k/tp]        y [b, n] pending over tp  ->  out
 
     Args:
-        out: how the sum shall lie along the axis: `P()` on every rank, `P(None, "tp", None)` split by sequence; None
-            leaves it pending, to be summed where it is needed.
-        in_: what a plain input is taken for: this rank's part of a tensor that lies so; None for its features (of an embedding:
+        out: the layout of the sum along the axis: `P()` on every rank, `P(None, "tp", None)` split by sequence; None
+            leaves it pending until it is needed.
+        in_: the layout in which a plain input is taken, as this rank's part; None for split by features (for an embedding,
             the whole tensor).
         axis, units: as for `colwise`.
 
     Raises:
         ValueError: as `colwise`.
 
-    Communication: an all_reduce for `P()`, a reduce_scatter for a split `out`; an exchange where the input lies otherwise.
+    Communication: an all_reduce for `P()`, a reduce_scatter for a split `out`; an all_to_all if the input is split differently.
 
     Example:
         >>> sm.parallelize(model, mesh, {"*.up": sm.colwise(), "*.down": sm.rowwise(out=P(None, "tp", None))})
     """
 
-    out: Where = _WHOLE
-    in_: Where = None
+    out: AxisLayout = _WHOLE
+    in_: AxisLayout = None
     axis: str | None = None
     units: int | None = None
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return _split(site, module, _known(site, module, "inputs").inputs, self.units)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(site, module, self.input_of(site, module))
 
-    def input_of(self, site: Site, module: nn.Module) -> Lay:
-        """How the first argument shall lie."""
-        kind, plain = _known(site, module, "inputs"), as_where(self.in_, "in_")
-        if kind.features is None:
-            return Lay(_WHOLE, plain)
+    def input_of(self, site: HookSite, module: nn.Module) -> ActivationLayout:
+        """Return the desired layout of the first argument."""
+        dims, plain = _known(site, module, "inputs"), as_axis_layout(self.in_, "in_")
+        if dims.features is None:
+            return ActivationLayout(_WHOLE, plain)
         split: Any = self.parameters(site, module)["weight"]
-        to = Shard(kind.features, sizes=split.sizes)
-        return Lay(to, plain, size=module.weight.shape[split.dim] if plain in (None, to) else None)  # type: ignore[union-attr]
+        to = Shard(dims.features, sizes=split.sizes)
+        return ActivationLayout(to, plain, size=module.weight.shape[split.dim] if plain in (None, to) else None)  # type: ignore[union-attr]
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.out, "out")))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
 
 
 @dataclass(frozen=True, repr=False)
-class sequence(_Shown):
-    """sequence(dim=1) -> Style: each rank computes on some positions; for norms, dropout, and all that treats positions alike.
+class sequence(_StyleWithRepr):
+    """sequence(dim=1) -> Style: each rank computes some positions; for norms, dropout and other position-wise modules.
 
         x [b, s/tp, d]      parameters whole      y [b, s/tp, d]      nothing moves
         backward: the gradients of the parameters are pending, and reduced once at its end, together
 
     Args:
         dim: the dim of positions.
-        out: how the output shall lie along the axis; `P()` gathers it once for all that read it, None leaves it split.
+        out: the layout of the output along the axis; `P()` gathers it once for all modules that use it, None leaves it split.
         axis: as for `colwise`.
 
-    Communication: an exchange where the input lies otherwise, none where it is whole; what `out` asks for.
+    Communication: an all_to_all if the input is split differently, none if it is whole; that of `out`.
 
     Example:
         >>> sm.parallelize(model, mesh, {"*.norm": sm.sequence(1, out=P())})
     """
 
     dim: int = 1
-    out: Where = None
+    out: AxisLayout = None
     axis: str | None = None
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return dict.fromkeys(own_tensors(module), _WHOLE)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        return first_input(site, module, Lay(Shard(self.dim)))
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        return first_input(site, module, ActivationLayout(Shard(self.dim)))
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.out, "out")))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
 
 
 class inputs(Style):
-    """inputs(P(), mask=P()) -> Style: how arguments of a module's forward shall lie along the axis.
+    """inputs(P(), mask=P()) -> Style: the layouts of a module's arguments along the axis.
 
     Args:
-        where: for each argument by position a `P` or a placement, for all tensors in it; None leaves it as it comes. A plain
-            tensor is taken to be this rank's part of one that lies so.
+        where: for each argument by position a `P` or a placement, for all tensors in it; None leaves it unchanged. A plain
+            tensor is taken as this rank's part in that layout.
         axis: as for `colwise`.
-        named: the same by name, however the module is called.
+        named: the same by name, also if the call passes them by position.
 
     Raises:
         ValueError: in `parallelize`, for an argument that forward does not have.
 
-    Communication: what the layouts ask for, all arguments together.
+    Communication: that of the layouts, for all arguments together.
 
     Example:
         >>> sm.parallelize(model, mesh, {"*.attn": sm.inputs(P()), "*.q_proj": sm.colwise()})   # one gather for q, k and v
     """
 
-    def __init__(self, *where: Where, axis: str | None = None, **named: Where) -> None:
+    def __init__(self, *where: AxisLayout, axis: str | None = None, **named: AxisLayout) -> None:
         self.axis = axis
-        self._where = [as_where(w, "inputs") for w in where]
-        self._named = {name: as_where(w, name) for name, w in named.items()}
+        self._where = [as_axis_layout(w, "inputs") for w in where]
+        self._named = {name: as_axis_layout(w, name) for name, w in named.items()}
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        positional = [None if w is None else Lay(w) for w in self._where]
-        return input_hook(site, module, positional, {name: Lay(w) for name, w in self._named.items() if w is not None})
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        positional = [None if w is None else ActivationLayout(w) for w in self._where]
+        return input_hook(site, module, positional, {name: ActivationLayout(w) for name, w in self._named.items() if w is not None})
 
     def __repr__(self) -> str:
         return f"inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
 
 
 class outputs(Style):
-    """outputs(P()) -> Style: how the results of a module's forward shall lie along the axis.
+    """outputs(P()) -> Style: the layouts of a module's results along the axis.
 
     Args:
-        where: a `P` or a placement for all tensors that it returns, or one for each part of a tuple; None leaves it as it comes.
+        where: a `P` or a placement for all tensors in the result, or one for each part of a tuple; None leaves it unchanged.
         axis: as for `colwise`.
 
     Raises:
         ValueError: when the module returns another number of results.
 
-    Communication: what the layouts ask for, all results together.
+    Communication: that of the layouts, for all results together.
 
     Example:
         >>> sm.parallelize(model, mesh, {"": sm.outputs(P())})
     """
 
-    def __init__(self, *where: Where, axis: str | None = None) -> None:
+    def __init__(self, *where: AxisLayout, axis: str | None = None) -> None:
         if not where:
             raise TypeError("outputs(): give one P(...) for all results, or one for each of a tuple")
         self.axis = axis
-        self._where = [as_where(w, "outputs") for w in where]
+        self._where = [as_axis_layout(w, "outputs") for w in where]
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return OutputHook(site, tuple(map(Lay, self._where)))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return OutputHook(site, tuple(map(ActivationLayout, self._where)))
 
     def __repr__(self) -> str:
         return f"outputs({', '.join(map(repr, self._where))})"
 
 
 @dataclass(frozen=True, repr=False)
-class shard(_Shown):
-    """shard({"w_in": P("tp"), "scale": P()}, out=None) -> Style: where parameters lie, said one by one.
+class shard(_StyleWithRepr):
+    """shard({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each parameter.
 
     Args:
-        specs: of a module, a `P` or a placement for each parameter or buffer by name, the others whole; of a pattern that names
-            parameters themselves, one for all of them (a bare `P` in the plan says the same).
-        in_: how the first input shall lie along the axis; None leaves it as it comes.
-        out: how the output shall lie along the axis.
+        specs: for a module, a `P` or a placement for each parameter or buffer by name, the others whole; for a pattern that matches
+            parameters themselves, one for all of them (a bare `P` in the plan means the same).
+        in_: the layout of the first input along the axis; None leaves it unchanged.
+        out: the layout of the output along the axis.
         axis: as for `colwise`.
 
     Raises:
         ValueError: in `parallelize`, for a name that the module does not have.
 
-    Communication: what `in_` and `out` ask for.
+    Communication: that of `in_` and `out`.
 
     Example:
         >>> sm.parallelize(model, mesh, {"*.attn": sm.shard({"w_qkv": P("tp"), "w_out": P(None, "tp")}, out=P())})
     """
 
     specs: Any
-    in_: Where = None
-    out: Where = None
+    in_: AxisLayout = None
+    out: AxisLayout = None
     axis: str | None = None
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         if not isinstance(self.specs, Mapping):
-            raise ValueError(f"{site} has one spec, and this is a module; name its parameters: shard({{{_example(module)}}})")
+            raise ValueError(f"{site} has one spec, but this is a module; name its parameters: shard({{{_example(module)}}})")
         own = list(own_tensors(module))
         unknown = [name for name in self.specs if name not in own]
         if unknown:
             raise ValueError(f"{site}: {type(module).__name__} has no parameter or buffer {unknown[0]!r}; it has {own}")
-        return {name: as_where(where, name) or P() for name, where in self.specs.items()}
+        return {name: as_axis_layout(where, name) or P() for name, where in self.specs.items()}
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        return first_input(site, module, Lay(as_where(self.in_, "in_")))
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        return first_input(site, module, ActivationLayout(as_axis_layout(self.in_, "in_")))
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.out, "out")))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
 
 
 def _example(module: nn.Module) -> str:
     return ", ".join(f"{name!r}: P(...)" for name in own_tensors(module)) or "'weight': P(...)"
 
 
-# -- which dim of which parameter --------------------------------------------------------------------------------------
+# -- dims of parameters ------------------------------------------------------------------------------------------------
 
 
-class Kind(NamedTuple):
-    """Of a kind of module: which dim of its parameters runs over the output features, and which over the input features.
+class FeatureDims(NamedTuple):
+    """For a kind of module, the dims of its parameters with the output and input features.
 
     Attributes:
-        outputs, inputs: parameter -> dim; one that is not there is whole. None where the module cannot be split so.
-        features: the input's dim of features; None where it has none, as the numbers of rows that an embedding takes.
+        outputs, inputs: parameter -> dim; missing parameters are whole. None if the module cannot be split so.
+        features: the feature dim of the input; None if it has none, like the indices of an embedding.
     """
 
     outputs: dict[str, int] | None
@@ -306,14 +305,14 @@ class Kind(NamedTuple):
     features: int | None = -1
 
 
-_LINEAR = Kind({"weight": 0, "bias": 0}, {"weight": 1})
-_BILINEAR = Kind({"weight": 0, "bias": 0}, None)
-_EMBEDDING = Kind({"weight": 1}, {"weight": 0}, None)
-_TRANSPOSED = Kind({"weight": 1, "bias": 0}, {"weight": 0})  # `Conv1D` of Hugging Face's GPT-2
+_LINEAR = FeatureDims({"weight": 0, "bias": 0}, {"weight": 1})
+_BILINEAR = FeatureDims({"weight": 0, "bias": 0}, None)
+_EMBEDDING = FeatureDims({"weight": 1}, {"weight": 0}, None)
+_TRANSPOSED = FeatureDims({"weight": 1, "bias": 0}, {"weight": 0})  # `Conv1D` of Hugging Face's GPT-2
 
 
-def kind_of(module: nn.Module) -> Kind | None:
-    """What is known of a module, by its class."""
+def feature_dims_of(module: nn.Module) -> FeatureDims | None:
+    """Return the feature dims for a known class of module, else None."""
     if isinstance(module, nn.Linear):
         return _LINEAR
     if isinstance(module, nn.Bilinear):
@@ -321,59 +320,56 @@ def kind_of(module: nn.Module) -> Kind | None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return _EMBEDDING
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and module.groups == 1:
-        return Kind({"weight": 0, "bias": 0}, {"weight": 1}, 1 - module.weight.ndim)
+        return FeatureDims({"weight": 0, "bias": 0}, {"weight": 1}, 1 - module.weight.ndim)
     return _TRANSPOSED if type(module).__name__ == "Conv1D" and set(module._parameters) == {"weight", "bias"} else None
 
 
-def _known(site: Site, module: nn.Module, what: str) -> Any:
-    """The kind of a module that can be split by its outputs or inputs.
+def _known(site: HookSite, module: nn.Module, what: str) -> Any:
+    """Return the feature dims of a module that can be split by its outputs or inputs.
 
     Raises:
-        ValueError: nothing is known of it, or it cannot.
+        ValueError: its class is unknown, or it cannot be split.
     """
-    kind = kind_of(module)
-    if kind is not None and getattr(kind, what) is not None:
-        return kind
+    dims = feature_dims_of(module)
+    if dims is not None and getattr(dims, what) is not None:
+        return dims
     own = ", ".join(f"{name} {list(x.shape)}" for name, x in own_tensors(module).items()) or "none"
     raise ValueError(
-        f"{site} splits a module by its {what}, and which dims of the parameters of {type(module).__name__} ({own}) run over those is not "
-        f"known; say where each lies: shard({{{_example(module)}}}, in_=..., out=...)"
+        f"{site} splits a module by its {what}, but which dims of the parameters of {type(module).__name__} ({own}) have those is not "
+        f"known; give the layout of each: shard({{{_example(module)}}}, in_=..., out=...)"
     )
 
 
-def _split(site: Site, module: nn.Module, dims: Mapping[str, int], units: int | None) -> dict[str, P | Placement]:
-    """Where each of the module's own parameters lies: split along the dim of features, or whole."""
+def _split(site: HookSite, module: nn.Module, dims: Mapping[str, int], units: int | None) -> dict[str, P | Placement]:
+    """Return the layout of each of the module's own parameters: split along the feature dim, or whole."""
     own = own_tensors(module)
     split = {name: dim for name, dim in dims.items() if name in own}
     sizes = {name: None if units is None else _sizes(site, name, own[name].shape[dim], units) for name, dim in split.items()}
     return {**dict.fromkeys(own, _WHOLE), **{name: Shard(dim, sizes=sizes[name]) for name, dim in split.items()}}
 
 
-def _sizes(site: Site, name: str, size: int, units: int) -> tuple[int, ...]:
-    """How many features each rank has: whole units, dealt as `torch.chunk` deals.
+def _sizes(site: HookSite, name: str, size: int, units: int) -> tuple[int, ...]:
+    """Return the number of features of each rank: whole units, chunked as by `torch.chunk`.
 
     Raises:
-        ValueError: the features are no such number of units.
+        ValueError: `units` does not divide the features.
     """
     if units < 1 or size % units:
         raise ValueError(
-            f"{site}: the {size} features of {name} do not come in {units} units of one size; give units= that divides it, or none"
+            f"{site}: units={units} does not divide the {size} features of {name}; give units= that does, or leave it out"
         )
-    return tuple(size // units * (stop - start) for start, stop in _dealt(units, site.mesh.size(site.axis)))
-
-
-def _dealt(units: int, ranks: int) -> Iterator[tuple[int, int]]:
-    return (chunk(0, units, ranks, i) for i in range(ranks))
+    ranks = site.mesh.size(site.axis)
+    return tuple(size // units * (stop - start) for start, stop in (chunk(0, units, ranks, i) for i in range(ranks)))
 
 
 # -- the axis ----------------------------------------------------------------------------------------------------------
 
 
 def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
-    """The axis that a style speaks of on this mesh.
+    """Return the mesh axis of a style.
 
     Raises:
-        ValueError: the mesh does not have it, or several and none is "tp".
+        ValueError: the mesh does not have it, or the mesh has several axes and none is "tp".
     """
     given = getattr(style, "axis", None)
     names: Sequence[str] = mesh.axis_names
@@ -381,8 +377,8 @@ def axis_of(style: Any, mesh: DeviceMesh, pattern: str) -> str:
         return given
     if given is None and ("tp" in names or len(names) == 1):
         return "tp" if "tp" in names else names[0]
-    wanted = f"is for axis {given!r}" if given is not None else "does not say which axis it is for, and none is called 'tp'"
+    wanted = f"is for axis {given!r}" if given is not None else "has no axis=, and no axis is called 'tp'"
     raise ValueError(
-        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: say which with axis={names[-1]!r}, or "
+        f"plan[{pattern!r}]: {style!r} {wanted}; {mesh} has {', '.join(map(repr, names))}: choose with axis={names[-1]!r}, or "
         f"parallelize on mesh[{names[-1]!r}] alone"
     )

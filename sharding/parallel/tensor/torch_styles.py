@@ -1,6 +1,6 @@
-"""The styles of `torch.distributed.tensor.parallel`, by the same names and arguments; torch's own objects are understood too.
+"""The styles of `torch.distributed.tensor.parallel`, with the same names and arguments; torch's own objects are accepted, too.
 
-They take plain tensors in and give plain tensors out, where `use_local_output` says so, and so they are for a mesh of one axis:
+With `use_local_output` they take and return plain tensors, so they are for a mesh of one axis:
 
     x plain --input_layouts--> x on the mesh --desired--> module --output_layouts--> y on the mesh --use_local_output--> y plain
 """
@@ -14,18 +14,18 @@ from typing import Any
 from torch import nn
 
 from ...layout.spec import P, Placement, Replicate, Shard
-from .activations import InputHook, Lay, OutputHook, Site, Where, as_where, input_hook
+from .activations import ActivationLayout, AxisLayout, HookSite, InputHook, OutputHook, as_axis_layout, input_hook
 from .styles import Style, colwise, every_output, first_input, rowwise, sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColwiseParallel(Style):
-    """ColwiseParallel() -> Style: `colwise` by torch's name and arguments.
+    """ColwiseParallel() -> Style: `colwise` with torch's name and arguments.
 
     Args:
-        input_layouts: how the input lies before, and what a plain one is taken for; `Replicate()` by default.
-        output_layouts: how the output shall lie; `Shard(-1)` by default.
-        use_local_output: give this rank's part as a plain tensor.
+        input_layouts: the layout of the input, in which a plain one is taken; `Replicate()` by default.
+        output_layouts: the layout of the output; `Shard(-1)` by default.
+        use_local_output: return this rank's part as a plain tensor.
 
     Communication: as `colwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
@@ -37,25 +37,26 @@ class ColwiseParallel(Style):
     output_layouts: Any = None
     use_local_output: bool = True
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return colwise().parameters(site, module)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return colwise(in_=self.input_layouts).inputs(site, module)
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.output_layouts, "output_layouts") or Shard(-1), local=self.use_local_output))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        layout = ActivationLayout(as_axis_layout(self.output_layouts, "output_layouts") or Shard(-1), local=self.use_local_output)
+        return every_output(site, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowwiseParallel(Style):
-    """RowwiseParallel() -> Style: `rowwise` by torch's name and arguments.
+    """RowwiseParallel() -> Style: `rowwise` with torch's name and arguments.
 
     Args:
-        input_layouts: how the input lies before, and what a plain one is taken for; `Shard(-1)` by default, of an embedding
+        input_layouts: the layout of the input, in which a plain one is taken; `Shard(-1)` by default, for an embedding
             `Replicate()`.
-        output_layouts: how the sum shall lie; `Replicate()` by default.
-        use_local_output: give this rank's part as a plain tensor.
+        output_layouts: the layout of the sum; `Replicate()` by default.
+        use_local_output: return this rank's part as a plain tensor.
 
     Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
@@ -67,25 +68,26 @@ class RowwiseParallel(Style):
     output_layouts: Any = None
     use_local_output: bool = True
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return rowwise().parameters(site, module)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return rowwise(in_=self.input_layouts).inputs(site, module)
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(as_where(self.output_layouts, "output_layouts") or Replicate(), local=self.use_local_output))
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        layout = ActivationLayout(as_axis_layout(self.output_layouts, "output_layouts") or Replicate(), local=self.use_local_output)
+        return every_output(site, layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(Style):
-    """SequenceParallel(sequence_dim=1) -> Style: `sequence` by torch's name and arguments.
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence` with torch's name and arguments.
 
     Args:
-        sequence_dim: the dim of positions; a plain input is taken to be split along it.
-        use_local_output: give this rank's part as a plain tensor.
+        sequence_dim: the dim of positions; a plain input is taken as split along it.
+        use_local_output: return this rank's part as a plain tensor.
 
-    Communication: for a plain input a small all_gather of shapes, once while parts are equal and stay so (see `from_local`).
+    Communication: for a plain input a small all_gather of shapes, once as long as parts are equal (see `from_local`).
 
     Example:
         >>> sm.parallelize_module(model, mesh["tp"], {"norm": sm.SequenceParallel()})
@@ -94,30 +96,30 @@ class SequenceParallel(Style):
     sequence_dim: int = 1
     use_local_output: bool = False
 
-    def parameters(self, site: Site, module: nn.Module) -> Mapping[str, P | Placement]:
+    def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         return sequence().parameters(site, module)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
-        return first_input(site, module, Lay(Shard(self.sequence_dim)))
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
+        return first_input(site, module, ActivationLayout(Shard(self.sequence_dim)))
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
-        return every_output(site, Lay(local=True)) if self.use_local_output else None
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
+        return every_output(site, ActivationLayout(local=True)) if self.use_local_output else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleInput(Style):
-    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: how arguments of forward lie, and shall lie.
+    """PrepareModuleInput(input_layouts=..., desired_input_layouts=...) -> Style: given and desired layouts of forward's arguments.
 
     Args:
-        input_layouts: one placement, or one for each argument by position: what a plain one is taken for; None leaves it as it is.
-        desired_input_layouts: as many, how they shall lie.
+        input_layouts: one placement, or one for each argument by position, in which a plain one is taken; None leaves it unchanged.
+        desired_input_layouts: the desired layout of each.
         input_kwarg_layouts, desired_input_kwarg_layouts: the same by name.
-        use_local_output: give forward this rank's parts as plain tensors.
+        use_local_output: pass this rank's parts to forward as plain tensors.
 
     Raises:
         ValueError: other numbers or names of desired layouts than of layouts, or an argument that forward does not have.
 
-    Communication: what the layouts ask for, all arguments together.
+    Communication: that of the layouts, for all arguments together.
 
     Example:
         >>> style = sm.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -136,27 +138,28 @@ class PrepareModuleInput(Style):
             raise ValueError(f"input_kwarg_layouts has {sorted(given)}, desired_input_kwarg_layouts {sorted(desired)}; give both for each")
         _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         local, desired = self.use_local_output, self.desired_input_kwarg_layouts or {}
         pairs = _pairs("input_layouts", self.input_layouts, self.desired_input_layouts)
-        named = {name: (as_where(x, name), as_where(desired[name], name)) for name, x in (self.input_kwarg_layouts or {}).items()}
-        lays = {name: Lay(to, plain, local) for name, (plain, to) in named.items() if plain is not None}
-        return input_hook(site, module, [None if plain is None else Lay(to, plain, local) for plain, to in pairs], lays)
+        given = self.input_kwarg_layouts or {}
+        named = {name: (as_axis_layout(x, name), as_axis_layout(desired[name], name)) for name, x in given.items()}
+        lays = {name: ActivationLayout(to, plain, local) for name, (plain, to) in named.items() if plain is not None}
+        return input_hook(site, module, [None if plain is None else ActivationLayout(to, plain, local) for plain, to in pairs], lays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareModuleOutput(Style):
-    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: how results of forward lie, and shall lie.
+    """PrepareModuleOutput(output_layouts=..., desired_output_layouts=...) -> Style: given and desired layouts of forward's results.
 
     Args:
-        output_layouts: one placement, or one for each of a tuple of results: what a plain one is taken for; None leaves it as it is.
-        desired_output_layouts: as many, how they shall lie.
-        use_local_output: give this rank's parts as plain tensors.
+        output_layouts: one placement, or one for each of a tuple of results, in which a plain one is taken; None leaves it unchanged.
+        desired_output_layouts: the desired layout of each.
+        use_local_output: return this rank's parts as plain tensors.
 
     Raises:
         ValueError: other numbers of desired layouts than of layouts, or of results.
 
-    Communication: what the layouts ask for, all results together.
+    Communication: that of the layouts, for all results together.
 
     Example:
         >>> style = sm.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
@@ -170,9 +173,10 @@ class PrepareModuleOutput(Style):
     def __post_init__(self) -> None:
         _pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
         pairs = _pairs("output_layouts", self.output_layouts, self.desired_output_layouts)
-        return OutputHook(site, tuple(Lay() if plain is None else Lay(to, plain, self.use_local_output) for plain, to in pairs))
+        local = self.use_local_output
+        return OutputHook(site, tuple(ActivationLayout() if plain is None else ActivationLayout(to, plain, local) for plain, to in pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +185,10 @@ class PrepareModuleInputOutput(Style):
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts: as `PrepareModuleInput`.
-        use_local_input: give forward this rank's parts as plain tensors.
+        use_local_input: pass this rank's parts to forward as plain tensors.
         output_layouts, desired_output_layouts, use_local_output: as `PrepareModuleOutput`.
 
-    Communication: what the layouts ask for.
+    Communication: that of the layouts.
 
     Example:
         >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
@@ -202,7 +206,7 @@ class PrepareModuleInputOutput(Style):
 
     def __post_init__(self) -> None:
         for part in (self._input, self._output):
-            part()  # which checks what it is given
+            part()  # its constructor checks the arguments
 
     def _input(self) -> PrepareModuleInput:
         return PrepareModuleInput(
@@ -220,28 +224,28 @@ class PrepareModuleInputOutput(Style):
             use_local_output=self.use_local_output,
         )
 
-    def inputs(self, site: Site, module: nn.Module) -> InputHook | None:
+    def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return self._input().inputs(site, module)
 
-    def outputs(self, site: Site, module: nn.Module) -> OutputHook | None:
+    def outputs(self, site: HookSite, module: nn.Module) -> OutputHook | None:
         return self._output().outputs(site, module)
 
 
-def _pairs(what: str, given: Any, desired: Any) -> list[tuple[Where, Where]]:
-    """Each layout with the desired one.
+def _pairs(name: str, given: Any, desired: Any) -> list[tuple[AxisLayout, AxisLayout]]:
+    """Return each layout with the desired one.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: their numbers differ.
     """
-    layouts, wanted = _listed(given), _listed(desired)
+    layouts, wanted = _as_sequence(given), _as_sequence(desired)
     if len(layouts) != len(wanted):
         raise ValueError(
-            f"{what} has {len(layouts)} placements and desired_{what} {len(wanted)}; give one of each per tensor, None for one to leave"
+            f"{name} has {len(layouts)} placements and desired_{name} {len(wanted)}; give one of each per tensor, None to leave it"
         )
-    return [(as_where(one, what), as_where(other, f"desired_{what}")) for one, other in zip(layouts, wanted, strict=True)]
+    return [(as_axis_layout(one, name), as_axis_layout(other, f"desired_{name}")) for one, other in zip(layouts, wanted, strict=True)]
 
 
-def _listed(layouts: Any) -> Sequence[Any]:
+def _as_sequence(layouts: Any) -> Sequence[Any]:
     return () if layouts is None else layouts if isinstance(layouts, (tuple, list)) else (layouts,)
 
 
@@ -249,17 +253,17 @@ def _listed(layouts: Any) -> Sequence[Any]:
 
 
 def own_style(given: Any) -> Style | None:
-    """Our style for one of torch's, read from its public attributes; None for what is no style of torch.
+    """Return our style for one of torch's, from its public attributes; None for other objects.
 
     Raises:
-        TypeError: a style of torch that has no counterpart here.
+        TypeError: a style of torch without a counterpart here.
     """
     kinds = [kind for kind in type(given).__mro__ if kind.__module__.startswith("torch.distributed.tensor.parallel")]
     if not kinds:
         return None
     read = _READ.get(type(given).__name__) if kinds[0] is type(given) else None
     if read is None:
-        raise TypeError(f"torch's style {given!r} is not understood; those that are: {', '.join(_READ)}")
+        raise TypeError(f"torch's style {given!r} is not supported; supported are {', '.join(_READ)}")
     return read(given)
 
 

@@ -256,7 +256,7 @@ def test_a_missing_file(name, tmp_path):
     path = tmp_path / "step-00000002" / name
     path.unlink()
     if name == "manifest.json":  # the sign that a checkpoint is complete
-        with pytest.warns(UserWarning, match=r"step-00000002 has no manifest.json and is passed over; step 1, .*, is loaded"):
+        with pytest.warns(UserWarning, match=r"step-00000002 has no manifest.json and is skipped; step 1, .*, is loaded"):
             assert loaded(tmp_path) == 1
         assert loaded(tmp_path, 1) == 1  # asked for: no warning
     else:
@@ -297,5 +297,5 @@ def test_the_manifest(tmp_path):
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
     text = same_error((2,), lambda mesh: sm.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
-    for words in (f"{tmp_path / 'model.pt'} is a file; give the folder", "sm.load_safetensors", "sm.load_full_state_dict"):
+    for words in (f"{tmp_path / 'model.pt'} is a file; pass the folder", "sm.load_safetensors", "sm.load_full_state_dict"):
         assert words in text

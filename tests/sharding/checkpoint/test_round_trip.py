@@ -255,8 +255,8 @@ def test_long_tensors_are_stored_and_read_in_pieces(tmp_path, monkeypatch):
         ({"model": {"wieght": X}}, ["no 'model.wieght'", "'model.weight'"]),
         ({"model": {"weight": X[:4]}}, ["'model.weight'", "torch.float32[4, 6]", "torch.float32[8, 6]"]),
         ({"model": {"weight": X.double()}}, ["torch.float64[8, 6]", "torch.float32[8, 6]"]),
-        ({"model": {"weight": None}}, ["is a tensor", "give a Layout"]),
-        ({"step": X}, ["'step'", "no tensor"]),
+        ({"model": {"weight": None}}, ["is a tensor", "pass a Layout"]),
+        ({"step": X}, ["'step'", "not a tensor"]),
         ({"missing": None}, ["no 'missing'"]),
     ],
 )
@@ -276,7 +276,7 @@ def test_a_like_with_pending_values(tmp_path):
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
-        (lambda: 0, ["'bad'", "read back safely"]),
+        (lambda: 0, ["'bad'", "loaded safely"]),
         (X.numpy(), ["numpy ndarray", "torch.as_tensor"]),
         (torch.empty(2, device="meta"), ["meta"]),
         (X.to_sparse(), ["sparse"]),
@@ -296,7 +296,7 @@ def test_no_names(tree, tmp_path):
 
 def test_names_that_clash(tmp_path):
     text = same_error((2,), lambda mesh: save({"a": {"b": 1}, "a.b": 2}, tmp_path), ValueError)
-    assert "two leaves are named 'a.b'" in text
+    assert "two leaves have the name 'a.b'" in text
 
 
 @pytest.mark.parametrize(

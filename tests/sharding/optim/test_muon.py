@@ -275,9 +275,9 @@ def test_errors():
     vector = nn.Parameter(torch.zeros(3))
     for make, said in [
         (lambda: Muon([{"params": [vector], "algorithm": "muon"}]), "shape [3]"),
-        (lambda: Muon([("w", vector)], adamw=["embed*"]), "nothing is named like ['embed*']; the names are ['w']"),
+        (lambda: Muon([("w", vector)], adamw=["embed*"]), "no parameter matches ['embed*']; the names are ['w']"),
         (lambda: Muon([vector], adamw=["embed*"]), "model.named_parameters()"),
-        (lambda: Muon([{"params": [vector], "algorithm": "sgd"}]), "'muon' or 'adamw', not 'sgd'"),
+        (lambda: Muon([{"params": [vector], "algorithm": "sgd"}]), "'muon' or 'adamw', got 'sgd'"),
         (lambda: Muon([vector], lr=-1), "Muon(lr=-1)"),
         (lambda: Muon([vector], adjust_lr_fn="rms"), "'match_rms_adamw'"),
         (lambda: Muon([vector], ns_coefficients=(1, 2)), "(1, 2)"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.optim.owners import Unit, assign, layout_at, owners_of, whole_units
+from shardmesh.sharding.optim.owners import MatrixUnit, assign, layout_at, owners_of, whole_matrix_units
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, on_mesh
 from tests.sharding.strategies import ragged_specs
@@ -26,7 +26,7 @@ def work(rows, columns):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 5))
 def test_owners_have_equally_much_to_do(works, ranks):
     """Within Graham's bound: the average and one unit more at most."""
-    units = [Unit(i, ((0, 4), (0, 4)), w) for i, w in enumerate(works)]
+    units = [MatrixUnit(i, ((0, 4), (0, 4)), w) for i, w in enumerate(works)]
     owner = assign(units, [[None] * ranks for _ in works])
     loads = [sum(w for w, o in zip(works, owner, strict=True) if o == rank) for rank in range(ranks)]
     assert max(loads) <= sum(works) / ranks + max(works) * (1 - 1 / ranks) + 1e-9
@@ -34,7 +34,7 @@ def test_owners_have_equally_much_to_do(works, ranks):
 
 def test_what_a_rank_has_whole_stays():
     whole, none = ((0, 4), (0, 4)), None
-    units = [Unit(i, whole, 1) for i in range(4)]
+    units = [MatrixUnit(i, whole, 1) for i in range(4)]
     held = [[none, whole, none], [none, whole, none], [whole, none, whole], [none, none, none]]
     assert assign(units, held)[:2] == (1, 1)
     assert assign(units, held)[2] in (0, 2)
@@ -49,7 +49,7 @@ def test_there_and_back_from_any_layouts(data):
     abstract = sm.AbstractMesh(mesh_shape, AXES[: len(mesh_shape)])
     specs = [data.draw(ragged_specs(abstract, shape, kinds=())) for shape in SHAPES]
     plain = [torch.arange(math.prod(shape), dtype=torch.float64, device=DEVICE).view(shape) for shape in SHAPES]
-    units = whole_units(SHAPES, work)
+    units = whole_matrix_units(SHAPES, work)
 
     def program(mesh):
         placed = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in zip(plain, specs, strict=True)]
@@ -78,7 +78,7 @@ def test_matrices_that_have_their_owner_cost_nothing_on_the_way():
     def program(mesh):
         specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
-        owners = owners_of(tuple(sm.typeof(x) for x in placed), whole_units([(6, 2)] * 3, work), torch.float32)
+        owners = owners_of(tuple(sm.typeof(x) for x in placed), whole_matrix_units([(6, 2)] * 3, work), torch.float32)
         with sm.comm_budget(launches=0):
             wholes = owners.gather([x._local for x in placed])
             owners.scatter(wholes, [x._local for x in placed])
@@ -105,7 +105,7 @@ def test_the_layout_at_an_owner_on_a_mesh_of_ranks_in_another_order():
 
 def test_blocks_of_a_matrix_have_owners_of_their_own():
     x = torch.arange(42.0, device=DEVICE).view(6, 7)
-    units = tuple(Unit(0, ((a, b), (c, d)), 1) for a, b in ((0, 4), (4, 6)) for c, d in ((0, 3), (3, 7)))
+    units = tuple(MatrixUnit(0, ((a, b), (c, d)), 1) for a, b in ((0, 4), (4, 6)) for c, d in ((0, 3), (3, 7)))
 
     def program(mesh):
         placed = sm.distribute_tensor(x, mesh, P("a", sizes={"a": (1, 0, 5)}), src_data_rank=None)

@@ -1,6 +1,6 @@
 """What a step of a composition communicates, worked out on paper: calls and bytes that a rank receives.
 
-`cut` says where a unit's buffer is cut; all else is arithmetic on the shapes of the model and of the mesh.
+`make_flat_layout` says how a unit's buffer is split; all else is arithmetic on the shapes of the model and of the mesh.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardmesh.sharding.parallel.data.storage.flat_layout import Cutting, cut
+from shardmesh.sharding.parallel.data.storage.flat_layout import FlatLayout, make_flat_layout
 from tests.sharding.parallel.compositions import Case, S, Used
 from tests.sharding.parallel.models import Config
 
@@ -102,12 +102,12 @@ class Paper:
             place = place * self.case.sizes[axis] + self.coordinate[axis]
         return place
 
-    def cuttings(self) -> list[Cutting]:
-        """How the buffer of each unit is cut; less than a row is lost per cut."""
+    def layouts(self) -> list[FlatLayout]:
+        """How the buffer of each unit is split; less than a row is lost per boundary."""
         n, found = self.size(*self.shards), []
         for unit in self.units:
             lengths, rows = tuple(p.length for p in unit), tuple(p.row for p in unit)
-            found.append(cut(lengths, rows, n))
+            found.append(make_flat_layout(lengths, rows, n))
             assert sum(lengths) <= n * found[-1].piece < sum(lengths) + (n + 1) * max(rows)
         return found
 
@@ -115,7 +115,7 @@ class Paper:
 
     def gathered(self, micro_batches: int = 1) -> list[int]:
         """The bytes of each all_gather of parameters: whole once a step, or of blocks twice a micro-batch."""
-        n, pieces = self.size(*self.shards), [cutting.piece * self.param_bytes for cutting in self.cuttings()]
+        n, pieces = self.size(*self.shards), [layout.piece * self.param_bytes for layout in self.layouts()]
         form, root, blocks = self.case.form, pieces[0], pieces[1:]
         if form in ("zero1", "zero2"):
             return [(n - 1) * piece for piece in pieces]
@@ -129,7 +129,7 @@ class Paper:
         """The bytes of each reduce_scatter of gradients."""
         times = 1 if self.case.form == "zero1" else micro_batches
         n = self.size(*self.shards)
-        return times * [(n - 1) * cutting.piece * self.sum_bytes for cutting in self.cuttings()]
+        return times * [(n - 1) * layout.piece * self.sum_bytes for layout in self.layouts()]
 
     def reduced(self) -> Iterator[tuple[int, int]]:
         """The all_reduces of gradients at rest, by units: for each number of copies along other axes one, and its bytes.
@@ -145,11 +145,11 @@ class Paper:
     def _held(self) -> Iterator[dict[int, int]]:
         """For each unit, by the number of copies, if there are several, the bytes of the gradients at rest."""
         others = self.size(*[axis for axis in self.case.data if axis not in self.shards])
-        for unit, cutting in zip(self.units, self.cuttings(), strict=True):
+        for unit, layout in zip(self.units, self.layouts(), strict=True):
             found = dict[int, int]()
             for i, p in enumerate(unit):
                 copies = others * (self.tp if p.copied else 1)
-                first, last = cutting.rows_of(i, self.part, p.mine[0])
+                first, last = layout.rows_of(i, self.part, p.mine[0])
                 found[copies] = found.get(copies, 0) + (last - first) * math.prod(p.mine[1:]) * 8
             yield {copies: held for copies, held in found.items() if copies > 1}
 

@@ -120,7 +120,7 @@ def test_tied_parameters_placed_in_two_ways_are_an_error():
             if name in specs:
                 sm.shard_parameter(module, "weight", mesh, specs[name])
 
-        with pytest.raises(ValueError, match=r"\['weight', 'weight'\] share was placed as .*P\('tp', None\).* and "):
+        with pytest.raises(ValueError, match=r"\['weight', 'weight'\] share was sharded as .*P\('tp', None\).* and "):
             sm.distribute_module(_language_model(), mesh, place)
 
     sm.simulate(2)(rank)()

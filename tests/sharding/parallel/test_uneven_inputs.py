@@ -427,11 +427,11 @@ def test_ranks_that_must_have_the_same_batches(rows, mode, words):
     ("arguments", "kind", "words"),
     [
         ({"mode": "repeat"}, ValueError, ["mode='repeat'", "'stop', 'shadow', 'empty'"]),
-        ({"count": len, "axes": "a"}, ValueError, ["mode='stop'", "only mode='shadow' weighs"]),
+        ({"count": len, "axes": "a"}, ValueError, ["mode='stop'", "only mode='shadow' has weights"]),
         ({}, MeshError, ["a=2, b=2", "axes='a'"]),
         ({"axes": "dp"}, MeshError, ["'dp'", "['a', 'b']"]),
         ({"axes": ("a", "c")}, MeshError, ["'c'"]),
-        ({"mesh": "a"}, TypeError, ["the mesh comes after the loader", "'a'"]),
+        ({"mesh": "a"}, TypeError, ["mesh must be a DeviceMesh", "'a'"]),
         ({"mesh": None}, TypeError, ["give the mesh"]),
     ],
 )
@@ -447,7 +447,7 @@ def test_wrong_arguments(arguments, kind, words):
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([100, 100, 97, 100], ["rank 2 has 97, ranks 0, 1, 3 have 100", "after 97", "all run 100 steps", "sm.join(loader, mesh)"]),
+        ([100, 100, 97, 100], ["rank 2 has 97, ranks 0, 1, 3 have 100", "after 97", "run 100 steps", "sm.join(loader, mesh)"]),
         ([3, 4], ["rank 0 has 3, rank 1 has 4"]),
         ([5, 5, 6, 7], ["rank 2 has 6, rank 3 has 7, ranks 0, 1 have 5"]),
     ],

@@ -119,7 +119,7 @@ def test_errors():
         ema.update()
 
     text = same_error((2, 2), moved, ValueError)
-    assert "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), and its average a plain [5, 3]" in text
+    assert "0.weight is f32[5, 3] @ P('a', 'b') on (a=2, b=2), but its average a plain [5, 3]" in text
 
     def other_paths(mesh):
         state = EMA(plain_model()).state_dict()
@@ -127,13 +127,13 @@ def test_errors():
         EMA(plain_model()).load_state_dict(state)
 
     text = same_error((2, 2), other_paths, ValueError)
-    assert "no average of ['1.weight'], and one of ['2.weight']" in text
+    assert "lacks averages of ['1.weight'], and has averages of ['2.weight']" in text
 
     def other_shape(mesh):
         state = EMA(plain_model()).state_dict()
         state["average"]["1.weight"] = torch.zeros(2, 2)
         EMA(plain_model()).load_state_dict(state)
 
-    assert "1.weight is [2, 2], and the parameter [4, 5]" in same_error((2, 2), other_shape, ValueError)
+    assert "1.weight is [2, 2], the parameter [4, 5]" in same_error((2, 2), other_shape, ValueError)
     assert "from 0 to 1" in same_error((2, 2), lambda mesh: EMA(plain_model(), 1.5), ValueError)
     assert "nothing to average" in same_error((2, 2), lambda mesh: EMA(plain_model().requires_grad_(False)), ValueError)

@@ -84,7 +84,7 @@ def test_errors_of_the_sampler():
     text = same_error((2,), lambda mesh: DistributedSampler(range(4), 2, 0, mesh=mesh), ValueError)
     assert "or a mesh and axes" in text
     state = DistributedSampler(range(5), 1, 0).state_dict()
-    with pytest.raises(ValueError, match=r"has 4 samples, and the state is of one with 5.*set_epoch\(1\)"):
+    with pytest.raises(ValueError, match=r"has 4 samples, but the state is of one with 5.*set_epoch\(1\)"):
         DistributedSampler(range(4), 1, 0).load_state_dict(state)
 
 
@@ -223,15 +223,15 @@ def test_errors_of_batches():
         return batches(loader_of(DistributedSampler(Rows(4), mesh=mesh, axes=axes), 2, **options), mesh, spec)
 
     text = same_error((2, 2), lambda mesh: of(mesh, ("a", "b")), ValueError)
-    assert "to 4 ranks along ('a', 'b'), and the batch dim is split over 2 along ('a',)" in text
+    assert "for 4 ranks along ('a', 'b'), but the batch dim is split over 2 along ('a',)" in text
     text = same_error((2, 2), lambda mesh: of(mesh, "b"), ValueError)
     assert "mesh=mesh, axes=('a',)" in text
-    assert "write a P" in same_error((2,), lambda mesh: of(mesh, spec="a"), TypeError)
+    assert "spec must be a P" in same_error((2,), lambda mesh: of(mesh, spec="a"), TypeError)
     assert "not pending" in same_error((2,), lambda mesh: of(mesh, spec=P("a", unreduced={"b"})), ValueError)
     assert "'c'" in same_error((2,), lambda mesh: of(mesh, spec=P("c")), MeshError)
     packed = {"collate_fn": lambda rows: {"x": torch.zeros(len(rows), 2), "packed": torch.zeros(5)}}
     text = same_error((2,), lambda mesh: list(of(mesh, **packed)), ValueError)
-    assert "batch['packed'] of shape [5] has 5 rows, and this rank's batch 2 samples" in text
+    assert "batch['packed'] of shape [5] has 5 rows, but this rank's batch has 2 samples" in text
     assert "no tensor with rows" in same_error((2,), lambda mesh: list(batches([{"n": 1}], mesh, P())), TypeError)
 
 

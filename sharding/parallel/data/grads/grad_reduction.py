@@ -1,4 +1,4 @@
-"""Sums of a unit's gradients over the ranks: now, or when several micro-batches are done."""
+"""Reduction of a unit's gradients over ranks: during backward, or after the last micro-batch."""
 
 from __future__ import annotations
 
@@ -16,125 +16,125 @@ from ....tensor.sharded_tensor import ShardedTensor
 from ..precision import MixedPrecisionPolicy
 from ..storage.flat import FlatBucket
 from ..storage.gather_op import Grads
-from ..storage.param_storage import Levels
-from .grad_places import Filling
+from ..storage.param_storage import ParamStorage
+from .grad_places import GradBuffer
 
-_NAMED = 4  # so many parameters are named in a message
+_NAMED = 4  # parameters listed in a message
 
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one dtype.
+    """The parameters of a unit that have one dtype.
 
     Attributes:
-        numbers: which of the unit's parameters.
-        levels: their values on this rank.
-        policy: in which dtypes.
-        waiting: gradients that wait for the end of `accumulate_grads`, whole; `used` says of which parameters there is one.
+        numbers: the indices of the parameters in the unit.
+        storage: their values on this rank.
+        policy: dtypes.
+        deferred: whole gradients take_deferred until the end of `accumulate_grads`; `used` has the indices of those that exist.
     """
 
     numbers: list[int]
-    levels: Levels
+    storage: ParamStorage
     policy: MixedPrecisionPolicy
-    waiting: Tensor | None = None
+    deferred: Tensor | None = None
     used: set[int] = field(default_factory=set)
-    scales = False  # its sums are, which are shorter
+    scales = False  # the reduced shards are scaled, which are smaller
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """In which gradients are summed."""
-        return self.policy.reduced_as(self.levels.shard.dtype)
+        """The dtype in which gradients are reduced."""
+        return self.policy.reduced_as(self.storage.shard.dtype)
 
     @property
     def flat(self) -> FlatBucket:
-        return self.levels.flat
+        return self.storage.flat
 
-    def make(self) -> Filling:
-        """See `Places`."""
-        return self.flat.places(self.sum_dtype)
+    def make(self) -> GradBuffer:
+        """Allocate a buffer; see `GradBufferSource`."""
+        return self.flat.new_grad_buffer(self.sum_dtype)
 
     def start(
-        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, filled: Filling | None
+        self, unit: str, grads: Grads, scale: float, missing: Sequence[str], fill: bool, filled: GradBuffer | None
     ) -> Callable[[], Grads]:
-        """Launch the sum; call what comes back for the gradients of this rank's parts.
+        """Launch the reduce_scatter; the returned function waits and gives the gradients of the local parts.
 
         Args:
-            unit: of whom, for messages.
-            grads: of the whole parameters.
-            scale: with which the sums are multiplied.
-            missing: the paths of those that are trained and have no gradient.
-            fill: whether these have one of zeros, as on other ranks they may have one.
-            filled: a buffer in which some of the gradients lie in their places already; it is used up.
+            unit: the unit's name, for messages.
+            grads: the unreduced gradients of whole parameters.
+            scale: a factor for the reduced gradients.
+            missing: the paths of trained parameters without a gradient.
+            fill: whether to use zeros for these, since other ranks may have a gradient.
+            filled: a buffer that already has some of the gradients; it is consumed.
 
         Communication: one reduce_scatter, none if there is no gradient.
         """
         count = sum(grad is not None for grad in grads)
         if count == 0 and not (fill and missing):
             return lambda: list(grads)
-        note = summing(unit, count + len(missing), ()) if fill else summing(unit, count, missing)
-        whole, late = self.flat.gradient_buffer(grads, self.sum_dtype, filled), scale
-        if self.sum_dtype is torch.float16:  # whose sums would overflow
-            whole, late = whole.mul_(scale), 1.0
+        note = reduction_note(unit, count + len(missing), ()) if fill else reduction_note(unit, count, missing)
+        whole, scale_after = self.flat.fill_grad_buffer(grads, self.sum_dtype, filled), scale
+        if self.sum_dtype is torch.float16:  # scale first: a sum in float16 may overflow
+            whole, scale_after = whole.mul_(scale), 1.0
         wait, given = self.flat.start_reduce(whole, note), [grad is not None for grad in grads]
         if fill and missing:
             given = [True] * len(grads)
-        return lambda: self._parts(wait(), late, given)
+        return lambda: self._parts(wait(), scale_after, given)
 
     def _parts(self, piece: Tensor, scale: float, given: Sequence[bool]) -> Grads:
-        shard = self.levels.shard
+        shard = self.storage.shard
         scaled = piece if scale == 1 else piece.mul_(scale)
         parts = self.flat.shards_in(scaled.to(shard.device, shard.dtype))
         return [part if there else None for part, there in zip(parts, given, strict=True)]
 
-    def keep(self, grads: Grads) -> None:
-        """Add gradients to those that wait."""
+    def defer(self, grads: Grads) -> None:
+        """Add gradients to the deferred ones."""
         if all(grad is None for grad in grads):
             return
-        if self.waiting is None:
+        if self.deferred is None:
             device = self.flat.mesh.device
-            self.waiting = torch.zeros(self.flat.cutting.length, dtype=self.sum_dtype, device=device)
-        places = self.flat.wholes_in(self.waiting)
-        given = [(place, grad) for place, grad in zip(places, grads, strict=True) if grad is not None]
-        torch._foreach_add_([place for place, _ in given], [grad.to(self.sum_dtype) for _, grad in given])
+            self.deferred = torch.zeros(self.flat.layout.length, dtype=self.sum_dtype, device=device)
+        views = self.flat.wholes_in(self.deferred)
+        given = [(view, grad) for view, grad in zip(views, grads, strict=True) if grad is not None]
+        torch._foreach_add_([view for view, _ in given], [grad.to(self.sum_dtype) for _, grad in given])
         self.used.update(i for i, grad in enumerate(grads) if grad is not None)
 
-    def kept(self) -> Grads:
-        """The gradients that waited."""
-        if self.waiting is None:
+    def take_deferred(self) -> Grads:
+        """Return the deferred gradients and drop them."""
+        if self.deferred is None:
             return [None] * len(self.numbers)
-        found: Grads = [x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.waiting))]
-        self.forget()
+        found: Grads = [x if i in self.used else None for i, x in enumerate(self.flat.wholes_in(self.deferred))]
+        self.drop_deferred()
         return found
 
-    def forget(self) -> None:
-        """Let go the gradients that wait."""
-        self.waiting = None
+    def drop_deferred(self) -> None:
+        """Drop the deferred gradients."""
+        self.deferred = None
         self.used.clear()
 
 
-def put_together(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
-    """The gradients of a unit's parameters, with those of the buckets in their places."""
+def merge_parts(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]]) -> Grads:
+    """Fill in the gradients of the buckets' parameters, once each bucket's reduction has finished."""
     for bucket, wait in waits:
         for i, part in zip(bucket.numbers, wait(), strict=True):
             found[i] = part
     return found
 
 
-def summing(unit: str, count: int, unused: Sequence[str]) -> CommTag:
-    """What a sum of gradients is for."""
+def reduction_note(unit: str, count: int, unused: Sequence[str]) -> CommTag:
+    """Return the note of a gradient reduction, for reports and error messages."""
     return CommTag(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
 
 
 def _without(paths: Sequence[str]) -> str:
-    """Parameters that got no gradient, as a message says it."""
+    """Return the part of a note that lists parameters without a gradient."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss" if paths else ""
 
 
 def differentiable(grads: Grads, bases: Sequence[Layout], rests: Sequence[Layout], scale: float) -> Grads:
-    """The sums as part of a graph, for gradients of gradients.
+    """Reduce gradients differentiably, for gradients of gradients.
 
-    Communication: as of a redistribution of the gradients.
+    Communication: that of redistributing the gradients.
     """
     there = [(i, grad * scale) for i, grad in enumerate(grads) if grad is not None]
     pairs = [(bases[i].dual.replace(dtype=grad.dtype), rests[i].dual.replace(dtype=grad.dtype)) for i, grad in there]
@@ -144,8 +144,8 @@ def differentiable(grads: Grads, bases: Sequence[Layout], rests: Sequence[Layout
     return found
 
 
-def add_later(parameters: Sequence[ShardedTensor], parts: Grads) -> None:
-    """Add gradients to `.grad`, as autograd would have."""
+def accumulate_later(parameters: Sequence[ShardedTensor], parts: Grads) -> None:
+    """Add gradients to `.grad`, as autograd would."""
     for parameter, part in zip(parameters, parts, strict=True):
         if part is not None:
             leaf_grads.add(parameter, part)

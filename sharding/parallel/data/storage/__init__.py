@@ -1,1 +1,1 @@
-"""Storage of parameters: flat buffers at rest, gathered while used."""
+"""Storage of parameters: flat shards and gathered buffers."""

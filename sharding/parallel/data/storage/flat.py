@@ -3,8 +3,8 @@
     rank 0   shard [piece]  \\  gather    whole [pieces * piece]  =  | w_1 | w_2 |  ...  views, where the parameters are used
     rank 1   shard [piece]  /             gradients in the same places  --- reduce --->  shard of the gradients
 
-The shard and the whole are one tensor of one dim in two layouts, so the collectives are those that `plan` makes for it. The parameters
-that the optimizer sees are views of the shard: rows of each, in ragged layouts. See `cut.py`.
+The shard and the whole are one 1-d tensor in two layouts, so `plan` chooses the collectives. The parameters that the optimizer sees are
+views of the shard: rows of each, in ragged layouts. See `flat_layout.py`.
 """
 
 from __future__ import annotations
@@ -24,81 +24,81 @@ from .....mesh.monitor.recording.recorder import CommTag
 from ....layout.layout import Layout
 from ....layout.spec import Cut, P
 from ....redistribute.executor import executor
-from ..grads.grad_places import Filling, is_at
-from .flat_layout import cut
+from ..grads.grad_places import GradBuffer, is_view_at
+from .flat_layout import make_flat_layout
 
 _View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides and the element at which it begins
 
 
 class FlatBucket:
-    """Parameters of one dtype that travel together.
+    """Parameters of one dtype in one flat buffer.
 
     Attributes:
-        bases: their layouts while they are used: not split over `axes`.
-        layouts: their layouts at rest: the first dim of each is cut over `axes`, minor to what it was split by.
+        bases: their layouts in use: not split over `axes`.
+        layouts: their sharded layouts: `axes` split the first dim of each, minor to the axes that split it in use.
     """
 
     def __init__(self, mesh: DeviceMesh, axes: tuple[str, ...], bases: Sequence[Layout], transport: str | None = None) -> None:
         self.mesh, self.axes, self.bases, self._transport = mesh, axes, tuple(bases), transport
-        self._largest = [base.largest_local_shape for base in bases]  # buffers are alike on all ranks
+        self._largest = [base.largest_local_shape for base in bases]  # so that buffers have the same size on all ranks
         lengths, rows = (tuple(math.prod(s[i:]) for s in self._largest) for i in (0, 1))
-        self.cutting = cut(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
-        self.layouts = [self._at_rest(i, base) for i, base in enumerate(bases)]
+        self.layout = make_flat_layout(lengths, tuple(r if n else 0 for n, r in zip(lengths, rows, strict=True)), mesh.size(axes))
+        self.layouts = [self._sharded_layout(i, base) for i, base in enumerate(bases)]
         self._others = tuple(axis for axis in mesh.axis_names if axis not in axes)
         self._flats: dict[Any, Layout] = {}
         self._strides = [torch.empty(shape, device="meta").stride() for shape in self._largest]
 
-    # -- where parameters lie ------------------------------------------------------------------------------------------
+    # -- positions of parameters ---------------------------------------------------------------------------------------
 
-    def _at_rest(self, i: int, base: Layout) -> Layout:
+    def _sharded_layout(self, i: int, base: Layout) -> Layout:
         (before, *_), counts = base.spec.cuts, _rows_by_part(base)
         sizes = [stop - start for count in counts for start, stop in self._rows(i, count)]
         outer = tuple(axis for one in before for axis in one.axes)
         return base.replace(P.of_cuts([[Cut((*outer, *self.axes), tuple(sizes))], *base.spec.cuts[1:]], base.pending))
 
     def _rows(self, i: int, count: int) -> Iterator[tuple[int, int]]:
-        """The rows of a parameter in each piece, where it has `count` rows."""
-        return (self.cutting.rows_of(i, part, count) for part in range(self.cutting.parts))
+        """Yield the rows in each piece of a parameter with `count` rows."""
+        return (self.layout.rows_of(i, part, count) for part in range(self.layout.parts))
 
     @cached_property
     def _part(self) -> int:
-        """The number of this rank's piece."""
+        """The index of this rank's piece."""
         return self.mesh.index_along(self.axes)
 
     def shards_in(self, shard: Tensor) -> list[Tensor]:
-        """This rank's part of each parameter, as views of its piece."""
+        """Return this rank's rows of each parameter, as views of its piece."""
         return _views(shard, self._in_shard)
 
     def wholes_in(self, whole: Tensor) -> list[Tensor]:
-        """Each parameter as it is used, as views of the whole buffer."""
+        """Return each parameter, as views of the whole buffer."""
         return _views(whole, self._in_whole)
 
     @cached_property
     def _in_shard(self) -> list[_View]:
-        counts, first = [base.local_shape[0] for base in self.bases], self._part * self.cutting.piece
-        return [self._view(i, *self.cutting.rows_of(i, self._part, count), first) for i, count in enumerate(counts)]
+        counts, first = [base.local_shape[0] for base in self.bases], self._part * self.layout.piece
+        return [self._view(i, *self.layout.rows_of(i, self._part, count), first) for i, count in enumerate(counts)]
 
     @cached_property
     def _in_whole(self) -> list[_View]:
         return [self._view(i, 0, base.local_shape[0], 0) for i, base in enumerate(self.bases)]
 
     def _view(self, i: int, start: int, stop: int, first: int) -> _View:
-        """Rows of a parameter in a buffer that begins at element `first`."""
+        """Return the view of a parameter's rows in a buffer that begins at element `first`."""
         strides = self._strides[i]
-        return (stop - start, *self.bases[i].local_shape[1:]), strides, self.cutting.offsets[i] + start * strides[0] - first
+        return (stop - start, *self.bases[i].local_shape[1:]), strides, self.layout.offsets[i] + start * strides[0] - first
 
     def empty_shard(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A piece, with zeros where there is no parameter."""
-        return torch.zeros(self.cutting.piece, dtype=dtype, device=device)
+        """Allocate a piece of zeros, so that gaps between parameters are zero."""
+        return torch.zeros(self.layout.piece, dtype=dtype, device=device)
 
-    def at(self, offset: int) -> int:
-        """The number of the parameter that lies at an offset of the whole buffer."""
-        return bisect_right(self.cutting.offsets, offset) - 1
+    def param_at(self, offset: int) -> int:
+        """Return the index of the parameter at an offset of the whole buffer."""
+        return bisect_right(self.layout.offsets, offset) - 1
 
     # -- communication -------------------------------------------------------------------------------------------------
 
     def _flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...] = ()) -> Layout:
-        """The buffer as a tensor split over some of the axes; ranks along the other axes of the mesh have buffers of their own."""
+        """Return the layout of the buffer, split over some of the axes. Ranks along the other mesh axes have separate buffers."""
         found = self._flats.get((dtype, over, pending))
         if found is None:
             found = self._flats[dtype, over, pending] = self._make_flat(dtype, over, pending)
@@ -106,11 +106,11 @@ class FlatBucket:
 
     def _make_flat(self, dtype: torch.dtype, over: tuple[str, ...], pending: tuple[str, ...]) -> Layout:
         copies = math.prod(self.mesh.size(axis) for axis in self._others)
-        length = copies * self.cutting.length
+        length = copies * self.layout.length
         return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
 
     def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], note: CommTag) -> Callable[[], Tensor]:
-        """Launch the all_gather of a buffer that is split over the axes `before`, and then over `after`; call what comes back for it.
+        """Launch the all_gather from a buffer split over the axes `before` to one split over `after`; the returned function waits for it.
 
         Communication: one all_gather.
         """
@@ -119,49 +119,49 @@ class FlatBucket:
         return lambda: wait()[0]
 
     def part_over(self, whole: Tensor, axis: str) -> Tensor:
-        """A copy of this rank's part of the whole buffer, where that is split over one axis."""
+        """Return a copy of this rank's part of the whole buffer, split over one axis."""
         return whole.chunk(self.mesh.size(axis))[self.mesh.get_local_rank(axis)].clone()
 
     def empty_gradients(self, dtype: torch.dtype) -> Tensor:
-        """A buffer for gradients in the places of their parameters; zero where none of them lies, undefined else."""
-        whole = torch.empty(self.cutting.length, dtype=dtype, device=self.mesh.device)
+        """Allocate a buffer for gradients: gaps between them are zero, the rest is uninitialised."""
+        whole = torch.empty(self.layout.length, dtype=dtype, device=self.mesh.device)
         for start, stop in self._gaps:
             whole[start:stop].zero_()
         return whole
 
     @cached_property
     def _gaps(self) -> list[tuple[int, int]]:
-        """What is left between parameters; everything where they do not lie in one piece."""
+        """The ranges between parameters; the whole buffer if one of them is not contiguous in it."""
         found, end = [], 0
         for shape, strides, start in self._in_whole:
             if math.prod(shape) and strides != torch.empty(shape, device="meta").stride():
-                return [(0, self.cutting.length)]
+                return [(0, self.layout.length)]
             found.append((end, start))
             end = start + math.prod(shape)
-        return [(start, stop) for start, stop in (*found, (end, self.cutting.length)) if start < stop]
+        return [(start, stop) for start, stop in (*found, (end, self.layout.length)) if start < stop]
 
-    def places(self, dtype: torch.dtype) -> Filling:
-        """A buffer for gradients, and their places in it."""
+    def new_grad_buffer(self, dtype: torch.dtype) -> GradBuffer:
+        """Allocate a buffer for gradients, with a view for each."""
         whole = self.empty_gradients(dtype)
-        return Filling(whole, self.wholes_in(whole))
+        return GradBuffer(whole, self.wholes_in(whole))
 
-    def gradient_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: Filling | None = None) -> Tensor:
-        """Gradients in the places of their parameters, zero where there is none; those that are in their place of `filled` stay there."""
-        whole, places = self.places(dtype) if filled is None else filled
+    def fill_grad_buffer(self, grads: Sequence[Tensor | None], dtype: torch.dtype, filled: GradBuffer | None = None) -> Tensor:
+        """Copy gradients into a buffer, zero if there is none; those that are in `filled` already are not copied."""
+        whole, views = self.new_grad_buffer(dtype) if filled is None else filled
         given, absent = [], []
-        for place, grad in zip(places, grads, strict=True):
+        for view, grad in zip(views, grads, strict=True):
             if grad is None:
-                absent.append(place)
-            elif not is_at(grad, place):
-                given.append((place, grad))
+                absent.append(view)
+            elif not is_view_at(grad, view):
+                given.append((view, grad))
         if absent:
             torch._foreach_zero_(absent)
         if given:
-            torch._foreach_copy_([place for place, _ in given], [grad for _, grad in given])
+            torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
         return whole
 
     def start_reduce(self, whole: Tensor, note: CommTag) -> Callable[[], Tensor]:
-        """Sum buffers of gradients over the axes; call what comes back for this rank's piece of the sum.
+        """Launch the reduction of gradient buffers over the axes; the returned function waits for this rank's piece.
 
         Communication: one reduce_scatter over the axes.
         """
@@ -182,7 +182,7 @@ def _views(buffer: Tensor, places: Sequence[_View]) -> list[Tensor]:
 
 
 def _rows_by_part(base: Layout) -> list[int]:
-    """The rows of each part of the first dim, in the order of the axes that split it."""
+    """Return the number of rows of each part of the first dim, in the order of the axes that split it."""
     axes = base.spec.dims[0]
     sizes = [base.mesh.size(axis) for axis in axes]
     counts = []

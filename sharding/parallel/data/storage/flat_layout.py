@@ -1,11 +1,11 @@
-"""Where tensors lie in one buffer that is cut into equal pieces, so that every cut falls between two rows of a tensor.
+"""The positions of tensors in one buffer that is split into equal pieces, with every boundary between two rows of a tensor.
 
     3 tensors, 2 pieces     | a a a | b b b   b b b | c |
                             |  piece of rank 0      .      piece of rank 1  |
 
-A rank's piece is then whole rows of whole tensors: an all_gather of the pieces is the tensors, one after the other, and what a
-reduce_scatter needs is the gradients, one after the other. Nothing is packed or unpacked. Where rows do not meet a cut, a few elements are
-left empty before a tensor.
+A rank's piece then has whole rows: the output of an all_gather is the tensors one after the other, and the input of a reduce_scatter is
+the gradients one after the other. Nothing is packed or unpacked. Where a row would cross a boundary, a few elements before the tensor are
+padding.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_TRIES = 4096  # lengths of a piece that are tried before tensors are left uncut
+_TRIES = 4096  # lengths of a piece to try before no tensor is split
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """A buffer of `parts` pieces.
+class FlatLayout:
+    """A buffer of `parts` equal pieces.
 
     Attributes:
-        piece: elements of a piece.
+        piece: elements in a piece.
         offsets: where each tensor starts in the buffer.
-        rows: elements of a row of each tensor; rows of none lie in the first piece.
+        rows: elements in a row of each tensor; if 0, all its rows are in the first piece.
     """
 
     parts: int
@@ -35,11 +35,11 @@ class Cutting:
 
     @property
     def length(self) -> int:
-        """Elements of the buffer."""
+        """Elements in the buffer."""
         return self.parts * self.piece
 
     def rows_of(self, tensor: int, part: int, count: int) -> tuple[int, int]:
-        """The first row of a tensor of `count` rows that lies in a piece, and the row behind its last one."""
+        """Return the rows [start, stop) of a tensor with `count` rows that are in a piece."""
         start, row = self.offsets[tensor], self.rows[tensor]
         if row == 0:
             return (0, count) if part == 0 else (count, count)
@@ -48,25 +48,25 @@ class Cutting:
 
 
 @lru_cache(1024)
-def cut(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int) -> Cutting:
-    """The shortest pieces found in which tensors of these lengths fit, one after the other.
+def make_flat_layout(lengths: tuple[int, ...], rows: tuple[int, ...], parts: int) -> FlatLayout:
+    """Return the layout with the shortest pieces found for tensors of these lengths, one after the other.
 
     Args:
-        lengths: elements of each tensor.
-        rows: elements of a row of each: a tensor is cut at multiples of it only.
+        lengths: elements in each tensor.
+        rows: elements in a row of each: a tensor is split at multiples of it only.
         parts: number of pieces.
     """
     least = tuple(max(row, 1) for row in rows)
-    for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is cut
+    for allowed in (least, tuple(map(max, lengths, least))):  # the second: no tensor is split
         for piece in _candidates(lengths, allowed, parts):
-            offsets = _placed(lengths, allowed, piece, parts)
+            offsets = _starts(lengths, allowed, piece, parts)
             if offsets is not None:
-                return Cutting(parts, piece, offsets, rows)
+                return FlatLayout(parts, piece, offsets, rows)
     raise AssertionError("pieces as long as all tensors together hold them")
 
 
 def _candidates(lengths: Sequence[int], rows: Sequence[int], parts: int) -> Iterator[int]:
-    """Lengths of a piece, short ones first; the last is long enough for everything."""
+    """Yield lengths of a piece, short ones first; the last one fits everything."""
     total = sum(lengths)
     shortest, step = -(-total // parts), math.gcd(*(row for row in rows if row > 1)) or 1
     start = -(-shortest // step) * step
@@ -77,8 +77,8 @@ def _candidates(lengths: Sequence[int], rows: Sequence[int], parts: int) -> Iter
         yield total
 
 
-def _placed(lengths: Sequence[int], rows: Sequence[int], piece: int, parts: int) -> tuple[int, ...] | None:
-    """Where each tensor starts; None if they do not fit."""
+def _starts(lengths: Sequence[int], rows: Sequence[int], piece: int, parts: int) -> tuple[int, ...] | None:
+    """Return where each tensor starts, None if they do not fit."""
     end, offsets = 0, []
     for length, row in zip(lengths, rows, strict=True):
         start = _start(end, length, row, piece, piece * parts)
@@ -90,7 +90,7 @@ def _placed(lengths: Sequence[int], rows: Sequence[int], piece: int, parts: int)
 
 
 def _start(end: int, length: int, row: int, piece: int, total: int) -> int | None:
-    """The first place from `end` on where each cut in the tensor falls between two rows."""
+    """Return the first start from `end` on with each boundary between two rows; None if there is none."""
     start = end
     while start + length <= total:
         first = (start // piece + 1) * piece if piece else start

@@ -1,13 +1,13 @@
-"""The autograd nodes through which parameters come to a unit.
+"""The autograd nodes between sharded parameters and the values that a unit computes with.
 
-    parameter --- _Enter ------------- _Gathered ------------------------- a view, one per parameter ---> what the unit computes with
-                    |                      |                                    |
-    backward:       wait for the sum  <--  start summing gradients over ranks   put the gradient where it is summed
+    parameter --- _WaitForGrads ----------- _GatherParams ---------------- a view per parameter ---> unsharded values
+                    |                          |                              |
+    backward:       wait for the reduction <-- launch the reduction           write the gradient to its buffer
 
-Between the first two, other units go on with their backward: `_Enter` is made before them in forward, so autograd turns to it after them.
-Where nothing is waited for there, as with DDP, it is left out.
-To the views it turns at once, as it does to leaves: while the gradient is still in the processor's cache, and before the next is made,
-which may take its memory. They are nodes of torch's own with a hook, which take a third of the time of an `autograd.Function`.
+`_WaitForGrads` is created in forward before the nodes of later units, so autograd runs it after their backward: the reduction overlaps
+with them. It is left out if nothing is to be waited for, as with DDP.
+Autograd runs the views' nodes as soon as they are ready, as it does leaves: the gradient is still in cache, and the next one may reuse its
+memory. They are nodes of torch with a hook, which take a third of the time of an `autograd.Function`.
 """
 
 from __future__ import annotations
@@ -20,134 +20,133 @@ import torch
 from torch import Tensor
 
 from ....tensor.autograd import engine_hooks
-from ..grads.grad_places import Placing
+from ..grads.grad_places import GradWriter
 
 Grads = list[Tensor | None]
 
 
-class Passage:
-    """One use of a unit's parameters.
+class GatherOp:
+    """Gathers a unit's parameters for one use, and reduces their gradients.
 
     Attributes:
-        values: the tensors that the unit computes with; no gradient goes through it.
-        reduce: from their gradients, and a scale, to what gives the gradients of the parameters' local parts later.
-        differentiable: the same at once, for gradients of gradients.
-        placing: where gradients are put as they are made.
-        waits: whether what `reduce` gives is to be called later, when other units have gone on.
-        scale: with which gradients are multiplied; `factors` are what those of some are multiplied with besides.
+        values: returns the unsharded tensors, outside of autograd.
+        reduce: `(gradients, scale, writer)` -> a function that waits and returns the gradients of the local parts.
+        differentiable: the same, at once and differentiably, for gradients of gradients.
+        writer: writes gradients to their buffers as they are computed.
+        overlaps: whether to wait for the reduction only after other units' backward.
+        scale: a factor for all gradients; `factors` has further ones per parameter.
     """
 
     def __init__(
         self,
         values: Callable[[], Sequence[Tensor]],
-        reduce: Callable[[Grads, float, Placing], Callable[[], Grads]],
+        reduce: Callable[[Grads, float, GradWriter], Callable[[], Grads]],
         differentiable: Callable[[Grads, float], Grads],
-        placing: Placing,
+        writer: GradWriter,
         *,
-        waits: bool = True,
+        overlaps: bool = True,
     ) -> None:
-        self.values, self.reduce, self.differentiable, self.placing, self.scale = values, reduce, differentiable, placing, 1.0
-        self.waits = waits
+        self.values, self.reduce, self.differentiable, self.writer, self.scale = values, reduce, differentiable, writer, 1.0
+        self.overlaps = overlaps
         self.factors: Sequence[float] = ()
         self.wait: Callable[[], Grads] | None = None
 
-    def weigh(self, scales: Sequence[float]) -> None:
-        """Gradients are to be multiplied with these."""
+    def set_grad_scale(self, scales: Sequence[float]) -> None:
+        """Set the factor for each parameter's gradient."""
         self.scale = max(scales, default=1.0)
         self.factors = () if min(scales, default=1.0) == self.scale else [scale / self.scale for scale in scales]
 
-    def weighed(self, i: int, grad: Tensor) -> Tensor:
-        """A gradient, multiplied with what differs between parameters."""
+    def scale_grad(self, i: int, grad: Tensor) -> Tensor:
+        """Return a gradient times its parameter's own factor."""
         return grad if not self.factors or self.factors[i] == 1 else grad * self.factors[i]
 
     def enter(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The parts, behind the node at which backward waits."""
-        if not self.waits:
+        """Return the local parts as outputs of the node at which backward waits."""
+        if not self.overlaps:
             return tuple(parts)
-        entered: tuple[Tensor, ...] = _Enter.apply(self, *parts)  # type: ignore[assignment]
-        self._note_leaves(entered)
+        entered: tuple[Tensor, ...] = _WaitForGrads.apply(self, *parts)  # type: ignore[assignment]
+        self._find_leaves(entered)
         return entered
 
-    def gathered(self, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the unit computes with."""
-        found: tuple[Tensor, ...] = _Gathered.apply(self, *entered)  # type: ignore[assignment]
-        if not self.waits:
-            self._note_leaves(found)
-        return tuple([_used(self, i, x) if x.requires_grad else x for i, x in enumerate(found)])
+    def gather(self, entered: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the unsharded values."""
+        found: tuple[Tensor, ...] = _GatherParams.apply(self, *entered)  # type: ignore[assignment]
+        if not self.overlaps:
+            self._find_leaves(found)
+        return tuple([_use_param(self, i, x) if x.requires_grad else x for i, x in enumerate(found)])
 
-
-    def _note_leaves(self, outputs: Sequence[Tensor]) -> None:
-        """Keep the nodes that add gradients to `.grad`, which are those before the node that has made these."""
+    def _find_leaves(self, outputs: Sequence[Tensor]) -> None:
+        """Store the nodes that add gradients to `.grad`: the inputs of the node that made these outputs."""
         node = next((x.grad_fn for x in outputs if x.grad_fn is not None), None)
-        self.placing.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
+        self.writer.leaves = [] if node is None else [leaf for leaf, _ in node.next_functions]
 
 
-class _Enter(torch.autograd.Function):
+class _WaitForGrads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passage: Passage, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage = passage
+    def forward(ctx: Any, op: GatherOp, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
         ctx.set_materialize_grads(False)
-        return _without_frozen(ctx, [x.view_as(x) for x in parts])
+        return _mark_frozen(ctx, [x.view_as(x) for x in parts])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        wait, ctx.passage.wait = ctx.passage.wait, None
+        wait, ctx.op.wait = ctx.op.wait, None
         return None, *(grads if wait is None else wait())
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherParams(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, passage: Passage, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.passage, ctx.parts = passage, [(x.shape, x.dtype, x.device) for x in parts]
+    def forward(ctx: Any, op: GatherOp, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.op, ctx.parts = op, [(x.shape, x.dtype, x.device) for x in parts]
         ctx.set_materialize_grads(False)
-        return _without_frozen(ctx, passage.values())
+        return _mark_frozen(ctx, op.values())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        passage: Passage = ctx.passage
-        placing = passage.placing.taken(passage.scale)
-        asked = [
-            placing.placed.get(i, grad) if grad is not None and needed else None
+        op: GatherOp = ctx.op
+        writer = op.writer.take(op.scale)
+        wanted = [
+            writer.written.get(i, grad) if grad is not None and needed else None
             for i, (grad, needed) in enumerate(zip(grads, ctx.needs_input_grad[1:], strict=True))
         ]
-        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in asked):
-            return None, *passage.differentiable(asked, passage.scale)
-        passage.wait = passage.reduce(asked, passage.scale, placing)
-        if not passage.waits or torch.is_anomaly_enabled():  # which looks at the values between the nodes
-            found, passage.wait = passage.wait(), None
+        if torch.is_grad_enabled() and any(grad is not None and grad.requires_grad for grad in wanted):
+            return None, *op.differentiable(wanted, op.scale)
+        op.wait = op.reduce(wanted, op.scale, writer)
+        if not op.overlaps or torch.is_anomaly_enabled():  # anomaly mode reads the values between nodes
+            found, op.wait = op.wait(), None
             return None, *found
-        return None, *[None if grad is None else _promised(*part) for grad, part in zip(asked, ctx.parts, strict=True)]
+        return None, *[None if grad is None else _placeholder(*part) for grad, part in zip(wanted, ctx.parts, strict=True)]
 
 
-def _used(passage: Passage, number: int, value: Tensor) -> Tensor:
-    """Return a view of a value, whose gradient is put where it is summed."""
+def _use_param(op: GatherOp, number: int, value: Tensor) -> Tensor:
+    """Return a view of a value whose gradient is written to its buffer."""
 
-    def arrives(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+    def write_grad(grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
         (grad,) = grads
         if grad is None:
             return None
-        placing = passage.placing
-        placing.forget(number)
-        grad = passage.weighed(number, grad)
-        if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not placing.put(number, grad, passage.scale):
+        writer = op.writer
+        writer.discard(number)
+        grad = op.scale_grad(number, grad)
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled() or not writer.write(number, grad, op.scale):
             return (grad,)
-        return (_promised(grad.shape, grad.dtype, grad.device),)
+        return (_placeholder(grad.shape, grad.dtype, grad.device),)
 
     found = value.view_as(value)
     node: Any = found.grad_fn
-    if node is not None:  # gradients are on
-        node.register_prehook(arrives)
+    if node is not None:  # grad mode is on
+        node.register_prehook(write_grad)
         engine_hooks.run_as_soon_as_ready(node)
     return found
 
 
-def _without_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs of a node; those of parameters that are not trained get no gradient."""
+def _mark_frozen(ctx: Any, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return a node's outputs; mark those of frozen parameters as non-differentiable."""
     ctx.mark_non_differentiable(*[x for x, needed in zip(values, ctx.needs_input_grad[1:], strict=True) if not needed])
     return tuple(values)
 
 
 @lru_cache(4096)
-def _promised(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Stands for a gradient that lies elsewhere or is under way; the next node puts the real one in its place, nobody else sees it."""
+def _placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor without memory in place of a gradient that is in a buffer or being reduced; the next node replaces it."""
     return torch.empty((), dtype=dtype, device=device).expand(shape)

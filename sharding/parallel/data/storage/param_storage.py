@@ -1,11 +1,11 @@
-"""The values of a bucket's parameters on this rank: at rest, gathered, and what lies between.
+"""The copies that a rank has of a bucket's parameters, from the shard to the gathered buffer.
 
-    at rest      split over all axes of the optimizer      what the optimizer steps: one piece, of which the parameters are views
-    kept         split over the axes of the parameter      ZeRO-1 and 2 keep all of it from step to step
-    after forward split over one axis                       if asked for, from forward to backward
-    whole        split over none                           while it is used
+    shard          split over all axes of the optimizer      what the optimizer steps: a flat buffer, parameters are views of it
+    kept           split over the axes of the parameter      ZeRO-1 and ZeRO-2 keep the whole from step to step
+    after forward  split over one axis                       between forward and backward, if asked for
+    whole          not split                                 in use
 
-Each is known by the versions of the parameters that it was made of: one that the optimizer has stepped since is made anew.
+Each copy has the versions of the parameters that it was made from; if the optimizer has stepped since, it is gathered again.
 """
 
 from __future__ import annotations
@@ -18,144 +18,144 @@ from torch import Tensor
 
 from .....mesh.monitor.recording.recorder import CommTag
 from ....tensor.sharded_tensor import ShardedTensor
-from ..slot import Options
+from ..slot import UnitOptions
 from .flat import FlatBucket
 
 _WHOLE: tuple[str, ...] = ()
 Version = tuple[int, int, int, int]
 
 
-class Levels:
-    """What this rank holds of the parameters of a bucket.
+class ParamStorage:
+    """The copies of a bucket's parameters on this rank.
 
     Attributes:
-        shard: the piece at rest, in the parameters' own dtype.
+        shard: the flat shard, in the parameters' own dtype.
     """
 
-    def __init__(self, flat: FlatBucket, dtype: torch.dtype, options: Options, name: str) -> None:
-        self.flat, self._form, self._policy, self._offload = flat, options.form, options.policy, options.offload
-        self._held: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
-        self._coming: tuple[Any, Callable[[], Tensor]] | None = None
+    def __init__(self, flat: FlatBucket, dtype: torch.dtype, options: UnitOptions, name: str) -> None:
+        self.flat, self._stage, self._policy, self._offload = flat, options.stage, options.policy, options.offload
+        self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
+        self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
         self._note = CommTag(f"{name}: gather {len(flat.bases)} parameters")
-        self._lay_out(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
+        self._allocate(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
-    # -- at rest -------------------------------------------------------------------------------------------------------
+    # -- sharded -------------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, dtype: torch.dtype, device: torch.device) -> None:
+    def _allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         self.shard = self.flat.empty_shard(dtype, device)
         if self._offload and self._offload.pin_memory and device.type == "cpu" and self.flat.mesh.device.type == "cuda":
             self.shard = self.shard.pin_memory()
-        self._places = self.flat.shards_in(self.shard)
+        self._shard_views = self.flat.shards_in(self.shard)
 
     @torch.no_grad()
-    def take(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Have the parameters' parts lie in the piece, from which they are gathered without a copy."""
+    def move_to_shard(self, parameters: Sequence[ShardedTensor]) -> None:
+        """Move the parameters' local parts into the flat shard, from which they are gathered without a copy."""
         parts = [x._local for x in parameters]
         if parts[0].dtype is not self.shard.dtype or parts[0].device != self.shard.device:  # the module was converted
-            self._lay_out(parts[0].dtype, parts[0].device)
-        moved = [(place, x) for place, x in zip(self._places, parts, strict=True) if place.data_ptr() != x.data_ptr()]
+            self._allocate(parts[0].dtype, parts[0].device)
+        moved = [(view, x) for view, x in zip(self._shard_views, parts, strict=True) if view.data_ptr() != x.data_ptr()]
         if not moved:
             return
-        # Values may have come by `x.data = ...`, which leaves no trace but where they lie, and that is about to change.
-        self._moves += any(place.is_contiguous() for place, _ in moved)
-        torch._foreach_copy_([place for place, _ in moved], [x for _, x in moved])
-        for place, x in moved:
-            if place.is_contiguous():
-                x.data = place
+        # `x.data = ...` leaves no trace but the storage address, which changes here; so count the moves.
+        self._moves += any(view.is_contiguous() for view, _ in moved)
+        torch._foreach_copy_([view for view, _ in moved], [x for _, x in moved])
+        for view, x in moved:
+            if view.is_contiguous():
+                x.data = view
 
     # -- gathered ------------------------------------------------------------------------------------------------------
 
-    def start(self, parameters: Sequence[ShardedTensor]) -> None:
-        """Launch what is needed to have the whole.
+    def start_gather(self, parameters: Sequence[ShardedTensor]) -> None:
+        """Launch the all_gather of the whole buffer.
 
-        Communication: one all_gather, or none if the whole is there or under way; with parameters split over fewer axes than the
+        Communication: one all_gather, none if it is gathered or under way; if parameters are split over fewer axes than the
             optimizer, one more after each step of the optimizer.
         """
         versions = [_version(x, self._moves) for x in parameters]
-        if self._find(versions, _WHOLE) is not None or (self._coming is not None and self._coming[0] == versions):
+        if self._find(versions, _WHOLE) is not None or (self._pending is not None and self._pending[0] == versions):
             return
-        self.drop()  # it may read the piece
-        self.take(parameters)
+        self.drop_pending()  # it may still read the shard
+        self.move_to_shard(parameters)
         versions = [_version(x, self._moves) for x in parameters]
-        self._held.pop(_WHOLE, None)  # of values that are no longer those of the parameters
+        self._copies.pop(_WHOLE, None)  # outdated
         axes, x = self._nearest(versions)
-        kept = self._form.parameter
-        if axes == self._form.optimizer and kept not in (_WHOLE, axes):
+        kept = self._stage.parameter
+        if axes == self._stage.optimizer and kept not in (_WHOLE, axes):
             x = self.flat.start_gather(x, axes, kept, self._note)()
-            self._held[kept], axes = (versions, x), kept
-        self._coming = versions, self.flat.start_gather(x, axes, _WHOLE, self._note)
+            self._copies[kept], axes = (versions, x), kept
+        self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._note)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
-        """From where the whole is gathered with the fewest bytes."""
-        held = [axes for axes in self._held if self._find(versions, axes) is not None]
-        if not held:
-            return self._form.optimizer, self._packed()
-        nearest = min(held, key=self.flat.mesh.size)
-        return nearest, self._held[nearest][1]
+        """Return the copy from which the whole is gathered with the fewest bytes, and the axes that split it."""
+        found = [axes for axes in self._copies if self._find(versions, axes) is not None]
+        if not found:
+            return self._stage.optimizer, self._shard_in_use()
+        nearest = min(found, key=self.flat.mesh.size)
+        return nearest, self._copies[nearest][1]
 
-    def _packed(self) -> Tensor:
-        """The piece in the dtype in which the parameters are used."""
+    def _shard_in_use(self) -> Tensor:
+        """Return the shard on the device, in the dtype in which parameters are used."""
         return self.shard.to(self.flat.mesh.device, self._policy.used_as(self.shard.dtype), non_blocking=True)
 
     def _find(self, versions: Any, axes: tuple[str, ...]) -> Tensor | None:
-        held = self._held.get(axes)
-        if held is None or held[0] != versions or (held[1].is_inference() and not torch.is_inference_mode_enabled()):
+        copy = self._copies.get(axes)
+        if copy is None or copy[0] != versions or (copy[1].is_inference() and not torch.is_inference_mode_enabled()):
             return None
-        return held[1]
+        return copy[1]
 
     def whole(self) -> Tensor:
-        """The whole buffer, once it has been started."""
-        if self._coming is not None:
-            versions, wait = self._coming
-            self._coming = None
+        """Return the whole buffer; wait for it if it is under way."""
+        if self._pending is not None:
+            versions, wait = self._pending
+            self._pending = None
             whole = wait()
-            self._held[_WHOLE], self._address = (versions, whole), whole.untyped_storage().data_ptr()
-        return self._held[_WHOLE][1]
+            self._copies[_WHOLE], self._address = (versions, whole), whole.untyped_storage().data_ptr()
+        return self._copies[_WHOLE][1]
 
     @property
-    def is_there(self) -> bool:
-        """Whether the whole is there, not only on its way."""
-        return _WHOLE in self._held
+    def is_gathered(self) -> bool:
+        """Whether the whole buffer is here, not only under way."""
+        return _WHOLE in self._copies
 
     @property
-    def made_of(self) -> list[Version]:
-        """The versions of the parameters that the whole was made of."""
-        return self._held[_WHOLE][0]
+    def versions(self) -> list[Version]:
+        """The versions of the parameters that the whole buffer was made from."""
+        return self._copies[_WHOLE][0]
 
     @property
     def address(self) -> int | None:
-        """Where the whole buffer lies."""
-        return self._address if _WHOLE in self._held else None
+        """The storage address of the whole buffer, None while it is not gathered."""
+        return self._address if _WHOLE in self._copies else None
 
-    def drop(self) -> None:
-        """Wait for what is under way, and forget it."""
-        if self._coming is not None:
-            _, wait = self._coming
-            self._coming = None
+    def drop_pending(self) -> None:
+        """Wait for an all_gather under way and drop its result."""
+        if self._pending is not None:
+            _, wait = self._pending
+            self._pending = None
             wait()
 
     def after_forward(self, keep: str) -> None:
-        """Let the whole go until backward; "all" to keep it, "rest" to keep nothing of it, or the axis over which it is kept split."""
-        if keep == "all" or _WHOLE not in self._held:
+        """Free the whole buffer until backward: "all" keeps it, "rest" frees it, an axis keeps it split over that axis."""
+        if keep == "all" or _WHOLE not in self._copies:
             return
-        versions, whole = self._held.pop(_WHOLE)
+        versions, whole = self._copies.pop(_WHOLE)
         if keep != "rest":
-            self._held[(keep,)] = versions, self.flat.part_over(whole, keep)
+            self._copies[(keep,)] = versions, self.flat.part_over(whole, keep)
 
     def after_backward(self) -> None:
-        """Let go what is not kept until the next step."""
-        self._held = {axes: held for axes, held in self._held.items() if axes == self._form.parameter}
+        """Free all copies that are not kept until the next step."""
+        self._copies = {axes: copy for axes, copy in self._copies.items() if axes == self._stage.parameter}
 
 
 def _version(x: ShardedTensor, moves: int) -> Version:
-    """What changes when a parameter is written or replaced: where it lies, how often it was written, how often `.data` was asked for or
-    assigned, and which object it is. It changes on all ranks at once, on those with an empty part too.
+    """Return the version token of a parameter: storage address, autograd version, uses of `.data`, object id.
 
-    Tensors of inference mode do not count, and are taken for written each time.
+    A write or a replacement changes it on all ranks, also on those with an empty part. Inference tensors have no version and count as
+    written every time.
     """
     local = x._local
-    return local.data_ptr(), next(_never) if local.is_inference() else local._version, x._data_accesses + moves, id(x)
+    return local.data_ptr(), next(_unique) if local.is_inference() else local._version, x._data_accesses + moves, id(x)
 
 
-_never = iter(range(-1, -(1 << 62), -1))
+_unique = iter(range(-1, -(1 << 62), -1))

@@ -1,4 +1,4 @@
-"""What autograd saves of gathered parameters: not the values, but where they are found when they have been gathered again."""
+"""Saved-tensor hooks for gathered parameters: autograd saves the position in the buffer, not the values."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from ....tensor.sharded_tensor import ShardedTensor
 from .param_storage import Version
 
 
-class Buffer(NamedTuple):
-    """A gathered buffer: its number, and what it was made of."""
+class GatheredBuffer(NamedTuple):
+    """A gathered buffer: its number, and the versions of the parameters that it was made from."""
 
     number: int
-    made_of: list[Version]
+    versions: list[Version]
 
 
-class _Place(NamedTuple):
+class _BufferView(NamedTuple):
     """A view of a gathered buffer."""
 
-    buffer: Buffer
+    buffer: GatheredBuffer
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
 
-class _Others(NamedTuple):
-    """What the hooks around ours made of a tensor that is no parameter."""
+class _OuterPacked(NamedTuple):
+    """A tensor that is no parameter, packed by the hooks that were active before."""
 
     packed: Any
 
 
 class _SavedWrapper(ShardedTensor):
-    """A sharded argument of `torch.utils.checkpoint`; the nodes of autograd itself save local tensors.
+    """A sharded argument of `torch.utils.checkpoint`; autograd's own nodes save local tensors.
 
-    Autograd copies what an unpack hook returns by detaching it in C++, from where no `ShardedTensor` comes back but one made here.
+    Autograd detaches the result of an unpack hook in C++, which would lose the `ShardedTensor`; this class restores it.
     """
 
     @classmethod
@@ -49,41 +49,41 @@ class _SavedWrapper(ShardedTensor):
 
 
 def _saved_wrapper(x: ShardedTensor) -> ShardedTensor:
-    if not x._local.requires_grad:  # it may come back uncopied
+    if not x._local.requires_grad:  # then autograd does not detach it
         return ShardedTensor._make_guarded(x._local, x._layout, x._lineage)
     out: Any = Tensor._make_subclass(_SavedWrapper, x._layout.meta, x._local.requires_grad)
     out._local, out._layout, out._lineage = x._local, x._layout, x._lineage
     return out
 
 
-class saving_places:
-    """with saving_places(find, gathered): views of the buffers are saved as places in them.
+class saved_param_hooks:
+    """with saved_param_hooks(find, gather): save views of gathered buffers by position.
 
-    Hooks that were there before, such as those of `torch.utils.checkpoint`, still see all other tensors.
+    Hooks that were active before, such as those of `torch.utils.checkpoint`, still see all other tensors.
 
     Args:
-        find: from the address of a storage to the buffer that it is, or None.
-        gathered: from a buffer, and an offset in it that is wanted, to the tensor that it is, gathered again if need be.
+        find: storage address -> the gathered buffer at it, or None.
+        gather: `(buffer, offset)` -> the buffer as a tensor, gathered again if it was freed; the offset is for error messages.
     """
 
-    def __init__(self, find: Callable[[int], Buffer | None], gathered: Callable[[Buffer, int], Tensor]) -> None:
+    def __init__(self, find: Callable[[int], GatheredBuffer | None], gather: Callable[[GatheredBuffer, int], Tensor]) -> None:
         outer = engine_hooks.saved_tensor_hooks()
-        counted = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
+        is_checkpoint = outer is not None and outer[0].__module__ == "torch.utils.checkpoint"
 
         def pack(x: Tensor) -> Any:
             if type(x) is ShardedTensor:
                 return _saved_wrapper(x)
             buffer = find(x.untyped_storage().data_ptr())
             if buffer is None:
-                return x if outer is None else _Others(outer[0](x))
-            if counted:  # checkpoint compares how many tensors the recomputation saves; some of its own it saves without us
+                return x if outer is None else _OuterPacked(outer[0](x))
+            if is_checkpoint:  # checkpoint compares the number of saved tensors with that of the recomputation
                 outer[0](x)  # type: ignore[index]
-            return _Place(buffer, tuple(x.shape), x.stride(), int(x.storage_offset()))
+            return _BufferView(buffer, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
         def unpack(packed: Any) -> Tensor:
-            if type(packed) is _Place:
-                return gathered(packed.buffer, packed.offset).as_strided(packed.size, packed.stride, packed.offset)
-            return outer[1](packed.packed) if outer is not None and type(packed) is _Others else packed
+            if type(packed) is _BufferView:
+                return gather(packed.buffer, packed.offset).as_strided(packed.size, packed.stride, packed.offset)
+            return outer[1](packed.packed) if outer is not None and type(packed) is _OuterPacked else packed
 
         self._hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

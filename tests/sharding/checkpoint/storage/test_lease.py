@@ -22,7 +22,7 @@ from shardmesh.sharding.checkpoint.agreement import CheckpointError
 from shardmesh.sharding.checkpoint.save import async_save, save
 from shardmesh.sharding.checkpoint.storage import lease as leases
 from shardmesh.sharding.checkpoint.storage.folder import latest
-from shardmesh.sharding.checkpoint.storage.lease import Lease, Owner, take
+from shardmesh.sharding.checkpoint.storage.lease import Lease, Owner, take_lease
 from tests.sharding.ranks import on_mesh, same_error
 
 
@@ -97,7 +97,7 @@ def test_a_second_job_is_told_of_the_first(tmp_path):
         first.join()
     assert texts[0] == texts[1]
     assert f"another job (process {owner} on host" in texts[0]
-    assert "give this one a folder of its own" in texts[0]
+    assert "use another folder" in texts[0]
     ((steps, again),) = results
     assert steps == again == list(range(len(steps))), "the first job has not noticed anything"
     assert owners(folder) == [], "a job that has ended holds nothing"
@@ -153,17 +153,17 @@ def test_another_machine_that_saves_is_left_alone(tmp_path, skew):
 
 
 def test_a_job_whose_folder_was_taken(tmp_path):
-    lease = take(tmp_path, kept=True)
+    lease = take_lease(tmp_path, kept=True)
     lease.end()
-    take(tmp_path, kept=True).end()
+    take_lease(tmp_path, kept=True).end()
     assert owners(tmp_path) == [".owner-00000001.json"]
     next(tmp_path.glob(".owner-*")).unlink()
     path = elsewhere(tmp_path, 2)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"process 77 on host far of job night.* has taken"):
-            take(tmp_path, kept=True)
+            take_lease(tmp_path, kept=True)
     path.unlink()
-    take(tmp_path, kept=True).release()
+    take_lease(tmp_path, kept=True).release()
     assert owners(tmp_path) == []
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_says_nothing(tmp_path):
 
 @pytest.mark.usefixtures("short")
 def test_two_saves_of_one_process(tmp_path):
-    lease = take(tmp_path, kept=False)
+    lease = take_lease(tmp_path, kept=False)
     text = same_error((2,), lambda mesh: save({"n": 1}, tmp_path), CheckpointError, silent=False)
     assert "another save of this process" in text
     lease.end()

@@ -461,23 +461,23 @@ ERRORS = {
     "not split": (lambda mesh: _attend(mesh, P("a")), ValueError, "redistribute it to P(None, None, 'a', None)"),
     "keys not split": (lambda mesh: _attend(mesh, of_k=P()), ValueError, "f64[2, 4, 13, 4] @ P(None"),
     "split further": (lambda mesh: _attend(mesh, P(None, None, ("a", "b"))), ValueError, "no other axis"),
-    "heads": (lambda mesh: _attend(mesh, k=K[:, :3], v=VALUE[:, :3]), ValueError, "8 query heads are no multiple of 3"),
-    "features": (lambda mesh: _attend(mesh, k=K[..., :2]), ValueError, "as many features"),
+    "heads": (lambda mesh: _attend(mesh, k=K[:, :3], v=VALUE[:, :3]), ValueError, "8, must be a multiple of the number of key heads, 3"),
+    "features": (lambda mesh: _attend(mesh, k=K[..., :2]), ValueError, "the same number of features"),
     "batch": (lambda mesh: _attend(mesh, k=K[:1], v=VALUE[:1]), ValueError, "[[2], [1], [1]]"),
-    "dims": (lambda mesh: _attend(mesh, P("a"), q=Q[0, 0], k=K[0, 0], v=VALUE[0, 0]), ValueError, "three at least"),
-    "dtype": (lambda mesh: _attend(mesh, k=K.float()), ValueError, "one floating dtype"),
-    "mixed": (lambda mesh: context_parallel_attention(Q, *_given(mesh)[1:], axis="a"), TypeError, "all three"),
+    "dims": (lambda mesh: _attend(mesh, P("a"), q=Q[0, 0], k=K[0, 0], v=VALUE[0, 0]), ValueError, "at least 3"),
+    "dtype": (lambda mesh: _attend(mesh, k=K.float()), ValueError, "the same floating dtype"),
+    "mixed": (lambda mesh: context_parallel_attention(Q, *_given(mesh)[1:], axis="a"), TypeError, "must all be ShardedTensors"),
     "few heads": (
         lambda mesh: _attend(mesh, P(None, "b", "a"), k=K[:, :2], v=VALUE[:, :2], method="all_to_all"),
-        ValueError, "1 of the 2 key heads (split over ('b',)) on the 2 ranks of ('a',)",
+        ValueError, "1 of the 2 key heads (split over ('b',)) are too few for the 2 ranks of ('a',)",
     ),
     "not balanced": (
         lambda mesh: _attend(mesh, P(None, None, "a", sizes={"a": (8, 5)}), is_causal=True, balanced=True),
-        ValueError, "have (8, 5) positions, and balanced parts have (7, 6)",
+        ValueError, "have (8, 5) positions, but balanced parts have (7, 6)",
     ),
     "mask": (lambda mesh: _in_block(mesh, place(mesh, torch.ones(S, S))), ValueError, "attn_mask of shape [13, 13]"),
     "dropout": (lambda mesh: _in_block(mesh, dropout_p=0.5), ValueError, "dropout_p=0.5"),
-    "order not known": (lambda mesh: _in_block(mesh, is_causal=True, balanced=True, spec=P()), ValueError, "their order is not known"),
+    "order not known": (lambda mesh: _in_block(mesh, is_causal=True, balanced=True, spec=P()), ValueError, "their order is unknown"),
 }  # fmt: skip
 
 

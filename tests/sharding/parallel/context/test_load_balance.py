@@ -13,9 +13,9 @@ from shardmesh.sharding.parallel.context.load_balance import (
     balance_sequence,
     balanced,
     balanced_sizes,
+    causal_blocks,
     contiguous,
     unbalance_sequence,
-    visible,
 )
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 
@@ -34,7 +34,7 @@ def test_blocks_are_the_causal_mask(sizes, others, zigzag, data):
     queries, keys = data.draw(st.sampled_from(of_q)), data.draw(st.sampled_from(of_k))
     q, k = _positions(queries), _positions(keys)
     seen = torch.zeros(len(q), len(k), dtype=torch.int64)
-    for block in visible(tuple(queries), tuple(keys)):
+    for block in causal_blocks(tuple(queries), tuple(keys)):
         rows, cols = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
         shape = seen[rows, cols]
         assert shape.numel()
@@ -52,7 +52,7 @@ def test_balanced_parts_have_the_same_work(ranks):
     everyone = [i for runs in balanced(length, ranks) for i in _positions(runs)]
     assert sorted(everyone) == list(range(length))
     for mine in balanced(length, ranks):
-        blocks = [block for theirs in balanced(length, ranks) for block in visible(mine, theirs)]
+        blocks = [block for theirs in balanced(length, ranks) for block in causal_blocks(mine, theirs)]
         work.append(sum((b.q_stop - b.q_start) * (b.k_stop - b.k_start) for b in blocks))
     assert work == [(2 * ranks + 1) * w * w] * ranks
 
@@ -108,10 +108,10 @@ def test_positions_cost_nothing():
 
 SPLIT = torch.ones(4, 4)
 ERRORS = [
-    (lambda mesh: balance_sequence(SPLIT, 0, "a"), TypeError, "takes a ShardedTensor"),
+    (lambda mesh: balance_sequence(SPLIT, 0, "a"), TypeError, "expected a ShardedTensor"),
     (lambda mesh: balance_sequence(place(mesh, SPLIT), 1, "cp"), ValueError, "axis='cp'"),
     (lambda mesh: balance_sequence(place(mesh, SPLIT), 2, "a"), ValueError, "dim=2"),
-    (lambda mesh: balance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Replicate()), 1, "a"), ValueError, "'a' is to split dim 1"),
+    (lambda mesh: balance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Replicate()), 1, "a"), ValueError, "axis 'a' cannot split dim 1"),
     (lambda mesh: unbalance_sequence(place(mesh, SPLIT, sm.Shard(0), sm.Shard(0)), 0, "a"), ValueError, "over ('a',) alone"),
 ]
 

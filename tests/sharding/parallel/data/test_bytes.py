@@ -10,8 +10,8 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.data.grads import joint
-from shardmesh.sharding.parallel.data.grads.grad_places import Placing
+from shardmesh.sharding.parallel.data.grads import grad_bucketing
+from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.parallel.data.schedule import unit_of
 from shardmesh.sharding.parallel.data.unit import Unit
 from tests.sharding.parallel.data.training import on_ranks
@@ -221,7 +221,7 @@ def test_uneven_rows_cost_what_the_longest_piece_does():
 
 
 def test_scalars_are_summed_together():
-    """A scalar cannot be cut: those of all units are summed together, in one message."""
+    """A scalar cannot be split: those of all units are summed together, in one message."""
 
     def program(mesh):
         made = nn.Sequential(*[_Scaled() for _ in range(3)]).double()
@@ -247,8 +247,8 @@ class _Scaled(nn.Module):
 @pytest.mark.parametrize("form", ["ddp", "hsdp"])
 def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypatch):
     """A unit's all_reduce is launched before backward comes to the units before it, and is done when backward is."""
-    monkeypatch.setattr(joint, "FIRST", 1)
-    monkeypatch.setattr(joint, "LATER", 1)
+    monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(grad_bucketing, "BUCKET_BYTES", 1)
 
     def program(mesh):
         made = sm.data_parallel(_model(), mesh, units=_Block) if form == "ddp" else sm.fully_shard(_model(), mesh, units=_Block)
@@ -268,7 +268,7 @@ def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypat
 
 def test_small_units_are_summed_together_without_packing(monkeypatch):
     """The first unit alone once it has enough bytes, the others together; from the second backward on they lie in one buffer."""
-    monkeypatch.setattr(joint, "FIRST", 1)
+    monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
 
     def made():
         torch.manual_seed(0)
@@ -299,15 +299,15 @@ def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monk
     """While the sum of a unit is under way, half way through the next unit's gradients, so that at most three buffers of units are alive.
 
     With `find_unused_parameters` ranks may have other gradients, and gather at the beginning."""
-    gather, put, logs = Unit.gather, Placing.put, {}
+    gather, put, logs = Unit.gather, GradWriter.write, {}
 
     def gathers(unit):
-        if torch._C._current_graph_task_id() != -1 and not any(bucket.levels.is_there for bucket in unit._buckets):
+        if torch._C._current_graph_task_id() != -1 and not any(bucket.storage.is_gathered for bucket in unit._buckets):
             logs[id(unit.schedule)].append(f"gather {unit.name}")
         gather(unit)
 
     def puts(placing, number, *given):
-        unit = placing._waits.__self__
+        unit = placing._deferred.__self__
         logs[id(unit.schedule)].append(f"gradient of {unit.name}")
         return put(placing, number, *given)
 
@@ -321,7 +321,7 @@ def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monk
         return log
 
     monkeypatch.setattr(Unit, "gather", gathers)
-    monkeypatch.setattr(Placing, "put", puts)
+    monkeypatch.setattr(GradWriter, "write", puts)
     for log in on_ranks((N,), program):
         log = [event for at, event in enumerate(log) if event not in log[:at]]
         first = ["gather 3", "gather 2", "gradient of 3"]
@@ -331,7 +331,7 @@ def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monk
 
 def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
     """What was expected to lie side by side does not: it is packed."""
-    monkeypatch.setattr(joint, "FIRST", 1)
+    monkeypatch.setattr(grad_bucketing, "FIRST_BUCKET_BYTES", 1)
 
     class Shuffled(nn.Module):
         def __init__(self):

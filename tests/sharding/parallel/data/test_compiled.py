@@ -198,7 +198,7 @@ def test_gathered_parameters_are_not_kept_for_backward():
             loss = made(x).mean()
             inner = units_in(made)[1:]
             assert all(unit.saved for unit in inner[1:])
-            assert not any(bucket.levels.is_there for unit in inner for bucket in unit._buckets)
+            assert not any(bucket.storage.is_gathered for unit in inner for bucket in unit._buckets)
             loss.backward()
 
     on_mesh((2,), main)

@@ -129,7 +129,7 @@ def test_the_default_axis_is_the_last_of_two():
         return sm.fully_shard(model(), mesh).blocks[0].a.weight.spec.axes
 
     assert on_ranks((2, 2), program)[0] == ("fsdp",)
-    with pytest.raises(ValueError, match=r"say by axes=\.\.\."):
+    with pytest.raises(ValueError, match=r"give axes=\.\.\."):
         on_ranks((2, 1, 2), program)
 
 
@@ -328,7 +328,7 @@ def test_conversion_to_another_dtype():
         assert all(x.grad.dtype is torch.float32 for x in made.parameters())
         same(gradients(made), reference_gradients(made=model().float()), 1e-5)
         made.blocks[0].a.double()
-        with pytest.raises(ValueError, match=r"blocks\.0 travel together and have several dtypes: .*blocks\.0\.a\.weight"):
+        with pytest.raises(ValueError, match=r"blocks\.0 are gathered together but have several dtypes: .*blocks\.0\.a\.weight"):
             loss_of(made, *batch(mesh, False))
 
     on_ranks((4,), program)
@@ -466,8 +466,8 @@ def test_ways_to_name_units(units):
     ("call", "text"),
     [
         (lambda m, mesh: sm.fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
-        (lambda m, mesh: sm.fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' fits no module of Model; its modules are \['emb"),
-        (lambda m, mesh: sm.fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is the size of none of .*'fsdp': 2}"),
+        (lambda m, mesh: sm.fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of Model; its modules are \['"),
+        (lambda m, mesh: sm.fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is not the size of .*'fsdp': 2}"),
         (lambda m, mesh: sm.data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
         (lambda m, mesh: sm.data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
         (lambda m, mesh: sm.fully_shard(sm.fully_shard(m, mesh), mesh), r"Model is a unit already"),
@@ -488,7 +488,7 @@ def test_an_input_on_another_mesh_is_refused():
     def program(mesh):
         made = FORMS["fsdp"](model(), mesh)
         other = sm.DeviceMesh(mesh.device_type, [1, 0], axis_names=("x",))
-        with pytest.raises(ValueError, match=r"an input of Model lies on .*redistribute the input to that mesh, or a part of it"):
+        with pytest.raises(ValueError, match=r"an input of Model is on .*redistribute the input to that mesh, or a part of it"):
             made(sm.distribute_tensor(torch.zeros(2, 3, dtype=torch.long), other, P("x"), src_data_rank=None))
         check_gradients(made, mesh)
 

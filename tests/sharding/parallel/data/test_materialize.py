@@ -120,10 +120,10 @@ def test_modules_of_torch(kind):
 
 def test_errors_name_the_modules():
     def program(mesh):
-        with pytest.raises(ValueError, match=r"LayerNorm has no unit, .*; call fully_shard first"):
+        with pytest.raises(ValueError, match=r"LayerNorm is not sharded, .*; call fully_shard first"):
             materialize(nn.LayerNorm(3, device="meta"))
         made = sm.fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
-        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to give values to .* on meta of 1 \(_Scaled\); define it, or pass"):
+        with pytest.raises(ValueError, match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_Scaled\); define it, or pass"):
             materialize(made)
 
     on_ranks((2,), program)
@@ -176,7 +176,7 @@ class _Forgets(nn.Linear):
 def test_what_no_initialiser_writes_is_an_error():
     def program(mesh):
         made = sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
-        with pytest.raises(ValueError, match=r"nothing gives values to 0\.bias, which were on meta"):
+        with pytest.raises(ValueError, match=r"no initialiser writes 0\.bias, which were on meta"):
             materialize(made)
         materialize(sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)  # to be loaded
 

@@ -61,8 +61,8 @@ def test_parameters_at_rest_and_their_gradients_are_views_of_one_piece():
     def program(mesh):
         made = sm.fully_shard(model(), mesh, units=Block)
         loss_of(made, *batch(mesh, False)).backward()
-        cut = [x for x in made.blocks[0].parameters() if x.dim() and x._local.numel()]
-        for tensors in ([x._local for x in cut], [x.grad._local for x in cut]):
+        local = [x for x in made.blocks[0].parameters() if x.dim() and x._local.numel()]
+        for tensors in ([x._local for x in local], [x.grad._local for x in local]):
             assert len({x.untyped_storage().data_ptr() for x in tensors}) == (1 if tensors else 0)
 
     on_ranks((4,), program)
@@ -100,7 +100,7 @@ def test_summing_copies_each_gradient_once(world4):
 
 
 def _whole_buffers(made):
-    return sum(bucket.levels.is_there for layer in made for bucket in _unit(layer)._buckets)
+    return sum(bucket.storage.is_gathered for layer in made for bucket in _unit(layer)._buckets)
 
 
 @pytest.mark.parametrize("directly", [False, True])
@@ -186,7 +186,7 @@ def test_nothing_is_left_after_a_step():
             alive = []
             made[1].register_forward_pre_hook(lambda m, _: alive.append(weakref.ref(m.weight)))
             made(torch.ones(1, D)).sum().backward()
-            return [x() is None for x in alive], _unit(made[1])._use, _unit(made[1])._prepared
+            return [x() is None for x in alive], _unit(made[1])._unsharded, _unit(made[1])._prefetched
         finally:
             gc.enable()
 

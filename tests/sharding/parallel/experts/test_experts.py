@@ -413,7 +413,7 @@ def test_an_expert_that_mixes_rows():
         routing = Routing(sm.zeros(B, S, K, device_mesh=mesh, dtype=torch.int64), sm.ones(B, S, K, device_mesh=mesh))
         moe(x, routing, lambda rows, p: rows.sum(0, keepdim=True) @ p, place(mesh, UP), axis="a")
 
-    with pytest.raises(ValueError, match=r"an expert made \[1, 7\] of rows \[.*, 6\]; it works row by row"):
+    with pytest.raises(ValueError, match=r"an expert returned \[1, 7\] for rows \[.*, 6\]; it must map \[n d\] -> \[n f\] for any n"):
         on_mesh((2,), program)
 
 

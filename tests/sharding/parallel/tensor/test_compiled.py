@@ -96,7 +96,7 @@ def test_fullgraph_says_what_breaks_it(styles):
         made = styles(model(), mesh)
         made[0].compile(backend="eager", fullgraph=True)
         x = torch.randn(4, 5, dtype=torch.float64)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"parallelize lays out a module's inputs|operators on ShardedTensors run"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"parallelize redistributes a module|operators on ShardedTensors run"):
             made(x if styles is _torch_styles else sm.device_put(x, mesh, P()))
 
     on_mesh((2,), main)

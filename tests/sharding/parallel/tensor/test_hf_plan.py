@@ -122,7 +122,7 @@ def test_strings_for_one_layer(given):
 @pytest.mark.parametrize(
     ("model", "plan", "text"),
     [
-        (_Model, {"head": "column"}, r"plan\['head'\] is 'column', which is not known; known are 'all_reduce', .*'colwise', "),
+        (_Model, {"head": "column"}, r"plan\['head'\] is 'column', which is unknown; write one of 'all_reduce', .*'colwise', "),
         (_Model, {"layers.*.qproj": "colwise"}, r"'layers\.\*\.qproj' matches no module and no parameter; near it are"),
         (_Model, "tp", "'auto' for the model's own, got 'tp'"),
         (lambda: nn.Linear(2, 2), "auto", r"Linear has no plan of its own \(tp_plan\)"),

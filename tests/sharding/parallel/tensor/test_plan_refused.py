@@ -60,7 +60,7 @@ def test_a_pattern_like_nothing_lists_what_there_is():
 
 def test_two_patterns_that_place_one_parameter_in_two_ways():
     text = refused({"*.q_proj": colwise(), "layers.1.*.q_proj.weight": P(None, "tp")})
-    assert "'layers.1.self_attn.q_proj.weight': plan['*.q_proj'] places it as P('tp', None)" in text
+    assert "'layers.1.self_attn.q_proj.weight': plan['*.q_proj'] shards it as P('tp', None)" in text
     assert "plan['layers.1.*.q_proj.weight'] as P(None, 'tp')" in text
 
 
@@ -79,26 +79,26 @@ def test_a_tied_parameter_placed_in_two_ways():
 
 def test_two_patterns_that_lay_out_the_inputs_of_one_module():
     text = refused({"*.q_proj": colwise(), "*_proj": inputs(P())})
-    assert "colwise() of plan['*.q_proj'] and inputs(P()) of plan['*_proj'] both lay out its inputs" in text
+    assert "colwise() of plan['*.q_proj'] and inputs(P()) of plan['*_proj'] both give layouts for its inputs" in text
 
 
 @pytest.mark.parametrize(
     ("plan", "kind", "says"),
     [
         ({"*.q_proj": 7}, TypeError, "plan['*.q_proj'] is 7; write a style"),
-        ({"*.q_proj": "column"}, ValueError, "plan['*.q_proj'] is 'column', which is not known; known are 'all_reduce', "),
-        ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, and the pattern matches only parameters; write P(...)"),
-        ({"*.q_proj": P("tp")}, ValueError, "is for parameters, and the pattern matches only modules; name its parameters"),
+        ({"*.q_proj": "column"}, ValueError, "plan['*.q_proj'] is 'column', which is unknown; write one of 'all_reduce', "),
+        ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, but the pattern matches only parameters; write P(...)"),
+        ({"*.q_proj": P("tp")}, ValueError, "is for parameters, but the pattern matches only modules; name its parameters"),
         ({"*.q_proj": colwise(axis="cp")}, ValueError, "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'"),
-        ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) run over those is not known"),
+        ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) have those is not known"),
         ({"*.mlp": shard({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
-        ({"*.q_proj": colwise(units=3)}, ValueError, "the 16 features of weight do not come in 3 units of one size"),
-        ({"*.q_proj": inputs(hidden=P())}, ValueError, "lays out the argument 'hidden', and forward takes 'input'"),
-        ({"*.q_proj": inputs(P(), P())}, ValueError, "lays out 2 arguments, and forward takes 1: input"),
+        ({"*.q_proj": colwise(units=3)}, ValueError, "units=3 does not divide the 16 features of weight"),
+        ({"*.q_proj": inputs(hidden=P())}, ValueError, "has a layout for the argument 'hidden', but forward takes 'input'"),
+        ({"*.q_proj": inputs(P(), P())}, ValueError, "has layouts for 2 arguments, but forward takes 1: input"),
         ({"*.q_proj": shard({"weight": P(None, None, "tp")})}, ValueError, "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None"),
         ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "7 elements in total, but dim 0"),
-        ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') names axis 'sp', and DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
-        ([colwise()], TypeError, "parallelize takes a plan such as"),
+        ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') has axis 'sp', but DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
+        ([colwise()], TypeError, "parallelize: plan must be a dict such as"),
     ],
 )
 def test_other_mistakes(plan, kind, says):
@@ -107,11 +107,11 @@ def test_other_mistakes(plan, kind, says):
 
 def test_an_axis_that_is_not_said():
     text = refused({"*.q_proj": colwise()}, names=("dp", "cp"))
-    assert "colwise() does not say which axis it is for, and none is called 'tp'" in text
+    assert "colwise() has no axis=, and no axis is called 'tp'" in text
 
 
 def test_what_is_no_mesh():
-    with pytest.raises(TypeError, match=r"a plan is for a DeviceMesh, as sm\.init_device_mesh makes it; got 'tp'"):
+    with pytest.raises(TypeError, match=r"device_mesh must be a DeviceMesh, as sm\.init_device_mesh makes it, got 'tp'"):
         parallelize(nn.Linear(4, 4), "tp", {"": colwise()})
 
 
@@ -134,7 +134,7 @@ def test_a_plain_input_on_a_larger_mesh():
 
     text = same_error((2, 2), program, TypeError)
     assert "'0': colwise(axis='b') of plan['0']: argument 0 is a plain tensor [2, 4], and along 'a'" in text
-    assert "sm.device_put(x, mesh, P('a')) for the whole one, sm.from_local(x, mesh, P('a'))" in text
+    assert "sm.device_put(x, mesh, P('a')) for the whole tensor, sm.from_local(x, mesh, P('a'))" in text
 
 
 def test_activations_that_do_not_fit():
@@ -143,4 +143,4 @@ def test_activations_that_do_not_fit():
         model(sm.device_put(torch.ones(2, 4), mesh, src_data_rank=None))
 
     text = same_error((2,), program, ValueError)
-    assert "the output is f32[2, 4] @ P(None, 'a') on (a=2) and shall lie as P(None, None, None, 'a')" in text
+    assert "the output is f32[2, 4] @ P(None, 'a') on (a=2) and cannot become P(None, None, None, 'a')" in text

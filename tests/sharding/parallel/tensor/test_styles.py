@@ -133,12 +133,12 @@ def test_a_module_that_is_not_known(style):
             self.scale = nn.Parameter(torch.ones(3))
 
     text = same_error((2,), lambda mesh: parallelize(Scale(), mesh, {"": style}), ValueError)
-    assert "which dims of the parameters of Scale (scale [3]) run over those is not known; say where each lies: shard({'scale'" in text
+    assert "which dims of the parameters of Scale (scale [3]) have those is not known; give the layout of each: shard({'scale'" in text
 
 
 def test_what_cannot_be_split_by_inputs():
     text = same_error((2,), lambda mesh: parallelize(nn.Bilinear(3, 4, 5), mesh, {"": rowwise()}), ValueError)
-    assert "rowwise() of plan[''] splits a module by its inputs, and which dims of the parameters of Bilinear" in text
+    assert "rowwise() of plan[''] splits a module by its inputs, but which dims of the parameters of Bilinear" in text
     assert "not known" in same_error((2,), lambda mesh: parallelize(nn.Conv1d(4, 4, 1, groups=2), mesh, {"": colwise()}), ValueError)
 
 
@@ -204,8 +204,8 @@ def test_another_number_of_results():
         parallelize(nn.Identity(), mesh, {"": outputs(P(), P())})(1)
 
     text = same_error((2,), program, ValueError)
-    assert text == "the module itself: outputs(P(), P(), P()) of plan[''] lays out 3 outputs, and the module returned 2 of them; " + (
-        "give one for each, or one for all"
+    assert text == "the module itself: outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module " + (
+        "returned 2 of them; give one for each, or one for all"
     )
     assert "returned one int; give" in same_error((2,), alone, ValueError)
 

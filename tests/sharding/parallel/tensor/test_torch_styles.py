@@ -289,7 +289,7 @@ def test_a_style_of_torch_that_is_not_understood():
         parallelize_module(nn.Linear(4, 4), mesh, {"": Special()})
 
     assert "torch's style " in (text := same_error((2,), program, TypeError))
-    assert "is not understood; those that are: ColwiseParallel, RowwiseParallel" in text
+    assert "is not supported; supported are ColwiseParallel, RowwiseParallel" in text
 
 
 def test_layouts_that_are_not_as_many():
@@ -313,4 +313,4 @@ def test_no_plan():
 
 def test_a_style_that_the_module_does_not_fit():
     text = same_error((2,), lambda mesh: parallelize_module(nn.LayerNorm(4), mesh, ours.RowwiseParallel()), ValueError)
-    assert "which dims of the parameters of LayerNorm (weight [4], bias [4]) run over those is not known" in text
+    assert "which dims of the parameters of LayerNorm (weight [4], bias [4]) have those is not known" in text

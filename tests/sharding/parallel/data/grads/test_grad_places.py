@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
-from shardmesh.sharding.parallel.data.grads.grad_places import Placing
+from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.redistribute.packed_collectives import contiguous_memory
 
 D, LAYERS = 8, 3
@@ -70,14 +70,14 @@ def _mesh() -> sm.DeviceMesh:
 
 @pytest.mark.parametrize("form", ["ddp", "zero1"])
 def test_a_gradient_is_put_in_its_place_before_the_next_is_made(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Placing._put
+    put = GradWriter._write
     logs: dict[Any, list[str]] = {}
 
-    def logged(self: Placing, number: int, grad: Tensor, scale: float) -> None:
-        logs[id(self._waits.__self__.module)].append(f"put {number}")  # type: ignore[attr-defined]
+    def logged(self: GradWriter, number: int, grad: Tensor, scale: float) -> None:
+        logs[id(self._deferred.__self__.module)].append(f"put {number}")  # type: ignore[attr-defined]
         put(self, number, grad, scale)
 
-    monkeypatch.setattr(Placing, "_put", logged)
+    monkeypatch.setattr(GradWriter, "_write", logged)
 
     def program(mesh: sm.DeviceMesh) -> list[str]:
         model: Any = FORMS[form](_Layers(), mesh)

@@ -1,4 +1,4 @@
-"""Cutting a buffer of tensors between rows."""
+"""Splitting a buffer of tensors between rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmesh.sharding.parallel.data.storage.flat_layout import cut
+from shardmesh.sharding.parallel.data.storage.flat_layout import make_flat_layout
 
 SHAPES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=8)
 
 
 def _cut(shapes, parts):
     lengths = tuple(count * row for count, row in shapes)
-    return cut(lengths, tuple(row if count else 0 for count, row in shapes), parts)
+    return make_flat_layout(lengths, tuple(row if count else 0 for count, row in shapes), parts)
 
 
 @given(SHAPES, st.integers(1, 6))

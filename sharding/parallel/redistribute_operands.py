@@ -1,4 +1,4 @@
-"""Operands of a layer, brought to where it needs them."""
+"""Redistribution of a layer's operands to the layouts that it needs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ..layout.layout import Layout
 from ..tensor.redistribute import redistribute_many
 
 
-def bring(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:
-    """The tensors laid out so; those that are already, as they are, not copied.
+def redistribute_operands(tensors: Sequence[Any], targets: Sequence[Layout]) -> list[Any]:
+    """Redistribute tensors to the target layouts; one that has its layout already is returned as it is.
 
-    Communication: as `redistribute_many`, of the others.
+    Communication: that of `redistribute_many`, for the others.
     """
     moving = [i for i, (x, target) in enumerate(zip(tensors, targets, strict=True)) if x._layout is not target]
     found = list(tensors)
