@@ -42,6 +42,26 @@ def test_what_torch_does_not_need_stays_out():
     assert not {"triton", "rich", "matplotlib", "jax", "hypothesis", "pytest"} & set(done.stdout.split())
 
 
+def test_what_is_not_used_is_not_loaded():
+    done = python("import sys, shardmesh; print(*(m for m in sys.modules if m.startswith('shardmesh.')))")
+    loaded = done.stdout.split()
+    unused = [f"shardmesh.sharding.{folder}" for folder in ("parallel", "training", "optim", "checkpoint", "compat")]
+    assert [m for m in loaded if m.startswith((*unused, "shardmesh.sharding.debug.eval_shape"))] == []
+    assert len(loaded) < 270
+
+
+def test_names_are_loaded_when_they_are_used():
+    done = python(
+        "import sys, shardmesh as sm; print(sorted(sm.__all__) == sorted(set(sm.__all__) & set(dir(sm))), sm.Muon.__module__)\n"
+        "print('shardmesh.sharding.optim.shampoo' in sys.modules, 'Muon' in vars(sm))\n"
+        "try: sm.no_such_name\n"
+        "except AttributeError as error: print(error)"
+    )
+    assert done.stdout.splitlines() == [
+        "True shardmesh.sharding.optim.muon", "False True", "module 'shardmesh' has no attribute 'no_such_name'"
+    ], done.stderr
+
+
 def test_every_public_name_exists():
     done = python("import shardmesh as sm; print([n for n in getattr(sm, '__all__', []) if not hasattr(sm, n)])")
     assert done.stdout == "[]\n", done.stderr
