@@ -442,9 +442,9 @@ def test_empty_scalar_and_meta(name):
     ("call", "says"),
     [
         (lambda: uniform((2,), ((0, 2),), 0, 0, torch.int32, "cpu"), "cannot draw torch.int32"),
-        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 1, 0), "inside out"),
+        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 1, 0), "is reversed or wider"),
         (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float16, "cpu", 0, 1e6), "wider than 65504"),
-        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, math.nan), "inside out"),
+        (lambda: uniform((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, math.nan), "is reversed or wider"),
         (lambda: uniform((2,), ((0, 3),), 0, 0, torch.float32, "cpu"), "spans 0:3 in dim 0"),
         (lambda: normal((2,), ((0, 2),), 0, 0, torch.bool, "cpu"), "cannot draw torch.bool"),
         (lambda: normal((2,), ((0, 2),), 0, 0, torch.float32, "cpu", 0, -1), "std is -1"),

@@ -468,7 +468,7 @@ def test_tensors_that_do_not_fit(alone):
 
 def test_records_that_cannot_be(alone):
     x, out = torch.ones(2, 24), torch.empty(record_bytes(48), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="no transport 'int4'"):
+    with pytest.raises(ValueError, match="unknown transport 'int4'"):
         AsRecord("int4")
     with pytest.raises(ValueError, match="blocks of 100 elements"):
         AsRecord("int8", block=100)

@@ -98,7 +98,7 @@ def test_spellings():
         (lambda: P(("a", "b"), sizes={("b", "a"): (1, 2)}), ValueError, ["('b', 'a')", "first axes"]),
         (lambda: P("a", sizes={(): (1,)}), ValueError, ["None", "first axes"]),
         (lambda: P(("a", "b"), sizes={"a": (1,), ("a", "b"): (1,)}), ValueError, ["'a' twice", "keep one"]),
-        (lambda: P("a", sizes={"a": (1, -2)}), ValueError, ["-2", "(1, -2)", "empty parts have 0"]),
+        (lambda: P("a", sizes={"a": (1, -2)}), ValueError, ["-2", "(1, -2)", "write 0 for an empty part"]),
         (lambda: P("a", sizes={"a": 3}), TypeError, ["sizes of 'a'", "(3, 0, 5)", "got 3"]),
         (lambda: P("a", sizes={"a": (1.5,)}), TypeError, ["(1.5,)"]),
         (lambda: P("a", sizes=(3, 5)), TypeError, ["{'dp': (3, 0, 5)}", "got (3, 5)"]),
@@ -128,7 +128,7 @@ def test_spec_errors(make, kind, words):
     [
         (P("a", sizes={"a": (3, 5)}), ["2 sizes for dim 0", "(a=3)", "3 parts", "write 3 sizes"]),
         (P(("a", "b"), sizes={("a", "b"): (3, 5)}), ["2 sizes", "(a=3, b=2)", "write 6 sizes"]),
-        ([Shard(0, sizes=(3, 0, 6)), Replicate()], ["(3, 0, 6)", "together 9", "has 8", "add up to 8"]),
+        ([Shard(0, sizes=(3, 0, 6)), Replicate()], ["(3, 0, 6)", "9 elements in total", "has 8", "add up to 8"]),
         (P(None, "a", sizes={"a": (3, 0, 5)}), ["dim 1", "[8, 3]", "has 3"]),
     ],
 )

@@ -13,11 +13,11 @@ from tests.sharding.ranks import collectives, launched, on_mesh, run_programs
 from tests.sharding.test_errors import BAD
 
 PROGRAMS = {
-    "test_tensor": [
+    "tensor.test_sharded_tensor": [
         "test_module_to_another_dtype",
         "test_sizes_and_iteration",
     ],
-    "test_state": [
+    "tensor.test_state": [
         "test_load_plain_tensors",
         "test_load_sharded_tensors_of_other_placements",
         "test_deepcopy_of_a_module",
@@ -30,7 +30,7 @@ PROGRAMS = {
         "test_gradients_arrive_in_the_layout_of_the_leaf",
         "test_a_gradient_given_in_another_layout_is_moved",
     ],
-    "test_reshard": [
+    "tensor.test_redistribute": [
         "test_one_launch_for_a_bucket",
         "test_gradients_travel_in_one_bucket",
         "test_async",
@@ -39,12 +39,12 @@ PROGRAMS = {
         "test_a_part_that_is_a_view_of_the_output_is_gathered_in_place",
         "test_rounds",
     ],
-    "test_hooks": [
+    "tensor.autograd.test_gradient_hooks": [
         "test_a_hook_that_is_not_linear_sees_the_whole_gradient",
         "test_post_accumulate_grad_hooks_see_reduced_gradients",
     ],
-    "test_optimizers": ["test_clip_grad_norm"],
-    "test_gradients": [
+    "ops.test_optimizers": ["test_clip_grad_norm"],
+    "tensor.autograd.test_leaf_grads": [
         "test_explicit_gradients",
         "test_a_replicated_parameter_is_reduced_once_however_often_it_is_used",
         "test_one_bucket_per_set_of_axes_and_dtype",
@@ -55,7 +55,7 @@ PROGRAMS = {
         "test_autograd_backward",
         "test_autograd_functional",
     ],
-    "test_backward": [
+    "tensor.autograd.test_backward": [
         "test_a_plain_loss_of_the_full_tensor",
         "test_a_plain_loss_of_the_local_parts",
         "test_a_plain_loss_of_a_replicated_part",
@@ -63,7 +63,7 @@ PROGRAMS = {
         "test_without_grad",
         "test_an_accumulator_takes_part_in_the_graph",
     ],
-    "test_boundary": [
+    "tensor.test_convert": [
         "test_from_local_shares_memory",
         "test_the_result_is_a_leaf_with_memory_of_its_own",
         "test_distribute_a_sharded_tensor_redistributes_it",
@@ -73,9 +73,9 @@ PROGRAMS = {
         "test_equal_gradients_of_every_kind_pass_the_check",
     ],
     "test_traps": ["test_one_element_of_a_sharded_tensor"],
-    "test_custom_function": ["test_on_local_tensors", "test_nothing_is_communicated_that_its_lines_do_not"],
-    "test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
-    "test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
+    "ops.test_custom_function": ["test_on_local_tensors", "test_nothing_is_communicated_that_its_lines_do_not"],
+    "ops.test_mixing": ["test_implicit_replication", "test_the_same_mesh_made_twice_is_one_mesh"],
+    "tensor.test_random": ["test_torch_manual_seed_has_no_part_in_it", "test_hooks_may_draw"],
 }
 
 

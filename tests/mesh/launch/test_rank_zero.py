@@ -65,7 +65,7 @@ def test_hosts_that_nobody_has_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def order(local: bool) -> list[int]:
-    seen = ORDER if current_world().watch is None else []
+    seen = ORDER if current_world().monitor is None else []
     with main_process_first(local=local):
         seen.append(current_world().rank)
     everyone().barrier()

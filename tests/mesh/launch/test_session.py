@@ -157,7 +157,7 @@ def terminated() -> str:
                     total(mesh)
                 for _ in range(1000):
                     time.sleep(0.01)
-                    current_world().watch.check()  # type: ignore[union-attr]
+                    current_world().monitor.check()  # type: ignore[union-attr]
         except (SystemExit, WatchError) as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"

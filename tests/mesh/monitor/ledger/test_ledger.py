@@ -22,7 +22,7 @@ from shardmesh.mesh.monitor.settings import guard, settings
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
 from tests.pool import Pool
 
-CRASH = str(Path(__file__).parents[1] / "crash.py")
+CRASH = str(Path(__file__).with_name("crash.py"))
 
 
 def test_each_collective_is_there_with_what_it_moves() -> None:

@@ -32,7 +32,7 @@ FILLED = (
 # Not operators whose results are a matter of values and placements alone; they have tests of their own.
 ELSEWHERE = (
     "rules.elementwise.like", "rules.random.draw", "rules.random.dropout", "rules.random.init", "rules.metadata", "rules.optim.foreach",
-    "autograd.backward", "sharded_tensor",
+    "autograd.backward", "tensor.methods",
 )  # fmt: skip
 # Refusals, which are tested where the others are, and what has another name here.
 WITHOUT_SAMPLES = (
