@@ -122,7 +122,10 @@ class Scheduler:
 
     def finish(self, rank: int) -> None:
         self.finished.add(rank)
-        self.order.has_run(rank)
+        try:
+            self.order.has_run(rank)
+        except BaseException as error:  # held output cannot be written: a closed pipe
+            self.fail(error, f"raised when output of simulate({self.size}) was written")
         self.suspend(rank)
 
     def fail(self, error: BaseException, note: str | None = None) -> None:

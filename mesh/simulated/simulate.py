@@ -168,8 +168,10 @@ def _run(n: int, prints: str, fn: Callable[[], Any]) -> tuple[list[Any], BaseExc
             torch.default_generator.set_state(scheduler.generators[0])
         finally:
             sys.stdout = before
-            scheduler.order.end()
-            release(workers, failed=scheduler.failure is not None)
+            try:
+                scheduler.order.end()
+            finally:
+                release(workers, failed=scheduler.failure is not None)
     finally:
         if isinstance(caller, SimulatedWorld):
             caller.scheduler.inner = None

@@ -322,3 +322,36 @@ def test_a_stream_kept_beyond_the_run_still_works() -> None:
         handler = logging.StreamHandler(simulate(2)(lambda: sys.stdout)()[1])
         handler.emit(logging.makeLogRecord({"msg": "later"}))
     assert stream.getvalue() == "[rank 1] later\n"
+
+
+class _ClosedPipe(io.StringIO):
+    """Takes some lines, and then none."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self.left = lines
+
+    def write(self, text: str) -> int:
+        if self.left < text.count("\n"):
+            raise BrokenPipeError("the reader has gone")
+        self.left -= text.count("\n")
+        return super().write(text)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("lines", range(13))
+def test_a_closed_pipe_ends_the_run(lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the error arises: in a rank's print, or when the output of a rank that has ended is written."""
+
+    def fn() -> None:
+        world = current_world()
+        for _ in range(3):
+            world.group(range(world.size)).barrier()
+            print("a line")
+
+    monkeypatch.setattr(sys, "stdout", _ClosedPipe(lines))
+    if lines == 12:
+        simulate(4)(fn)()
+    else:
+        with pytest.raises(BrokenPipeError, match="the reader has gone"):
+            simulate(4)(fn)()
