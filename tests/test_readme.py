@@ -34,7 +34,7 @@ def test_readme_example_runs():
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     module = importlib.import_module(f"shardmesh.sharding.{name}")
-    results = doctest.testmod(module, globs={**vars(sm), **vars(module), "torch": torch})
+    results = doctest.testmod(module, globs={**{name: getattr(sm, name) for name in sm.__all__}, **vars(module), "torch": torch})
     assert results.failed == 0
     assert results.attempted > 0
 
