@@ -169,5 +169,5 @@ def test_errors(x, text):
 
 
 def test_docstring_example():
-    results = doctest.testmod(inspection, globs={**vars(sm), **vars(inspection)})
+    results = doctest.testmod(inspection, globs={**{name: getattr(sm, name) for name in sm.__all__}, **vars(inspection)})
     assert (results.failed, results.attempted) == (0, 3)
