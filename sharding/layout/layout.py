@@ -82,14 +82,6 @@ class Layout:
             keep(mesh._layouts, key, layout, _LIMIT)
         return layout
 
-    def is_spelled(self, where: Any) -> bool:
-        """Return whether a `P` or placements are known to mean this layout; False if that was not looked up yet."""
-        try:
-            key = (tuple(where) if type(where) is list else where, self.shape, self.dtype)
-            return self.mesh._layouts.get(key) is self
-        except TypeError:
-            return False
-
     def replace(
         self, spec: Any = None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Layout:

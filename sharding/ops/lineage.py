@@ -147,7 +147,7 @@ class comm_context:
 
     def __init__(self, world: Any, lineage: int) -> None:
         self._context = world.comm_context
-        self._lineage = lineage >> 208 << 48 | (lineage >> 144 & _KEPT) << 32 | (lineage >> 80 & _KEPT) << 16 | (lineage >> 16 & _KEPT)
+        self._lineage = packed(lineage)
 
     def __enter__(self) -> None:
         context = self._context

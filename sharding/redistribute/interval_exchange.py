@@ -84,7 +84,7 @@ class IntervalExchange:
         if transforming():
             return under_transforms(local, _ExchangeMap(self))
         if local.requires_grad and torch.is_grad_enabled():
-            return _ForwardNode.apply(local, self)  # type: ignore[return-value]
+            return _ExchangeNode.apply(local, _ExchangeMap(self))  # type: ignore[return-value]
         return self.forward(local)
 
     def batched(self, count: int) -> IntervalExchange:
@@ -223,29 +223,13 @@ class _ExchangeMap(Linear):
         return self.exchange.transpose(x) if self.back else self.exchange.forward(x)
 
 
-class _ForwardNode(torch.autograd.Function):
+class _ExchangeNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, exchange: IntervalExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.forward(local)
+    def forward(ctx: Any, x: Tensor, op: _ExchangeMap) -> Tensor:
+        ctx.op = op
+        return op(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = with_memory(grads[0])
-        if transforming():
-            return under_transforms(grad, _ExchangeMap(ctx.exchange, back=True)), None
-        return _BackwardNode.apply(grad, ctx.exchange), None
-
-
-class _BackwardNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, exchange: IntervalExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.transpose(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        grad = with_memory(grads[0])
-        if transforming():
-            return under_transforms(grad, _ExchangeMap(ctx.exchange)), None
-        return _ForwardNode.apply(grad, ctx.exchange), None
+        grad, op = with_memory(grads[0]), ctx.op.transpose
+        return under_transforms(grad, op) if transforming() else _ExchangeNode.apply(grad, op), None

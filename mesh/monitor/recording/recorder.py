@@ -159,7 +159,8 @@ class Recorder:
             for theirs, start in self.others:
                 found = theirs[start + slot]
                 if found == mine:
-                    if theirs[start + slot + 1] != lineage and unlike(theirs[start + slot + 1], lineage):
+                    other = theirs[start + slot + 1]
+                    if other != lineage and unlike(other, lineage):
                         monitor.look(self)
                 elif found and found >> 48 == sequence & 0xFFFF:
                     monitor.look(self)

@@ -114,13 +114,18 @@ class RedistributionMap(LinearMap):
         return (lambda: wait()[0].clone()) if self.axes.size == 1 else (lambda: wait()[0])
 
 
-class GatherMap(RedistributionMap):
-    """Concatenate every rank's part along a dim, on every rank; parts have these lengths."""
+class _AlongDim(RedistributionMap):
+    """A map between parts of these lengths along a dim and all of it."""
 
     def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
         super().__init__(axes)
         self.dim, self.lengths = dim, lengths
-        self._contiguous = _is_contiguous(axes, dim, lengths)
+        # equal parts, contiguous in the order of the group: nothing needs packing
+        self._contiguous = dim == 0 and axes.order is None and len(set(lengths)) == 1
+
+
+class GatherMap(_AlongDim):
+    """Concatenate every rank's part along a dim, on every rank; parts have these lengths."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._contiguous:
@@ -138,13 +143,8 @@ class GatherMap(RedistributionMap):
         return split, split.replicated
 
 
-class ScatterMap(RedistributionMap):
+class ScatterMap(_AlongDim):
     """Sum, and split the result along a dim."""
-
-    def __init__(self, axes: Axes, dim: int, lengths: tuple[int, ...]) -> None:
-        super().__init__(axes)
-        self.dim, self.lengths = dim, lengths
-        self._contiguous = _is_contiguous(axes, dim, lengths)
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._contiguous:
@@ -160,11 +160,6 @@ class ScatterMap(RedistributionMap):
     def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Layout, Layout]:
         split = split_layout(self.axes, self.dim, self.lengths, shape, dtype)
         return split.replace(P(unreduced=self.axes.mesh.axis_names)), split
-
-
-def _is_contiguous(axes: Axes, dim: int, lengths: tuple[int, ...]) -> bool:
-    """Return whether parts are equal and contiguous in the order of the group, so that nothing needs packing."""
-    return dim == 0 and axes.order is None and len(set(lengths)) == 1
 
 
 class AllToAllMap(RedistributionMap):

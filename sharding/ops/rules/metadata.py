@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...tensor.sharded_tensor import ShardedTensor
-from .registry import HANDLERS, functions, handler
+from .registry import handler, unique
 
 _ON_THE_WRAPPER = """
     is_floating_point is_complex is_signed is_conj is_neg element_size stride is_contiguous nelement numel ndimension
@@ -25,18 +25,15 @@ _REFUSED = """
 
 
 def _register() -> None:
-    for name in _ON_THE_WRAPPER.split():
-        for func in functions(name):
-            HANDLERS[func] = _asked_of_wrapper(func)
-    for name in _ON_THE_PART.split():
-        for func in functions(name):
-            HANDLERS[func] = _asked_of_part(func)
+    for func in unique(_ON_THE_WRAPPER.split(), ()):
+        handler(also=(func,))(_asked_of_wrapper(func))
+    for func in unique(_ON_THE_PART.split(), ()):
+        handler(also=(func,))(_asked_of_part(func))
 
 
 def _register_refusals() -> None:
     for name in _REFUSED.split():
-        for func in functions(name):
-            HANDLERS[func] = _refused(name)
+        handler(name)(_refused(name))
 
 
 def _refused(name: str) -> Any:

@@ -204,14 +204,3 @@ def test_a_mesh_keeps_so_many_layouts(monkeypatch):
     assert len(mesh._held_layouts) <= 65
     assert Layout.of(mesh, P("a"), (1000,)) is held
     assert Layout.of(mesh, [sm.Shard(0)], [1000]) is held
-
-
-def test_a_known_spelling():
-    mesh = sm.AbstractMesh((2,), ("a",))
-    layout = Layout.of(mesh, P("a"), (4,))
-    assert layout.is_spelled(P("a"))
-    assert not layout.is_spelled([sm.Shard(0)])
-    assert Layout.of(mesh, [sm.Shard(0)], (4,)) is layout
-    assert layout.is_spelled([sm.Shard(0)])
-    assert not layout.is_spelled([sm.Replicate()])
-    assert not layout.is_spelled([{}])

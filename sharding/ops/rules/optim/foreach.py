@@ -197,7 +197,7 @@ def _register_by_element() -> None:
     for name in dir(torch):
         func = getattr(torch, name)
         if (name.startswith("_foreach_") or name in _FUSED) and func not in HANDLERS:
-            HANDLERS[func] = _whole_lists(func)
+            handler(also=(func,))(_whole_lists(func))
 
 
 _register_by_element()
