@@ -53,7 +53,7 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first and pinned, so that nothing installed later chooses another. The link is for pyright: see pyproject.toml.
+# torch first and pinned, so that nothing installed later chooses another. The links are for pyright: the package as it is installed.
 $(READY): pyproject.toml Makefile
 	@python=$$($(FIND_PYTHON)); test -n "$$python" || { echo "make: Python 3.11 or newer is needed: PYTHON=/path/to/it"; exit 1; }; \
 	test -x $(PY) || { echo "make: creating .venv with $$python"; "$$python" -m venv .venv; }
@@ -62,8 +62,8 @@ $(READY): pyproject.toml Makefile
 	if [ "$$(uname -s)" = Linux ]; then $(PIP) $(TRITON); fi
 	$(PIP) "setuptools>=77" numpy einops
 	$(PIP) --no-build-isolation --editable ".[$(EXTRAS)]"
-	mkdir -p .venv/src
-	ln -sfn ../.. .venv/src/shardmesh
+	rm -rf .venv/src/shardmesh && mkdir -p .venv/src/shardmesh
+	cd .venv/src/shardmesh && ln -s ../../../__init__.py ../../../mesh ../../../sharding ../../../kernels ../../../namespaces/* .
 	touch $(READY)
 
 # On top of the machine's own torch where it is new enough, else with one from PyPI, which has CUDA; PYTHON=... says whose torch.

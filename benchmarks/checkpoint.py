@@ -86,7 +86,7 @@ class Setup:
         """One save of each."""
         ours, theirs = self.our(0, self.whole), self.their(0, self.whole)
         return {
-            OURS: lambda: sm.save(ours, self.folders[OURS], step=0),
+            OURS: lambda: sm.checkpoint.save(ours, self.folders[OURS], step=0),
             THEIRS: lambda: dcp.save(theirs, storage_writer=dcp.FileSystemWriter(self.folders[THEIRS], overwrite=True)),
         }
 
@@ -100,7 +100,7 @@ class Setup:
             return {name: x._local_tensor for name, x in theirs.items()}
 
         return {
-            OURS: lambda: {name: x.to_local() for name, x in sm.load(self.folders[OURS], like=like).items()},
+            OURS: lambda: {name: x.to_local() for name, x in sm.checkpoint.load(self.folders[OURS], like=like).items()},
             THEIRS: theirs_loaded,
         }
 
@@ -117,7 +117,7 @@ class Setup:
         expected, zeros = self.their(0, self.whole), {name: torch.zeros_like(x) for name, x in self.whole.items()}
         theirs = self.their(0, zeros)
         dcp.load(theirs, checkpoint_id=self.folders[OURS] / "step-00000000")
-        ours = sm.load(self.folders[THEIRS], like=self.our(0, zeros))
+        ours = sm.checkpoint.load(self.folders[THEIRS], like=self.our(0, zeros))
         for name, x in expected.items():
             if not torch.equal(theirs[name]._local_tensor, x._local_tensor) or not torch.equal(ours[name].to_local(), x._local_tensor):
                 raise RuntimeError(f"{name} is not what the other one has saved")

@@ -36,7 +36,7 @@ from torch.distributed.tensor.experimental import local_map
 import shardmesh as sm
 from shardmesh import P
 
-ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = "check=True", "check=False", 'check="always"', "sm.local_map"
+ONCE, NEVER, ALWAYS, OUR_LOCAL_MAP = "check=True", "check=False", 'check="always"', "sm.compat.local_map"
 FUNCTIONAL, SPMD, SPMD_CHECKED = "functional", "spmd_types", "spmd_types checked"
 CHECKS = {ONCE: True, NEVER: False, ALWAYS: "always"}
 
@@ -149,7 +149,7 @@ def _our_map(setup: Setup, boundary: Boundary, check: Any) -> Callable[..., Any]
 
 
 def _our_local_map(boundary: Boundary) -> Callable[..., Any]:
-    return sm.local_map(boundary.f, tuple(map(our_spec, boundary.outs)), tuple(map(our_spec, boundary.dims)))
+    return sm.compat.local_map(boundary.f, tuple(map(our_spec, boundary.outs)), tuple(map(our_spec, boundary.dims)))
 
 
 def _their_map(boundary: Boundary) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Planning against mesh size: time and memory of `sm.plan`, of its explanation, and of what one rank looks up.
+"""Planning against mesh size: time and memory of `sm.debug.plan`, of its explanation, and of what one rank looks up.
 
     python benchmarks/plan_scale.py                          meshes of 8 to 131,072 ranks, one to five axes, minutes
     python benchmarks/plan_scale.py --quick                  one small mesh, seconds
@@ -9,8 +9,8 @@ No devices and no processes: layouts on a `sm.AbstractMesh`, once with all ranks
 nodes of 8 (on the smallest meshes of 2 or 4, so that there are some). Every case runs in three parts, each in a fork of
 its own, so that nothing is remembered from another:
 
-    plan      `sm.plan(src, dst, topology)`
-    explain   `str(sm.explain(src, dst, topology=topology))`, which plans again
+    plan      `sm.debug.plan(src, dst, topology)`
+    explain   `str(sm.debug.explain(src, dst, topology=topology))`, which plans again
     rank      what the rank in the middle of the mesh sends and receives, box by box (`routes` of every exchange)
 
 Times are CPU times, as nothing waits: those of a machine that does nothing else. "peers" is how many others that rank
@@ -93,8 +93,8 @@ class Case:
         return sm.Layout.of(mesh, src, self.shape), sm.Layout.of(mesh, dst, self.shape)
 
     @property
-    def topology(self) -> sm.Topology:
-        return sm.Topology.default("cuda", node_size=self.node_size)
+    def topology(self) -> sm.topology.Topology:
+        return sm.topology.Topology.default("cuda", node_size=self.node_size)
 
     @property
     def has_nodes(self) -> bool:
@@ -142,26 +142,26 @@ def cases(meshes: Sequence[tuple[int, ...]]) -> list[Case]:
 
 
 def time_plan(case: Case) -> Part:
-    """`sm.plan`; finds out the steps."""
-    return _timed(lambda layouts: _steps(sm.plan(*layouts, topology=case.topology)), case.layouts)
+    """`sm.debug.plan`; finds out the steps."""
+    return _timed(lambda layouts: _steps(sm.debug.plan(*layouts, topology=case.topology)), case.layouts)
 
 
 def time_explain(case: Case) -> Part:
-    """`str(sm.explain(...))`."""
-    return _timed(lambda layouts: str(sm.explain(*layouts, topology=case.topology)), case.layouts)
+    """`str(sm.debug.explain(...))`."""
+    return _timed(lambda layouts: str(sm.debug.explain(*layouts, topology=case.topology)), case.layouts)
 
 
 def time_rank(case: Case) -> Part:
     """What one rank sends and receives, the plan being there; finds out how many peers it has."""
-    return _timed(_peers, lambda: sm.plan(*case.layouts(), topology=case.topology))
+    return _timed(_peers, lambda: sm.debug.plan(*case.layouts(), topology=case.topology))
 
 
 def allocated(case: Case) -> int:
     """Bytes that Python holds at most while it plans, looks up one rank and explains."""
     src, dst = case.layouts()
     tracemalloc.start()
-    _peers(sm.plan(src, dst, case.topology))
-    str(sm.explain(src, dst, topology=case.topology))
+    _peers(sm.debug.plan(src, dst, case.topology))
+    str(sm.debug.explain(src, dst, topology=case.topology))
     return tracemalloc.get_traced_memory()[1]
 
 

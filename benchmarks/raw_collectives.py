@@ -234,7 +234,7 @@ CASES = (
     ),
     Case("axis_index", lambda x: sm.axis_index(AXIS), lambda g, x: torch.tensor(dist.get_rank(g))),
     Case(
-        "start and wait for psum", lambda x: sm.start(sm.psum, x, AXIS).wait(), all_reduce_waited, all_reduce,
+        "start and wait for psum", lambda x: sm.async_start(sm.psum, x, AXIS).wait(), all_reduce_waited, all_reduce,
         lambda g, x: wait(funcol.all_reduce(x, "sum", g)),
     ),
 )  # fmt: skip

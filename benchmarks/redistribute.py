@@ -3,7 +3,7 @@
     python benchmarks/redistribute.py                        4 and 8 gloo processes, about ten minutes
     python benchmarks/redistribute.py --size 4096            tensors of 64 MB instead of 4 MB
     python benchmarks/redistribute.py --only "(2, 4)"        one mesh; may be given several times
-    python benchmarks/redistribute.py --calibrate            ours planned with what `sm.calibrate` measures first
+    python benchmarks/redistribute.py --calibrate            ours planned with what `sm.topology.calibrate` measures first
     python benchmarks/redistribute.py --quick                small tensors, one axis, 2 processes, seconds
     python benchmarks/redistribute.py --json figures.json --markdown tables.md
 
@@ -19,7 +19,7 @@ more rounds, and only that counts. DTensor's planners:
 
 Bytes received per rank (the largest over the ranks) are counted by one convention for all: (n-1) parts for an
 all_gather or reduce_scatter, 2(n-1)/n of the buffer for an all_reduce, what comes from others for an all_to_all. Ours
-are what `sm.comm_budget` counts at the groups; DTensor's are computed from the arguments of the functional collectives
+are what `sm.debug.comm_budget` counts at the groups; DTensor's are computed from the arguments of the functional collectives
 that it dispatches (its own CommDebugMode counts calls in the same place). On the CPU, DTensor gathers where it would call
 all_to_all on a GPU; the summary also says what the bytes would be with that. The bound, where nothing pending is
 reduced, is what a rank must hold afterwards and did not hold before, |dst box - src box|.
@@ -215,7 +215,7 @@ class Meshes:
     def of(shape: tuple[int, ...], calibrate: bool) -> Meshes:
         mesh = sm.init_device_mesh("cpu", shape)
         if calibrate:
-            sm.calibrate(mesh)
+            sm.topology.calibrate(mesh)
         return Meshes(mesh, {name: renamed(mesh, name) for name in THEIRS})
 
 
@@ -278,7 +278,7 @@ def _times(calls: dict[str, Call], rounds: int, batch_s: float) -> dict[str, Tim
 def _counted(name: str, call: Call, full: Tensor, dst: sm.Layout) -> Result:
     """The first call, on this rank: what it received, and whether the answer is right."""
     if name == OURS:
-        with sm.comm_budget() as used:
+        with sm.debug.comm_budget() as used:
             found = call()
         return Result(used.bytes_received, used.bytes_received, used.launches, _is_right(found, full, dst))
     with CountedCollectives() as theirs, use_min_cost_redistribution_plan(name == MIN_COST):

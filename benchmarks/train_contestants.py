@@ -26,6 +26,7 @@ from train_model import Block, Size, batch, cross_entropy, make_model
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import data_parallel, parallelize, rowwise, sequence_parallel
 
 RATE = 1e-3
 
@@ -108,7 +109,7 @@ def alone(setup: Setup) -> Training:
 
 
 def our_fsdp(setup: Setup, reshard: bool, compiled: bool = False) -> Training:
-    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
+    model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, reshard_after_forward=reshard, src_data_rank=None)
     return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
@@ -120,7 +121,7 @@ def _compiled(model: Any) -> nn.Module:
 
 
 def our_fsdp_of_sharded_inputs(setup: Setup) -> Training:
-    model = sm.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    model = sm.parallel.fully_shard(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
     return trained(setup, model, lambda step: _sharded(setup.own_rows(step), setup.line, P("dp"), setup.size))
 
 
@@ -144,7 +145,7 @@ def _their_fsdp(model: Any, mesh: TorchMesh, reshard: bool) -> nn.Module:
 
 
 def our_ddp(setup: Setup, compiled: bool = False) -> Training:
-    model = sm.data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
+    model = data_parallel(make_model(setup.size), setup.line, units=Block, src_data_rank=None)
     return trained(setup, _compiled(model) if compiled else model, setup.own_rows)
 
 
@@ -158,7 +159,7 @@ def _their_ddp(setup: Setup, compiled: bool = False) -> nn.Module:
 
 
 def our_zero(setup: Setup) -> Training:
-    model = sm.data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
+    model = data_parallel(make_model(setup.size), setup.line, optimizer="dp", units=Block, src_data_rank=None)
     return trained(setup, model, setup.own_rows)
 
 
@@ -176,12 +177,12 @@ _BY_POSITION = P(None, "tp")
 def our_plan() -> dict[str, Any]:
     """Activations between layers lie split by position, logits by byte value."""
     return {
-        "embedding": sm.rowwise(out=_BY_POSITION),
-        "blocks.*_norm": sm.sequence(1, out=P()),
-        "*.q": sm.colwise(), "*.k": sm.colwise(), "*.v": sm.colwise(), "*.o": sm.rowwise(out=_BY_POSITION),
-        "*.gate": sm.colwise(), "*.up": sm.colwise(), "*.down": sm.rowwise(out=_BY_POSITION),
-        "norm": sm.sequence(1, out=P()),
-        "head": sm.colwise(),
+        "embedding": rowwise(out=_BY_POSITION),
+        "blocks.*_norm": sequence_parallel(1, out=P()),
+        **dict.fromkeys(("*.q", "*.k", "*.v", "*.gate", "*.up"), sm.parallel.colwise()),
+        **dict.fromkeys(("*.o", "*.down"), rowwise(out=_BY_POSITION)),
+        "norm": sequence_parallel(1, out=P()),
+        "head": sm.parallel.colwise(),
     }  # fmt: skip
 
 
@@ -208,7 +209,7 @@ def their_outer_plan() -> dict[str, Any]:
 
 
 def our_tensor_parallel(setup: Setup) -> Training:
-    model = sm.parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
+    model = parallelize(make_model(setup.size), setup.tensor_line, our_plan(), src_data_rank=None)
     return trained(setup, model, lambda step: _sharded(batch(setup.size, step), setup.tensor_line, P(), setup.size))
 
 
@@ -225,8 +226,8 @@ def _their_tensor_parallel(model: Any, mesh: TorchMesh) -> nn.Module:
 
 
 def our_two_axes(setup: Setup) -> Training:
-    model = sm.parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
-    sm.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
+    model = parallelize(make_model(setup.size), setup.grid, our_plan(), src_data_rank=None)
+    sm.parallel.fully_shard(model, setup.grid, units=Block, src_data_rank=None)
     part, parts = setup.grid.get_local_rank("fsdp"), setup.grid.size("fsdp")
     return trained(setup, model, lambda step: _sharded(setup.rows(step, part, parts), setup.grid, P("fsdp"), setup.size))
 

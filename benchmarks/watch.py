@@ -7,14 +7,14 @@
 
 The contestants run in the same processes and take turns in random order (see measure.py); a round's time is that of its slowest rank:
 
-    off       shardmesh, nothing noted down: `sm.guard("off")`
+    off       shardmesh, nothing noted down: `sm.monitor.collective_check("off")`
     on        as it is by default
     strict    each collective waits until all ranks have called the same
     torch     the raw collective, or DTensor
     DETAIL    the same over groups that torch itself checks, as TORCH_DISTRIBUTED_DEBUG=DETAIL makes them; a training step is
               shardmesh's over such groups, with the watch off
 
-"host" is what Python does: one process takes itself for rank 0 of 4 (`sm.null_world`), and nothing is communicated. Only in the first
+"host" is what Python does: one process takes itself for rank 0 of 4 (`sm.debug.null_world`), and nothing is communicated. Only in the first
 row there are 4 processes, which look at each other's notes; the collective that they note down moves nothing.
 
 Differences are taken between minima, ratios between medians unless it says minima. "CPU" is the time that all threads of a process
@@ -51,7 +51,7 @@ from torch import Tensor
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh.monitor.settings import guard
+from shardmesh.mesh.monitor.settings import collective_check
 from shardmesh.mesh.monitor.torch_calls import hooks
 
 OFF, ON, STRICT, TORCH, DETAIL = "off", "on", "strict", "torch", "DETAIL"
@@ -209,7 +209,7 @@ class Switch:
         self._checked = [checked_group(group.ranks) for group in self._groups]
 
     def __call__(self, who: str) -> None:
-        guard(who if who in (ON, STRICT) else OFF)
+        collective_check(who if who in (ON, STRICT) else OFF)
         handles = self._checked if who == DETAIL else self._plain
         for group, seat, handle in zip(self._groups, self._seats, handles, strict=True):
             group.recorder = seat if who in (ON, STRICT) else None  # as where the watch was off from the beginning
@@ -342,7 +342,7 @@ def trainer(effort: Effort, mesh: sm.DeviceMesh) -> Any:
 
 def collectives_of(call: Call) -> int:
     """How many this rank makes."""
-    with sm.comm_budget() as used:
+    with sm.debug.comm_budget() as used:
         call()
     return used.launches
 
@@ -353,7 +353,7 @@ def collectives_of(call: Call) -> int:
 def time_host(effort: Effort) -> list[Case]:
     """What Python does, without any communication."""
     torch.set_num_threads(1)
-    with sm.null_world(effort.ranks):
+    with sm.debug.null_world(effort.ranks):
         line = sm.init_device_mesh("cpu", (effort.ranks,), axis_names=("x",))
         cases = [_host_case(name, call, 100, effort.rounds["host"]) for name, call in _host_calls(line).items()]
         mesh = sm.init_device_mesh("cpu", tuple(effort.axes.values()), axis_names=tuple(effort.axes))
@@ -375,8 +375,8 @@ def _host_calls(mesh: sm.DeviceMesh) -> dict[str, Call]:
 
 
 def _host_case(name: str, call: Call, count: int, rounds: int) -> Case:
-    costs = take_turns(dict.fromkeys((OFF, ON), call), guard, rounds, count, lambda: None)
-    guard(ON)
+    costs = take_turns(dict.fromkeys((OFF, ON), call), collective_check, rounds, count, lambda: None)
+    collective_check(ON)
     return Case("host", name, collectives_of(call), costs)
 
 

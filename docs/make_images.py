@@ -14,7 +14,7 @@ import shardmesh as sm
 from shardmesh import P
 
 MESH = sm.AbstractMesh((2, 4), ("dp", "tp"))
-NODES = sm.Topology.default("cuda", crossing=("dp",))
+NODES = sm.topology.Topology.default("cuda", crossing=("dp",))
 
 # name: shape, before, after, topology
 PICTURES = {
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
     """Writes one SVG for each entry of `PICTURES`; the steps of a plan are as its name says."""
     folder.mkdir(exist_ok=True)
     for name, (shape, src, dst, topology) in PICTURES.items():
-        explained = sm.explain(sm.Layout.of(MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        explained = sm.debug.explain(sm.Layout.of(MESH, src, shape, torch.bfloat16), dst, topology=topology)
         explained.picture(folder / f"{name}.svg")
         print(f"{name}.svg: {', '.join(step.op for step in explained.steps) or 'one layout'}")
 
@@ -50,7 +50,7 @@ def draw_layouts(folder: Path) -> None:
     """Writes one SVG for each entry of `LAYOUTS`."""
     folder.mkdir(exist_ok=True)
     for name, (mesh, shape, spec) in LAYOUTS.items():
-        sm.visualize(sm.Layout.of(mesh, spec, shape), style="picture", path=folder / f"{name}.svg")
+        sm.debug.visualize(sm.Layout.of(mesh, spec, shape), style="picture", path=folder / f"{name}.svg")
         print(f"{name}.svg")
 
 

@@ -21,17 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardmesh as sm
-from shardmesh import P
+from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 
 STEPS, RATE, LONGEST = 12, 0.02, 1.0
 VOCABULARY, WIDTH, HEADS, HIDDEN, LAYERS, POSITIONS = 31, 24, 4, 50, 2, 11
 
 PLAN = {
-    "*.self_attn.[qkv]_proj": sm.colwise(),  # each tp rank computes some heads
-    "*.self_attn.o_proj": sm.rowwise(),  # and sums over them
-    "*.mlp.[gu]*_proj": sm.colwise(),
-    "*.mlp.down_proj": sm.rowwise(),
-    "lm_head": sm.colwise(),  # logits stay split by vocabulary: the loss needs two small reductions, not the logits
+    "*.self_attn.[qkv]_proj": colwise(),  # each tp rank computes some heads
+    "*.self_attn.o_proj": rowwise(),  # and sums over them
+    "*.mlp.[gu]*_proj": colwise(),
+    "*.mlp.down_proj": rowwise(),
+    "lm_head": colwise(),  # logits stay split by vocabulary: the loss needs two small reductions, not the logits
 }
 
 
@@ -86,12 +86,12 @@ class Llama(nn.Module):
 
 def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
     """The losses of some steps; it does not know of a mesh either."""
-    optimizer = sm.Muon(model.named_parameters(), lr=RATE, adamw=["*embed*", "lm_head*"], ns_dtype=torch.float32)
+    optimizer = sm.optim.Muon(model.named_parameters(), lr=RATE, adamw=["*embed*", "lm_head*"], ns_dtype=torch.float32)
     losses = []
     for _ in range(STEPS):
         loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
         loss.backward()
-        sm.clip_grad_norm_(model.parameters(), LONGEST)
+        sm.training.clip_grad_norm_(model.parameters(), LONGEST)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -102,12 +102,12 @@ def train(model: nn.Module, ids: Tensor, targets: Tensor) -> list[Any]:
 
 
 def spread(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
-    sm.parallelize(model, mesh, PLAN)
-    return sm.fully_shard(model, mesh, axes="fsdp", units=DecoderLayer)
+    parallelize(model, mesh, PLAN)
+    return fully_shard(model, mesh, axes="fsdp", units=DecoderLayer)
 
 
 def place(x: Tensor, mesh: sm.DeviceMesh) -> Tensor:
-    return sm.device_put(x, mesh, P("fsdp"))
+    return sm.device_put(x, mesh, sm.P("fsdp"))
 
 
 def problem(rows: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -126,10 +126,10 @@ def main(ranks: int = 4) -> float:
     single = copy.deepcopy(model)
     expected = train(single, ids, targets)
     spread(model, mesh)
-    with sm.comm_budget() as used:
+    with sm.debug.comm_budget() as used:
         losses = train(model, place(ids, mesh), place(targets, mesh))
     pairs = [(ours.full_tensor(), other) for ours, other in zip(losses, expected, strict=True)]
-    pairs += [(w.full_tensor(), single.state_dict()[name]) for name, w in sm.state_dict(model)["model"].items()]
+    pairs += [(w.full_tensor(), single.state_dict()[name]) for name, w in sm.checkpoint.state_dict(model)["model"].items()]
     differences = [(ours - other).abs().max().item() for ours, other in pairs]
     if mesh.get_rank() == 0:
         print(f"Llama by plan on {mesh}: loss {pairs[0][0]:.4f} -> {pairs[STEPS - 1][0]:.4f}; in {STEPS} steps {used.by_op}")

@@ -85,8 +85,8 @@ def main(ranks: int = 4) -> float:
     mesh = sm.init_device_mesh("cpu", (ranks,), axis_names=("fsdp",))
     model, x, y = problem()
     expected = [loss.item() for loss in train(copy.deepcopy(model), x, y)]
-    sm.fully_shard(model, mesh, units=Block)
-    with sm.comm_budget() as used:
+    sm.parallel.fully_shard(model, mesh, units=Block)
+    with sm.debug.comm_budget() as used:
         losses = mean_of(train(model, mine(x, mesh), mine(y, mesh)), mesh)
     difference = max(abs(ours - other) for ours, other in zip(losses, expected, strict=True))
     if mesh.get_rank() == 0:

@@ -105,7 +105,7 @@ def train(loss_of: Callable, params: Tree, x: Tensor, y: Tensor, orthogonal: Cal
     momentum, losses, uses = pytree.tree_map(torch.zeros_like, params), [], []
     for step in range(STEPS):
         loss, grads = sm.value_and_grad(loss_of)(params, x, y)
-        with sm.comm_budget(launches=2 if step else None) as used:  # first, ranks also tell each other what they return
+        with sm.debug.comm_budget(launches=2 if step else None) as used:  # first, ranks also tell each other what they return
             params, momentum = update(params, grads, momentum, orthogonal)
         losses.append(loss)
         uses.append(used)

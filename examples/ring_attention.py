@@ -9,7 +9,7 @@
     rank 3   q3: k3 v3        q3: k2 v2       q3: k1 v1       q3: k0 v0
 
 Each block is absorbed into a running softmax (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; around a
-ring: Liu, Zaharia and Abbeel 2023). While a rank works on one block, the next is being sent: `sm.start` sends, `wait` receives.
+ring: Liu, Zaharia and Abbeel 2023). While a rank works on one block, the next is being sent: `sm.async_start` sends, `wait` receives.
 Scores are never stored; for gradients, autograd saves the keys and values received. With a causal mask a rank also works on fully
 masked blocks, about half of the work; assigning each rank early and late positions (load balancing) would avoid that.
 
@@ -50,7 +50,7 @@ class Running(NamedTuple):
     mix: Tensor
 
 
-@sm.checkpoint  # backward computes the scores again, rather than keeping those of every block
+@sm.remat  # backward computes the scores again, rather than keeping those of every block
 def absorb(seen: Running, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None) -> Running:
     """The running softmax after another block of keys and values; `hidden` [q k] are keys that a query must not see."""
     score = q @ k.mT / math.sqrt(q.shape[-1])
@@ -72,7 +72,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     # Nothing seen yet. A rank's own block comes first and shows every query itself, so the top is a number from then on.
     seen = Running(torch.full_like(q[..., :1], -math.inf), torch.zeros_like(q[..., :1]), torch.zeros_like(q))
     for hop in range(ranks):
-        coming = sm.start(sm.ppermute, (k, v), "sp", ring) if hop < ranks - 1 else None
+        coming = sm.async_start(sm.ppermute, (k, v), "sp", ring) if hop < ranks - 1 else None
         ahead = ((here - hop) % ranks - here) * length  # how far the block's first key is ahead of our first query
         seen = absorb(seen, q, k, v, place + ahead > place[:, None] if causal else None)
         if coming is not None:

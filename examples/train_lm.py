@@ -38,6 +38,15 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import (
+    data_parallel,
+    distribute_module,
+    fully_shard,
+    parallelize,
+    prepare_outputs,
+    sequence_parallel,
+    shard_parameter,
+)
 
 TOLERANCE = 1e-4  # how far, relatively, a loss on the mesh may be from the loss of one process
 VOCABULARY = 256
@@ -107,18 +116,18 @@ def place_weights(path: str, module: nn.Module, mesh: sm.DeviceMesh) -> None:
     """Put a module's own weights where STORED says; `distribute_module` calls it for every module."""
     for name in [name for name, _ in module.named_parameters(recurse=False)]:
         if name in STORED:
-            sm.shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
+            shard_parameter(module, name, mesh, STORED[name], src_data_rank=None)
 
 
 # -- the same by layers ------------------------------------------------------------------------------------------------
 
 SPLIT = {"*.w_qkv": P("tp"), "*.w_out": P(None, "tp"), "*.w_gate_up": P("tp"), "*.w_down": P(None, "tp")}
-SUMMED = {"*.attention": sm.outputs(P()), "*.mlp": sm.outputs(P())}  # over tp each rank has a share of what they return
+SUMMED = {"*.attention": prepare_outputs(P()), "*.mlp": prepare_outputs(P())}  # over tp each rank has a share of what they return
 # With "sp" in place of "tp" the residual stream is split by positions outside of attention and MLP.
 IN_SEQUENCE = {
     **{path: P(*["sp" if axes else None for axes in spec.dims]) for path, spec in SPLIT.items()},
-    **{f"blocks.*.norm_{part}": [sm.sequence(1, axis="sp"), sm.outputs(P(), axis="sp")] for part in ("attention", "mlp")},
-    **{f"blocks.*.{part}": sm.outputs(P(None, "sp"), axis="sp") for part in ("attention", "mlp")},
+    **{f"blocks.*.norm_{part}": [sequence_parallel(1, axis="sp"), prepare_outputs(P(), axis="sp")] for part in ("attention", "mlp")},
+    **{f"blocks.*.{part}": prepare_outputs(P(None, "sp"), axis="sp") for part in ("attention", "mlp")},
 }
 DATA_AXES = ("dp", "zero1", "zero2", "fsdp")  # over which the batch is split
 LAYERS = (*DATA_AXES, "tp", "sp")
@@ -128,14 +137,14 @@ def by_layers(model: nn.Module, mesh: sm.DeviceMesh) -> None:
     """Spread the model over the mesh as the names of its axes say."""
     here = [axis for axis in DATA_AXES if axis in mesh.axis_names]
     if "tp" in mesh.axis_names:
-        sm.parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
+        parallelize(model, mesh, SPLIT | SUMMED, src_data_rank=None)
     if "sp" in mesh.axis_names:
-        sm.parallelize(model, mesh, IN_SEQUENCE, src_data_rank=None)
+        parallelize(model, mesh, IN_SEQUENCE, src_data_rank=None)
     if "fsdp" in here:
-        sm.fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
+        fully_shard(model, mesh, axes="fsdp", units=Block, src_data_rank=None)
     else:
         optimizer = tuple(axis for axis in here if axis != "dp")
-        sm.data_parallel(model, mesh, gradient="zero2" if "zero2" in here else (), optimizer=optimizer, units=Block, src_data_rank=None)
+        data_parallel(model, mesh, gradient="zero2" if "zero2" in here else (), optimizer=optimizer, units=Block, src_data_rank=None)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -247,7 +256,7 @@ class Trainer:
         by_hand = mesh is not None and options.parallel is None
         self.model = GPT(self.size, reshard if by_hand else leave).to(self.device)
         if mesh is not None and by_hand:
-            sm.distribute_module(self.model, mesh, place_weights, src_data_rank=None)
+            distribute_module(self.model, mesh, place_weights, src_data_rank=None)
         elif mesh is not None:
             by_layers(self.model, mesh)
             self.stream = self.tokens = P(tuple(axis for axis in mesh.axis_names if axis in DATA_AXES) or None)
@@ -264,13 +273,13 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """All that a later run needs to go on, on any mesh."""
-        trained = sm.state_dict(self.model, self.optimizer)
+        trained = sm.checkpoint.state_dict(self.model, self.optimizer)
         return {**trained, "schedule": self.schedule, "random": self.random.get_state(), "done": self.done}
 
     def resume(self, folder: Path) -> None:
         """Go on from the newest checkpoint of a folder."""
-        state = sm.load(folder, like=self.state())
-        sm.load_state_dict(self.model, state, self.optimizer)
+        state = sm.checkpoint.load(folder, like=self.state())
+        sm.checkpoint.load_state_dict(self.model, state, self.optimizer)
         self.random.set_state(state["random"])
         self.done = state["done"]
 
@@ -325,7 +334,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
     quiet = mesh is not None and mesh.get_rank() != 0
     say = (lambda text: None) if quiet else (lambda text: print(text, flush=True))
     trainer = Trainer(options, mesh)
-    if options.resume and mesh is not None and sm.latest(options.save):
+    if options.resume and mesh is not None and sm.checkpoint.latest(options.save):
         trainer.resume(options.save)
     name = "one process" if mesh is None else " ".join(f"{axis}={mesh.size(axis)}" for axis in mesh.axis_names)
     run = report.Run(name, sum(p.numel() for p in trainer.model.parameters()))
@@ -333,7 +342,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
     start = since = time.perf_counter()
     with report.progress_bar(name, options.steps, quiet) as advance:
         for step in range(trainer.done + 1, options.steps + 1):
-            with sm.comm_budget() as used:
+            with sm.debug.comm_budget() as used:
                 loss = trainer.step()
             run.collectives = used.by_op
             advance()
@@ -345,7 +354,7 @@ def train(options: argparse.Namespace, mesh: sm.DeviceMesh | None) -> report.Run
                 say(report.line(run.rows[-1]))
                 since = time.perf_counter()
             if options.save and mesh is not None and (step % options.save_every == 0 or step == options.steps):
-                sm.save(trainer.state(), options.save, step=step, keep=2)
+                sm.checkpoint.save(trainer.state(), options.save, step=step, keep=2)
     run.seconds = time.perf_counter() - start
     model = trainer.gathered()  # every rank takes part, rank 0 writes
     if not quiet:
@@ -361,10 +370,10 @@ def introduction(run: report.Run, trainer: Trainer) -> str:
     lines = [f"\n=== {run.name}: {run.parameters:,} parameters, {len(trainer.train_text):,} bytes", f"loss: {guesses}"]
     if trainer.mesh is not None:
         block: Any = trainer.model.blocks[0]
-        pictures = [sm.visualize(block.attention.w_qkv), sm.visualize(block.mlp.w_down)]
+        pictures = [sm.debug.visualize(block.attention.w_qkv), sm.debug.visualize(block.mlp.w_down)]
         lines += ["\nwhich rank stores what of w_qkv and w_down:", *pictures]
         if trainer.model.reshard is reshard:
-            lines += ["\nto use w_down:", str(sm.explain(block.mlp.w_down, SPLIT_INPUTS))]
+            lines += ["\nto use w_down:", str(sm.debug.explain(block.mlp.w_down, SPLIT_INPUTS))]
     return "\n".join([*lines, "", report.header()])
 
 

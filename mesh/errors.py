@@ -81,7 +81,7 @@ class CommBudgetError(RuntimeError):
 
 
 class ImplicitCommError(RuntimeError):
-    """An operator would communicate inside `implicit("forbid")`."""
+    """An operator would communicate inside `implicit_comm("forbid")`."""
 
 
 def unknown_axis(name: object, known: Sequence[str]) -> UnknownAxisError:

@@ -1,9 +1,16 @@
-"""`import shardmesh` is light: what it loads, and what it leaves alone."""
+"""`import shardmesh` is light: what it loads, what it leaves alone, and what its namespaces hold."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.public import NAMESPACES
+
+ROOT = Path(__file__).parents[1]
 
 PROBE = """
 import sys, json
@@ -46,28 +53,83 @@ def test_what_is_not_used_is_not_loaded():
     done = python("import sys, shardmesh; print(*(m for m in sys.modules if m.startswith('shardmesh.')))")
     loaded = done.stdout.split()
     unused = [f"shardmesh.sharding.{folder}" for folder in ("parallel", "training", "optim", "checkpoint", "compat")]
-    assert [m for m in loaded if m.startswith((*unused, "shardmesh.sharding.debug.eval_shape"))] == []
-    assert len(loaded) < 270
+    unused += ["shardmesh.sharding.debug.eval_shape", *(f"shardmesh.{name}" for name in NAMESPACES)]
+    assert [m for m in loaded if m.startswith(tuple(unused))] == []
+    assert len(loaded) < 280
 
 
-def test_names_are_loaded_when_they_are_used():
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_garbage_collection_waits_for_the_imports(before):
     done = python(
-        "import sys, shardmesh as sm; print(sorted(sm.__all__) == sorted(set(sm.__all__) & set(dir(sm))), sm.Muon.__module__)\n"
-        "print('shardmesh.sharding.optim.shampoo' in sys.modules, 'Muon' in vars(sm))\n"
-        "try: sm.no_such_name\n"
-        "except AttributeError as error: print(error)"
+        "import gc, sys, torch, numpy, einops\n"
+        f"gc.{before}()\n"
+        "def begins(phase, info):\n"
+        "    if 'shardmesh.mesh' in sys.modules and 'shardmesh.sharding.tensor.redistribute' not in sys.modules: print(phase)\n"
+        "gc.callbacks.append(begins)\n"
+        "import shardmesh\n"
+        "print(gc.isenabled())"
+    )
+    assert done.stdout == f"{before == 'enable'}\n", done.stderr
+
+
+@pytest.mark.parametrize("name", NAMESPACES)
+def test_a_namespace_is_loaded_when_it_is_used(name):
+    done = python(
+        f"import sys, shardmesh as sm; print('shardmesh.{name}' in sys.modules, 'shardmesh.{name}' in dir(sm), '{name}' in dir(sm))\n"
+        f"one, found = sm.{name}.__all__[0], sm.{name}\n"
+        f"import shardmesh.{name}\n"
+        f"print(found is sys.modules['shardmesh.{name}'], all(hasattr(found, n) for n in found.__all__))\n"
+        f"exec(f'from shardmesh.{name} import {{one}}')"
+    )
+    assert done.stdout.split() == ["False", "False", "True", "True", "True"], done.stderr
+
+
+def test_names_that_are_elsewhere():
+    done = python(
+        "import shardmesh as sm\n"
+        "for name in ('fully_shard', 'DTensor', 'no_such_name'):\n"
+        "    try: getattr(sm, name)\n"
+        "    except AttributeError as error: print(error)"
     )
     assert done.stdout.splitlines() == [
-        "True shardmesh.sharding.optim.muon", "False True", "module 'shardmesh' has no attribute 'no_such_name'"
+        "module 'shardmesh' has no attribute 'fully_shard'; did you mean shardmesh.parallel.fully_shard?",
+        "module 'shardmesh' has no attribute 'DTensor'; did you mean shardmesh.compat.DTensor?",
+        "module 'shardmesh' has no attribute 'no_such_name'",
     ], done.stderr
 
 
-def test_every_public_name_exists():
-    done = python("import shardmesh as sm; print([n for n in getattr(sm, '__all__', []) if not hasattr(sm, n)])")
-    assert done.stdout == "[]\n", done.stderr
+def test_every_name_has_one_home():
+    homes: dict[str, list[str]] = {}
+    for module in ["shardmesh", *(f"shardmesh.{name}" for name in NAMESPACES if name != "compat")]:
+        for name in importlib.import_module(module).__all__:
+            homes.setdefault(name, []).append(module)
+    double = {name: found for name, found in homes.items() if len(found) > 1}
+    assert all(found[1:] == ["shardmesh.errors"] or found[-1] == "shardmesh.errors" for found in double.values()), double
+
+
+def test_type_checkers_know_the_namespaces(tmp_path):
+    pytest.importorskip("pyright")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import shardmesh as sm\n"
+        "import shardmesh.parallel\n"
+        "from shardmesh.optim import Muon, NoSuchName\n"
+        "sm.parallel.fully_shard, sm.debug.explain, sm.psum, shardmesh.parallel.colwise, Muon\n"
+        "sm.parallel.no_such_name\n"
+        "sm.fully_shard\n"
+    )
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / ".venv/src")]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable], capture_output=True, text=True
+    )
+    errors = [line.split(" - ", 1)[1] for line in done.stdout.splitlines() if " - error: " in line]
+    assert [name for name in ("NoSuchName", "no_such_name", "fully_shard") if any(name in e for e in errors)] == [
+        "NoSuchName", "no_such_name", "fully_shard"
+    ], done.stdout
+    assert len(errors) == 3, done.stdout
 
 
 def test_these_tests_see_one_copy_of_the_package():
-    front = str(Path(__file__).parents[1] / "__init__.py")
+    front = str(ROOT / "__init__.py")
     names = [name for name, module in sys.modules.items() if getattr(module, "__file__", None) == front]
     assert names in ([], ["shardmesh"])

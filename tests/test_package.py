@@ -17,19 +17,22 @@ def pip(*args: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def files() -> set[Path]:
+    """Every Python file of the package."""
+    found = (f.relative_to(ROOT) for f in ROOT.rglob("*.py"))
+    return {f for f in found if f.parts[0] not in NOT_SHIPPED and not f.parts[0].startswith(".")}
+
+
 def sources() -> set[str]:
     """Every Python file of the package as the wheel should name it."""
-    files = (f.relative_to(ROOT) for f in ROOT.rglob("*.py"))
-    shipped = (f for f in files if f.parts[0] not in NOT_SHIPPED and not f.parts[0].startswith("."))
-    return {f"shardmesh/{f.as_posix()}" for f in shipped}
+    return {f"shardmesh/{f.as_posix().removeprefix('namespaces/')}" for f in files()}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     """Built without the network from a copy: a build in place would leave its folders in the working tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in sources() | {"shardmesh/" + f for f in ("pyproject.toml", "LICENSE", "README.md", "py.typed")}:
-        name = name.removeprefix("shardmesh/")
+    for name in files() | {Path(f) for f in ("pyproject.toml", "LICENSE", "README.md", "py.typed")}:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             (source / name).write_bytes((ROOT / name).read_bytes())
@@ -72,7 +75,7 @@ def test_installed_from_the_wheel(wheel, tmp_path):
     pip("install", "--no-deps", "--no-index", "--target", str(target), str(wheel))
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import shardmesh, shardmesh.kernels, shardmesh.sharding.ops.rules\n"
+        "import shardmesh, shardmesh.kernels, shardmesh.sharding.ops.rules, shardmesh.parallel\n"
         "from shardmesh.mesh.launch import local_processes\n"
         "print(shardmesh.__file__, shardmesh.mesh.__file__)"
     )

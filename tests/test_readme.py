@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import shardmesh as sm
+from tests.public import public_names
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -34,7 +35,7 @@ def test_readme_example_runs():
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples(name):
     module = importlib.import_module(f"shardmesh.sharding.{name}")
-    results = doctest.testmod(module, globs={**{name: getattr(sm, name) for name in sm.__all__}, **vars(module), "torch": torch})
+    results = doctest.testmod(module, globs={**public_names(), **vars(module), "torch": torch})
     assert results.failed == 0
     assert results.attempted > 0
 
@@ -46,5 +47,5 @@ def test_links_in_documents_exist():
 
 
 def test_every_public_name_is_documented():
-    for name in sm.__all__:
-        assert getattr(sm, name).__doc__, name
+    for name, value in public_names().items():
+        assert value.__doc__, name

@@ -10,7 +10,7 @@ launch, including the epilogue, where a collective of NCCL is followed by a kern
 quantises; a pull reads each packed element once and writes it to its place, where NCCL needs a second buffer and an unpacking
 pass.
 Against NCCL: one shot should win where latency dominates (below some 256 KB inside a node), two shots up to some MB, pulls where
-an unpacking pass is saved. That follows from counting bytes and barriers; none of it has run on a GPU yet. `sm.calibrate` measures
+an unpacking pass is saved. That follows from counting bytes and barriers; none of it has run on a GPU yet. `sm.topology.calibrate` measures
 it.
 
 Contributions are added in the order of the group, 16-bit floats in float32, and rounded once: a pull to the dtype of

@@ -66,7 +66,7 @@ def reached_preemption(step: int) -> bool:
 
     >>> import shardmesh as sm
     >>> for step in range(3):
-    ...     if sm.reached_preemption(step):
+    ...     if sm.training.reached_preemption(step):
     ...         break  # save and leave
     """
     world = current_world()

@@ -45,8 +45,8 @@ def rank_zero(fn: None = None, *, local: bool = False) -> Callable[[Callable[Arg
 def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> Callable[..., Any]:
     """rank_zero(fn)(*args) -> fn(*args) on rank 0, None on the others, which do not wait.
 
-    Also a decorator: `@sm.rank_zero`, or `@sm.rank_zero(local=True)`. Before the default process group is started, the rank is the
-    one that torchrun or `launch` has set. A collective with other ranks inside fn would hang, so it causes a warning, once
+    Also a decorator: `@rank_zero`, or `@rank_zero(local=True)`. Before the default process group is started, the rank is the one that
+    torchrun or `launch` has set. A collective with other ranks inside fn would hang, so it causes a warning, once
     per line.
 
     Args:
@@ -56,7 +56,7 @@ def rank_zero(fn: Callable[..., Any] | None = None, *, local: bool = False) -> C
     Communication: none.
 
     >>> import shardmesh as sm
-    >>> @sm.rank_zero
+    >>> @sm.training.rank_zero
     ... def log(loss):
     ...     print(loss)
     >>> sm.simulate(4)(lambda: log(0.5))()
@@ -96,7 +96,7 @@ def main_process_first(local: bool = False) -> Iterator[None]:
 
     >>> import shardmesh as sm
     >>> def fn():
-    ...     with sm.main_process_first():
+    ...     with sm.training.main_process_first():
     ...         print("download")
     >>> sm.simulate(2)(fn)()
     [rank 0] download

@@ -46,7 +46,7 @@ def breakpoint(rank: int = 0) -> None:
     Communication: all_gather_object, of a few bytes, over all ranks.
 
     >>> import shardmesh as sm
-    >>> sm.breakpoint(rank=2)  # doctest: +SKIP
+    >>> sm.monitor.breakpoint(rank=2)  # doctest: +SKIP
     > train.py(12)<module>()
     (Pdb) p loss
     """

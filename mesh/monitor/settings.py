@@ -1,4 +1,4 @@
-"""Settings of the monitor: `guard` and `watchdog`."""
+"""Settings of the monitor: `collective_check` and `watchdog`."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def settings() -> Settings:
     return _settings
 
 
-def guard(mode: str) -> None:
-    """guard(mode): set how ranks' collectives are compared from the next collective on; call it with the same mode on all ranks.
+def collective_check(mode: str) -> None:
+    """collective_check(mode): set how ranks' collectives are compared from the next collective on; call it with the same mode on all ranks.
 
     Args:
         mode: "on" compares while the collective runs, without waiting: a difference is an error on every rank within half a second.
@@ -88,10 +88,10 @@ def guard(mode: str) -> None:
     Communication: none.
 
     >>> import shardmesh as sm
-    >>> sm.guard("on")
+    >>> sm.monitor.collective_check("on")
     """
     if mode not in MODES:
-        raise ValueError(f"guard({mode!r}): write one of {', '.join(map(repr, MODES))}.")
+        raise ValueError(f"collective_check({mode!r}): write one of {', '.join(map(repr, MODES))}.")
     settings().mode = mode
 
 
@@ -107,7 +107,7 @@ def watchdog(warn: float | None = None, timeout: float | None = None) -> None:
     Communication: none. Call it alike on all ranks, at any time.
 
     >>> import shardmesh as sm
-    >>> sm.watchdog(timeout=600)
+    >>> sm.monitor.watchdog(timeout=600)
     """
     for name, value in (("warn", warn), ("timeout", timeout)):
         if value is not None and not value > 0:

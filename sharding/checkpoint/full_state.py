@@ -42,7 +42,7 @@ def full_state_dict(state: Any, rank: int = 0) -> Any:
     Communication: for each `ShardedTensor` the reduction of pending values, and one all_to_all in which each box goes to `rank` once.
 
     Example:
-        >>> whole = sm.full_state_dict(model)
+        >>> whole = sm.checkpoint.full_state_dict(model)
         >>> if mesh.get_rank() == 0:
         ...     torch.save(whole, "model.pt")
     """
@@ -91,7 +91,7 @@ def load_full_state_dict(module: nn.Module, state: Any, rank: int = 0, *, optimi
 
     Example:
         >>> state = torch.load("model.pt") if mesh.get_rank() == 0 else None
-        >>> sm.load_full_state_dict(model, state)
+        >>> sm.checkpoint.load_full_state_dict(model, state)
     """
     world = current_world()
     _check_rank("load_full_state_dict", rank, world)
@@ -115,7 +115,9 @@ def _describe(state: Any) -> tuple[Stored, dict[str, Any]]:
     tensors = {name: leaf for name, leaf in found.items() if isinstance(leaf, Tensor)}
     sharded = [name for name, leaf in tensors.items() if isinstance(leaf, ShardedTensor)]
     if sharded:
-        raise ValueError(f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use sm.load_state_dict")
+        raise ValueError(
+            f"load_full_state_dict: {sharded[0]!r} is a ShardedTensor; give whole tensors, or use sm.checkpoint.load_state_dict"
+        )
     values = {name: leaf for name, leaf in found.items() if name not in tensors}
     entries = {
         name: StoredLeaf(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else StoredLeaf(None, None) for name, leaf in found.items()

@@ -61,9 +61,9 @@ def load(dir: str | os.PathLike[str], like: Any, *, step: int | None = None) -> 
         which ranks need the same, an all_gather of small objects and an all_to_all (not over gloo).
 
     Example:
-        >>> state = sm.load("checkpoints", like=sm.state_dict(model, optimizer))
-        >>> sm.load_state_dict(model, state, optimizer)
-        >>> w = sm.load("checkpoints", {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
+        >>> state = sm.checkpoint.load("checkpoints", like=sm.checkpoint.state_dict(model, optimizer))
+        >>> sm.checkpoint.load_state_dict(model, state, optimizer)
+        >>> w = sm.checkpoint.load("checkpoints", {"model": {"w": Layout.of(mesh, P("tp"), (8, 4))}})["model"]["w"]
     """
     world = current_world()
     group = all_ranks(world)
@@ -166,12 +166,14 @@ def _warn_of_newer(dir: Path, step: int | None) -> None:
 def _no_checkpoint(dir: Path, step: int | None) -> str:
     if dir.is_file():
         return (
-            f"load: {dir} is a file; pass the folder that was passed to sm.save. Use sm.load_safetensors for a *.safetensors file, "
-            "and torch.load on one rank with sm.load_full_state_dict for a file of torch.save"
+            f"load: {dir} is a file; pass the folder that was passed to sm.checkpoint.save. Use sm.checkpoint.load_safetensors for a "
+            "*.safetensors file, and torch.load on one rank with sm.checkpoint.load_full_state_dict for a file of torch.save"
         )
     have = sorted(folders.complete(dir))
     which = "complete checkpoint" if step is None else f"complete checkpoint of step {step}"
-    return f"load: {dir} has no {which}" + (f"; it has steps {have[-8:]}" if have else "; is it the folder that was passed to sm.save?")
+    return f"load: {dir} has no {which}" + (
+        f"; it has steps {have[-8:]}" if have else "; is it the folder that was passed to sm.checkpoint.save?"
+    )
 
 
 def line_of(want: Any) -> str:

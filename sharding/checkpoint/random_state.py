@@ -21,8 +21,8 @@ class RandomState:
     Communication: none.
 
     Example:
-        >>> sm.save({"model": model, "random": sm.RandomState()}, "checkpoints")
-        >>> sm.load("checkpoints", {"model": model, "random": sm.RandomState()})
+        >>> sm.checkpoint.save({"model": model, "random": sm.checkpoint.RandomState()}, "checkpoints")
+        >>> sm.checkpoint.load("checkpoints", {"model": model, "random": sm.checkpoint.RandomState()})
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def load_safetensors(path: str | os.PathLike[str], like: Any) -> Any:
     Communication: two all_gathers of small objects over all ranks.
 
     Example:
-        >>> sm.load_safetensors("llama/", like=model)
-        >>> w = sm.load_safetensors("w.safetensors", {"w": Layout.of(mesh, P("tp"), (8, 4))})["w"]
+        >>> sm.checkpoint.load_safetensors("llama/", like=model)
+        >>> w = sm.checkpoint.load_safetensors("w.safetensors", {"w": Layout.of(mesh, P("tp"), (8, 4))})["w"]
     """
     world = current_world()
     group = all_ranks(world)
@@ -231,8 +231,8 @@ def save_safetensors(tree: Any, path: str | os.PathLike[str], rank: int = 0, *, 
     Communication: for each `ShardedTensor` as `full_state_dict`, then one all_gather of small objects over all ranks.
 
     Example:
-        >>> sm.save_safetensors(model, "model.safetensors")
-        >>> sm.save_safetensors(model, "llama", max_shard_size="5GB")
+        >>> sm.checkpoint.save_safetensors(model, "model.safetensors")
+        >>> sm.checkpoint.save_safetensors(model, "llama", max_shard_size="5GB")
     """
     world, path, tied = current_world(), Path(path), ties(tree)
     tensors = {name: leaf for name, leaf in _named(tree) if name not in tied}

@@ -52,7 +52,8 @@ def save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = None, kee
     Communication: four all_gathers of small objects over all ranks; the reduction of pending values.
 
     Example:
-        >>> sm.save({**sm.state_dict(model, optimizer), "random": sm.RandomState(), "step": step}, "checkpoints", step=step, keep=3)
+        >>> state = {**state_dict(model, optimizer), "random": RandomState(), "step": step}
+        >>> save(state, "checkpoints", step=step, keep=3)
     """
     _wait_for_last()
     job = prepare_save(tree, dir, step, keep, copies=False)
@@ -73,7 +74,7 @@ def async_save(tree: Any, dir: str | os.PathLike[str], *, step: int | None = Non
         for the files of other ranks.
 
     Example:
-        >>> saving = sm.async_save({"model": model}, "checkpoints", step=step)
+        >>> saving = sm.checkpoint.async_save({"model": model}, "checkpoints", step=step)
         >>> train_on()
         >>> saving.wait()
     """

@@ -29,8 +29,8 @@ def state_dict(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str
     Communication: none.
 
     Example:
-        >>> sm.save(sm.state_dict(model, optimizer), "checkpoints")
-        >>> sm.load_state_dict(model, sm.load("checkpoints", like=sm.state_dict(model, optimizer)), optimizer)
+        >>> save(state_dict(model, optimizer), "checkpoints")
+        >>> load_state_dict(model, load("checkpoints", like=state_dict(model, optimizer)), optimizer)
     """
     state: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:

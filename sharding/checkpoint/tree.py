@@ -36,7 +36,7 @@ class PerRank(Leaf):
     Communication: none.
 
     Example:
-        >>> sm.save({"noise": sm.PerRank(torch.get_rng_state())}, "checkpoints")
+        >>> sm.checkpoint.save({"noise": sm.checkpoint.PerRank(torch.get_rng_state())}, "checkpoints")
     """
 
     value: Any

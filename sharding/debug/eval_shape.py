@@ -95,7 +95,7 @@ def eval_shape(
     Example:
         >>> mesh = sm.AbstractMesh((128, 8), ("dp", "tp"))
         >>> x, w = sm.Layout.of(mesh, P("dp"), (4096, 1024)), sm.Layout.of(mesh, P("tp"), (8192, 1024))
-        >>> sm.eval_shape(torch.nn.functional.linear, x, w).result
+        >>> sm.debug.eval_shape(torch.nn.functional.linear, x, w).result
         f32[4096, 8192] @ P('dp', 'tp') on (dp=128, tp=8)
     """
     given = (f, args, kwargs)

@@ -35,7 +35,7 @@ _UNSET = frozenset(
     }
 )
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]  # the end of the graph at a leaf
-_SEEN = "shardmesh.debug_nans"  # in the metadata of a node of the graph
+_SEEN = "shardmesh.debug.debug_nans"  # in the metadata of a node of the graph
 
 
 class BadValueError(FloatingPointError):
@@ -73,7 +73,7 @@ class debug_nans(TorchFunctionMode):
         `examples/train_lm.py` takes 1.2 times as long on a CPU core, at its smallest size 2.1 times (torch's `detect_anomaly`: 1.7, 3.2).
 
     Example:
-        >>> with sm.debug_nans():
+        >>> with sm.debug.debug_nans():
         ...     loss = model(batch).mean()
         ...     loss.backward()
     """

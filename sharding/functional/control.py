@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..tensor.autograd.engine_hooks import innermost, is_batched
 from ..tensor.sharded_tensor import ShardedTensor
-from .transforms.gradients import checkpoint
+from .transforms import gradients
 
 
 def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any) -> Any:
@@ -114,7 +114,7 @@ def scan(
         length: number of steps; required without `xs`.
         reverse: whether to go from the last to the first; ys are stacked in the order of xs.
         unroll: not used.
-        remat: whether to recompute the intermediate values of a step in backward, as `sm.checkpoint`.
+        remat: whether to recompute the intermediate values of a step in backward, as `sm.remat`.
 
     Raises: ValueError for lengths that differ, or none; TypeError for an `f` that does not return a pair, or a carry unlike the last one.
 
@@ -125,7 +125,7 @@ def scan(
     """
     leaves, tree = pytree.tree_flatten(xs)
     count = _length(leaves, length)
-    step = checkpoint(f) if remat else f
+    step = gradients.remat(f) if remat else f
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
         carry, y = _stepped(step, carry, pytree.tree_unflatten([x if x is None else x[i] for x in leaves], tree))

@@ -260,7 +260,7 @@ def _version(leaf: Any, part: Any, arg: InputSpec) -> int | None:
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:
-    """Describe the arguments that must be redistributed, for `sm.implicit` and reports."""
+    """Describe the arguments that must be redistributed, for `sm.ops.implicit_comm` and reports."""
     inputs: list[InputSpec] = frame["inputs"]
     advice = ", ".join(f"{arg.path} to {arg.dst.spec}" for arg in inputs if arg.dst is not None)
     return OperatorCall(f"shard_map({frame['name']})", ", ".join(str(arg.src) for arg in inputs), f"Redistribute {advice} before the call")

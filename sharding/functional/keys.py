@@ -1,8 +1,8 @@
 """Random keys, as in JAX: a value determines the random numbers, so that it is known which ranks draw the same.
 
-    key = sm.random_key(0)                                       the same on every rank
-    with sm.seeded(key): mask = dropout(x)                        the same mask on every rank
-    own = sm.fold_in(key, sm.axis_index("dp"))                    another one on every rank of dp
+    key = sm.random.key(0)                                       the same on every rank
+    with sm.random.seeded(key): mask = dropout(x)                        the same mask on every rank
+    own = sm.random.fold_in(key, sm.axis_index("dp"))                    another one on every rank of dp
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Key:
     varying: frozenset[str] = frozenset()
 
 
-def random_key(seed: int) -> Key:
-    """random_key(seed) -> R: return a key, the same on every rank for the same seed. Communication: none."""
+def key(seed: int) -> Key:
+    """key(seed) -> R: return a key, the same on every rank for the same seed. Communication: none."""
     return Key(_splitmix(seed & _MASK))
 
 
@@ -75,7 +75,7 @@ def seeded(key: Key) -> Iterator[None]:
     Communication: none.
 
     Example:
-        >>> with sm.seeded(sm.fold_in(key, sm.axis_index("dp"))):
+        >>> with sm.random.seeded(sm.random.fold_in(key, sm.axis_index("dp"))):
         ...     x = torch.nn.functional.dropout(x, 0.1)
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

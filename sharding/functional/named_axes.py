@@ -239,7 +239,7 @@ def _env_of_replay(name: AxisName) -> AxisEnv:
     if engine_hooks.current_backward() < 0 or not found:
         raise _unbound(name, "no mapped function is running")
     if len({id(m.root) for m in found}) > 1:
-        raise _unbound(name, "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.checkpoint")
+        raise _unbound(name, "several meshes have it, and torch.utils.checkpoint does not say which is meant; use sm.remat")
     return found[0]
 
 

@@ -69,8 +69,8 @@ def shard_map(
         mesh: the mesh. Default: that of the first sharded argument, or the one of `sm.set_mesh`.
         in_specs: the layouts of the arguments: a tree of `P`s (or placements) that is a prefix of theirs; None for static arguments, which
             are passed unchanged. Default: each argument keeps its layout, and plain tensors are replicated. An argument with another
-            layout is redistributed, which is implicit communication (`sm.implicit`). A plain tensor must be the same on every rank,
-            whatever its spec.
+            layout is redistributed, which is implicit communication (`sm.ops.implicit_comm`). A plain tensor must be the same on every
+            rank, whatever its spec.
         out_specs: the layouts of the results, likewise; None for results that are not tensors.
         axis_names: the manual axes, over which `f` receives local parts and may call collectives. Default: all axes. Over the other axes
             tensors stay global: `f` receives `ShardedTensor`s on the mesh of those. Specs name manual axes only.

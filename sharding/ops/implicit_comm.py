@@ -2,7 +2,7 @@
 
 An operator whose operands do not have the layouts it needs redistributes them. The result is right, but the cost may be a surprise:
 
-    with sm.implicit("forbid"):
+    with sm.ops.implicit_comm("forbid"):
         y = x @ w          # ImplicitCommError: names the operator, the layouts, the bytes, the line, and what to write
         w = w.redistribute(P())
         y = x @ w          # explicit: allowed
@@ -27,10 +27,10 @@ from ...mesh.errors import ImplicitCommError
 MODES = ("allow", "warn", "forbid")
 
 
-class implicit:
-    """implicit("allow" | "warn" | "forbid"): what happens when an operator communicates without being asked to.
+class implicit_comm:
+    """implicit_comm("allow" | "warn" | "forbid"): what happens when an operator communicates without being asked to.
 
-    Applies from the call on, to this process (this rank of a simulated world); as `with implicit(...):` until the end of the
+    Applies from the call on, to this process (this rank of a simulated world); as `with implicit_comm(...):` until the end of the
     block. The default is "allow". "warn" warns once for each operator and line.
 
     Raises:
@@ -40,25 +40,25 @@ class implicit:
     Communication: none.
 
     Example:
-        >>> with sm.implicit("forbid"):
+        >>> with sm.ops.implicit_comm("forbid"):
         ...     y = x.relu()
     """
 
     def __init__(self, mode: str) -> None:
         if mode not in MODES:
-            raise ValueError(f"implicit({mode!r}): write one of {', '.join(map(repr, MODES))}")
+            raise ValueError(f"implicit_comm({mode!r}): write one of {', '.join(map(repr, MODES))}")
         self.mode = mode
         self._world = current_world()
         self._before = _replace_observer(self._world, None if mode == "allow" else _ImplicitCommObserver(mode))
 
-    def __enter__(self) -> implicit:
+    def __enter__(self) -> implicit_comm:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         _replace_observer(self._world, self._before)
 
     def __repr__(self) -> str:
-        return f"implicit({self.mode!r})"
+        return f"implicit_comm({self.mode!r})"
 
 
 class _ImplicitCommObserver:
@@ -75,8 +75,8 @@ class _ImplicitCommObserver:
         text = f"{describe(call, record)}: implicit communication"
         if self.mode == "forbid":
             raise ImplicitCommError(
-                f"{call.place}: {text}, which implicit('forbid') refuses. Nothing has moved. {call.operator.advice}, or allow it "
-                "with `with sm.implicit('allow'):` around the line."
+                f"{call.place}: {text}, which implicit_comm('forbid') refuses. Nothing has moved. {call.operator.advice}, or allow it "
+                "with `with sm.ops.implicit_comm('allow'):` around the line."
             )
         if (call.name, call.place) not in self.warned:
             self.warned.add((call.name, call.place))

@@ -1,4 +1,4 @@
-"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and `implicit`."""
+"""Which operator a frame of the dispatch runs: name, operands and advice, for reports, budgets and `implicit_comm`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`call`: run an operator whose result must have a given layout, like JAX's `out_sharding=`.
+"""`apply`: run an operator whose result must have a given layout, like JAX's `out_sharding=`.
 
 An operator by itself redistributes as little as possible: `x @ w` with a split inner dim is pending. If the layout of the result is known,
 there is a choice: run the operator on its operands in their layouts and redistribute the result, or redistribute operands first.
@@ -39,10 +39,11 @@ Choices = tuple[str | None, ...]  # for each axis of more than one rank: KEEP, t
 KEEP = "(keep)"  # cannot be the name of a factor
 
 
-def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
-    """call(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the cheapest way known.
+def apply(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any) -> Any:
+    """apply(func, *args, out_sharding=P(...)) -> func(*args) laid out as out_sharding, in the cheapest way known.
 
-    Its communication is explicit: `sm.implicit("forbid")` allows it, and reports show it under the operator's name. Differentiable.
+    Its communication is explicit: `sm.ops.implicit_comm("forbid")` allows it, and reports show it under the operator's name.
+    Differentiable.
 
     Args:
         func: a function of torch: `torch.matmul`, `torch.einsum`, `torch.nn.functional.linear`, `torch.reshape`, ... The result of any
@@ -58,12 +59,12 @@ def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any)
         dim is split: a reduce_scatter into the requested split.
 
     Example:
-        >>> y = sm.call(torch.matmul, x, w, out_sharding=P("dp", "tp"))
+        >>> y = sm.ops.apply(torch.matmul, x, w, out_sharding=P("dp", "tp"))
     """
     _check_call(func, args, kwargs)
     given, kwargs = plain_operands.replicated(func, args, kwargs)
     args = tuple(given)
-    key: list[Any] = [call, func, repr(out_sharding)]
+    key: list[Any] = [apply, func, repr(out_sharding)]
     operands: list[Any] = []
     for name, item in (("", list(args)), *kwargs.items()):
         key.append(name)
@@ -73,18 +74,18 @@ def call(func: Callable[..., Any], *args: Any, out_sharding: Any, **kwargs: Any)
     return with_sharding_constraint(func(*moved, **options), out_sharding)
 
 
-DESCRIBERS[call.__code__] = lambda frame: strategy.name_of(frame["func"])  # reports name the operator
+DESCRIBERS[apply.__code__] = lambda frame: strategy.name_of(frame["func"])  # reports name the operator
 
 
 def _check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     name = strategy.name_of(func)
     if not any(isinstance(x, ShardedTensor) for x in plain_operands.tensors_in((*args, *kwargs.values()))):
         raise TypeError(
-            f"call({name}, ...): no ShardedTensor among the arguments, whose mesh the result would have; place one first with "
+            f"apply({name}, ...): no ShardedTensor among the arguments, whose mesh the result would have; place one first with "
             "device_put(t, mesh, P(...))"
         )
     if writes_first_operand(func) or kwargs.get("inplace") is True or kwargs.get("out") is not None:
-        raise ValueError(f"call({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function")
+        raise ValueError(f"apply({name}, ...): {name} writes into a tensor, which already has a layout; use the out-of-place function")
 
 
 def _moved(operands: Sequence[ShardedTensor], targets: Sequence[Layout]) -> list[ShardedTensor]:
@@ -149,10 +150,10 @@ def _wanted(func: Callable[..., Any], result: Any, like: Layout, out: Any) -> li
     if result is None:
         return []
     name = strategy.name_of(func)
-    found = list(matched(result, out, f"call({name}, ...)"))
+    found = list(matched(result, out, f"apply({name}, ...)"))
     for path, leaf, _ in found:
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"call({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself")
+            raise TypeError(f"apply({name}, ...): the result{path} is {leaf!r}, which has no layout; call {name} itself")
     return [Layout.of(like.mesh, where, leaf.shape, leaf.dtype) for _, leaf, where in found]
 
 

@@ -36,7 +36,7 @@ from ..layout.spec import P
 from ..tensor.autograd import engine_hooks
 from ..tensor.from_dtensor import is_dtensor
 from ..tensor.sharded_tensor import ShardedTensor
-from .implicit_comm import implicit
+from .implicit_comm import implicit_comm
 from .prepared_modules import is_prepared
 from .rules.registry import writes_first_operand
 from .strategy import name_of
@@ -114,7 +114,7 @@ def _compare(place: str, plain: Iterable[Tensor], mesh: DeviceMesh) -> None:
     group = mesh.group()
     copies = [ReplicaLeaf(f"plain operand {dtype_name(x.dtype)}{list(x.shape)}", "tensor", x.detach(), group.ranks) for x in plain]
     try:
-        with implicit("allow"):
+        with implicit_comm("allow"):
             compare(f"{place}: a plain operand with a ShardedTensor counts as replicated inside a prepared module, and ", copies, group)
     except ReplicaError as error:
         advice = (
@@ -221,7 +221,7 @@ def refuse_without_value(func: Any, operands: Sequence[ShardedTensor]) -> None:
         raise RuntimeError(
             f"{name_of(func)}: a plain tensor on 'meta', which has no value, with ShardedTensors on {operands[0].device}. Code that "
             "reads x.device in C++, such as torch's gradient clipping and GradScaler, gets 'meta' and puts numbers there: use "
-            "sm.clip_grad_norm_ or sm.GradScaler, or make the number a ShardedTensor"
+            "sm.training.clip_grad_norm_ or sm.training.GradScaler, or make the number a ShardedTensor"
         )
 
 
@@ -239,5 +239,5 @@ def refuse(tensor: Tensor, func: Any) -> NoReturn:
     raise RuntimeError(
         f"{what}; lay out the plain tensor on the mesh with distribute_tensor(t, mesh, placements) or "
         "ShardedTensor.from_local(t, mesh, placements), or treat plain tensors as replicated inside "
-        "`with sm.implicit_replication():`"
+        "`with sm.ops.implicit_replication():`"
     )

@@ -20,7 +20,7 @@ class _AlreadyParallel:
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
             "this module is parallel already, by shardmesh: call it as it is, without DistributedDataParallel. For data parallelism with "
-            "whole parameters make it with sm.data_parallel(model, mesh), which sums gradients itself"
+            "whole parameters make it with sm.parallel.data_parallel(model, mesh), which sums gradients itself"
         )
 
 

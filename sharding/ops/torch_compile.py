@@ -50,7 +50,7 @@ def refuse_jit_trace() -> None:
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.jit.trace records neither ShardedTensors nor collectives; trace or export a plain model loaded from "
-            "sm.full_state_dict(model) on one rank, or use torch.compile"
+            "sm.checkpoint.full_state_dict(model) on one rank, or use torch.compile"
         )
 
 

@@ -59,7 +59,7 @@ class Muon(MatrixOptimizer):
         gathered. AdamW: none.
 
     Example:
-        >>> optimizer = sm.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
+        >>> optimizer = sm.optim.Muon(model.named_parameters(), lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=3e-4)
     """
 
     algorithm = "muon"

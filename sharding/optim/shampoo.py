@@ -55,7 +55,7 @@ class Shampoo(MatrixOptimizer):
         gradients' dtype, at least float32. AdamW: none. Preconditioners are redistributed after loading a state with other owners.
 
     Example:
-        >>> optimizer = sm.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, adamw=["*embed*"], adamw_lr=1e-3)
+        >>> optimizer = sm.optim.Shampoo(model.named_parameters(), lr=0.05, momentum=0.9, adamw=["*embed*"], adamw_lr=1e-3)
     """
 
     algorithm = "shampoo"

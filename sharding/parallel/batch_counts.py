@@ -25,7 +25,7 @@ def check_lengths(loader: Sized, mesh: DeviceMesh | None = None) -> int:
     Communication: one small all_gather over the mesh.
 
     Example:
-        >>> steps = sm.check_lengths(loader, mesh)
+        >>> steps = sm.parallel.check_lengths(loader, mesh)
     """
     group = given_or_current(mesh).group()
     lengths = group.all_gather_object(_length(loader))
@@ -47,7 +47,7 @@ def _no_length(ranks: Sequence[int], lengths: Sequence[Any]) -> str:
     without = [rank for rank, length in zip(ranks, lengths, strict=True) if length is None]
     return (
         f"check_lengths: the loader has no len() on {ranks_text(without)}, so its number of batches is unknown; pass a loader with a "
-        "length, or write `for batch in sm.join(loader, mesh)`, which ends the loop on all ranks at once"
+        "length, or write `for batch in sm.parallel.uneven_inputs(loader, mesh)`, which ends the loop on all ranks at once"
     )
 
 
@@ -59,6 +59,7 @@ def _uneven(ranks: Sequence[int], lengths: Sequence[int]) -> str:
     fewest_first = sorted(having.items(), key=lambda item: len(item[1]))
     who = ", ".join(f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {length}" for length, some in fewest_first)
     return (
-        f"check_lengths: numbers of batches differ: {who}; make them equal, or write `for batch in sm.join(loader, mesh)`: all stop "
-        f"after {min(lengths)}, or with mode='shadow' or mode='empty' run {max(lengths)} steps, some of them without samples"
+        f"check_lengths: numbers of batches differ: {who}; make them equal, or write "
+        f"`for batch in sm.parallel.uneven_inputs(loader, mesh)`: all stop after {min(lengths)}, or with mode='shadow' or "
+        f"mode='empty' run {max(lengths)} steps, some of them without samples"
     )

@@ -1,4 +1,4 @@
-"""`join`: loops over batches that end together on all ranks when some ranks have fewer batches.
+"""`uneven_inputs`: loops over batches that end together on all ranks when some ranks have fewer batches.
 
     rank 0 has [a b c], rank 1 has [d]       what each step of the loop receives; w are weights
                         step 0               step 1              step 2
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @overload
-def join(
+def uneven_inputs(
     loader: Iterable[T],
     mesh: DeviceMesh | None = None,
     axes: str | Sequence[str] | None = None,
@@ -56,7 +56,7 @@ def join(
     mode: Literal["stop", "empty"] = "stop",
 ) -> Iterator[T]: ...
 @overload
-def join(
+def uneven_inputs(
     loader: Iterable[T],
     mesh: DeviceMesh | None = None,
     axes: str | Sequence[str] | None = None,
@@ -64,7 +64,7 @@ def join(
     mode: Literal["shadow"],
     count: Callable[[T], int] | None = None,
 ) -> Iterator[tuple[T, float]]: ...
-def join(
+def uneven_inputs(
     loader: Iterable[Any],
     mesh: DeviceMesh | None = None,
     axes: str | Sequence[str] | None = None,
@@ -72,12 +72,12 @@ def join(
     mode: str = "stop",
     count: Callable[[Any], int] | None = None,
 ) -> Iterator[Any]:
-    """join(loader) -> the loader's batches, for the same number of steps on every rank.
+    """uneven_inputs(loader) -> the loader's batches, for the same number of steps on every rank.
 
-        for x, y in sm.join(loader, mesh):                                      # all stop after the shortest
-        for x, y in sm.join(loader, mesh, mode="empty"):                        # x, y become sharded tensors
+        for x, y in sm.parallel.uneven_inputs(loader, mesh):                                      # all stop after the shortest
+        for x, y in sm.parallel.uneven_inputs(loader, mesh, mode="empty"):                        # x, y become sharded tensors
             x, y = (sm.make_array_from_process_local_data(mesh, P("dp"), t) for t in (x, y))
-        for (x, y), weight in sm.join(loader, mesh, mode="shadow"):             # each rank has its own loss
+        for (x, y), weight in sm.parallel.uneven_inputs(loader, mesh, mode="shadow"):             # each rank has its own loss
             (loss_of(x, y) * weight).backward()                                 # and gradients are averaged over ranks
 
     Which mode: "stop" leaves surplus batches of some ranks out of the epoch. The others use every sample once, while some ranks compute
@@ -117,19 +117,19 @@ def join(
     torch's `Join` is for DistributedDataParallel and ZeroRedundancyOptimizer: ranks that have run out take part in the all_reduces that
     these classes declare, with zeros. Its mean is over ranks, not samples, so a short batch counts as much as a full one; FSDP, tensor
     parallelism and collectives of the program hang. Accelerate's `join_uneven_inputs` uses that `Join`; its `even_batches` repeats
-    samples, which then count twice. The equivalent of torch's `throw_on_early_termination` is `sm.check_lengths` before the loop.
+    samples, which then count twice. The equivalent of torch's `throw_on_early_termination` is `sm.parallel.check_lengths` before the loop.
 
     Example:
-        >>> for batch in sm.join(loader, mesh, axes="dp"):
+        >>> for batch in sm.parallel.uneven_inputs(loader, mesh, axes="dp"):
         ...     train_step(batch)
     """
     if mode not in MODES:
-        raise ValueError(f"join(mode={mode!r}): write one of {', '.join(map(repr, MODES))}")
+        raise ValueError(f"uneven_inputs(mode={mode!r}): write one of {', '.join(map(repr, MODES))}")
     if count is not None and mode != "shadow":
-        raise ValueError(f"join(count=..., mode={mode!r}): only mode='shadow' has weights; leave count out")
+        raise ValueError(f"uneven_inputs(count=..., mode={mode!r}): only mode='shadow' has weights; leave count out")
     mesh = given_or_current(mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"join(loader, mesh, axes): mesh must be a DeviceMesh, got {mesh!r}")
+        raise TypeError(f"uneven_inputs(loader, mesh, axes): mesh must be a DeviceMesh, got {mesh!r}")
     exchange = _StepExchange(mesh, _positions(mesh, axes))
     samples_of = (lambda batch: 0) if mode == "stop" else count or _rows_of
     return _steps(_turns(loader, samples_of), exchange, mode)
@@ -303,7 +303,7 @@ def _raise(exchange: _StepExchange, mine: _Turn, step: int) -> None:
     """Raise this rank's own error, or a PeerError for those of others."""
     received = exchange.group.all_gather_object(None if mine.error is None else _seen(exchange, mine.error))
     if mine.error is not None:
-        mine.error.add_note(f"in the loader, for step {step} of sm.join; ranks that had a batch raise PeerError")
+        mine.error.add_note(f"in the loader, for step {step} of sm.parallel.uneven_inputs; ranks that had a batch raise PeerError")
         raise mine.error
     raise _peer_error([one for one in received if one is not None], step)
 
@@ -319,7 +319,9 @@ def _seen(exchange: _StepExchange, error: Exception) -> tuple[Observation, str]:
 def _peer_error(received: Sequence[tuple[Observation, str]], step: int) -> PeerError:
     seen = tuple(one for one, _ in received)
     ranks = tuple(one.rank for one in seen)
-    lines = [f"the loader of {ranks_text(ranks)} raised an error for step {step} of sm.join, so no rank can take that step:"]
+    lines = [
+        f"the loader of {ranks_text(ranks)} raised an error for step {step} of sm.parallel.uneven_inputs, so no rank can take that step:"
+    ]
     lines += [f"rank {one.rank}:\n{trace}" for one, trace in received]
     text = "\n".join(lines)
     return PeerError(text, Verdict("raised", ranks, "", seen, text))

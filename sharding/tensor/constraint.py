@@ -20,7 +20,7 @@ from .sharded_tensor import ShardedTensor
 def with_sharding_constraint(x: Any, spec: Any) -> Any:
     """with_sharding_constraint(x, spec) -> x laid out as the spec says: `redistribute` by JAX's name, for trees of tensors.
 
-    It communicates at once, and explicitly: `sm.implicit("forbid")` allows it. Differentiable.
+    It communicates at once, and explicitly: `sm.ops.implicit_comm("forbid")` allows it. Differentiable.
 
     Args:
         x: a `ShardedTensor`, or a tree (tuples, lists, dicts, named tuples, classes registered with torch's pytree) of them. None in

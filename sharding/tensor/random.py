@@ -47,7 +47,7 @@ class _RandomState:
         if torch.is_grad_enabled() and current_backward() >= 0 and not self.replaying:
             raise RuntimeError(
                 "random numbers for a ShardedTensor inside torch.utils.checkpoint: recomputed in backward, they would differ from "
-                "those of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.replay_random)"
+                "those of forward; write checkpoint(..., use_reentrant=False, context_fn=sm.random.replay_random)"
             )
         self.drawn += 1
         drawn.last = self.seed, self.drawn
@@ -82,9 +82,9 @@ def get_rng_state() -> Tensor:
     Communication: none.
 
     Example:
-        >>> state = sm.get_rng_state()
+        >>> state = sm.random.get_rng_state()
         >>> x = sm.rand(4, device_mesh=mesh)
-        >>> sm.set_rng_state(state)  # from here on, the same numbers again
+        >>> sm.random.set_rng_state(state)  # from here on, the same numbers again
     """
     state = _state(current_world())
     return torch.tensor([state.seed, state.drawn], dtype=torch.uint64).view(torch.uint8)
@@ -100,8 +100,8 @@ def set_rng_state(state: Tensor) -> None:
     """
     if state.dtype != torch.uint8 or state.shape != (16,):
         raise ValueError(
-            f"a random state must be 16 bytes (uint8), as sm.get_rng_state returns, got {state.dtype}{list(state.shape)}; pass a state of "
-            "torch's own generator to torch.set_rng_state"
+            f"a random state must be 16 bytes (uint8), as sm.random.get_rng_state returns, got {state.dtype}{list(state.shape)}; "
+            "pass a state of torch's own generator to torch.set_rng_state"
         )
     own = _state(current_world())
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
@@ -135,7 +135,7 @@ def check_rng_state(mesh: Any) -> None:
     if len(set(states)) > 1:
         found = ", ".join(f"rank {r}: seed {seed}, {n} drawn" for r, (seed, n) in zip(group.ranks, states, strict=True))
         raise RuntimeError(
-            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.manual_seed with the same seed "
+            f"the ranks of {mesh} would draw different random numbers ({found}); call sm.random.manual_seed with the same seed "
             "on every rank, and draw the same tensors on every rank"
         )
 
@@ -146,7 +146,7 @@ def replay_random() -> tuple[AbstractContextManager[None], AbstractContextManage
     Communication: none.
 
     Example:
-        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=sm.replay_random)
+        >>> y = checkpoint(block, x, use_reentrant=False, context_fn=sm.random.replay_random)
     """
     return nullcontext(), _Replay(_state(current_world()))
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _ONE_PART = (
     "torch.save writes only this rank's part of a ShardedTensor, which only this rank of an equal mesh can read; to save all of it, use "
-    "sm.save(tree, folder), or on every rank state = sm.full_state_dict(model) and then torch.save(state, path) on rank 0"
+    "sm.checkpoint.save(tree, folder), or on every rank state = sm.checkpoint.full_state_dict(model) and then torch.save(state, path) "
+    "on rank 0"
 )
 _no_torch_function = torch._C.DisableTorchFunctionSubclass
 _same_kind = torch._has_compatible_shallow_copy_type  # type: ignore[attr-defined]
@@ -238,8 +239,9 @@ class ShardedTensor(Tensor):
             return 0
         raise RuntimeError(
             "a ShardedTensor is not one block of memory; this rank's part is: x.to_local(). To write a model for other "
-            "programs, use sm.save_safetensors(model, path), or give whole tensors: state = sm.full_state_dict(model) on every rank, "
-            "then on rank 0 model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
+            "programs, use sm.checkpoint.save_safetensors(model, path), or give whole tensors: "
+            "state = sm.checkpoint.full_state_dict(model) on every rank, then on rank 0 "
+            "model.save_pretrained(path, state_dict=state) or torch.save(state, path). To export or trace a model, "
             "load that state into a plain one"
         )
 

@@ -35,7 +35,7 @@ class EMA:
     Communication: none, except in `load_state_dict` of averages with another layout.
 
     Example:
-        >>> ema = sm.EMA(model, decay=0.999)
+        >>> ema = sm.training.EMA(model, decay=0.999)
         >>> for batch in batches:
         ...     train_step(model, batch)
         ...     ema.update()

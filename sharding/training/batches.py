@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ...mesh.device_mesh import DeviceMesh
 from ..layout.spec import P
-from ..parallel.uneven_inputs import join
+from ..parallel.uneven_inputs import uneven_inputs
 from ..tensor.mesh_arguments import mesh_and_spec
 from ..tensor.process_data import make_array_from_process_local_data
 from .sampler import DistributedSampler
@@ -42,12 +42,12 @@ def batches(loader: Iterable[Any], mesh: DeviceMesh | P | None = None, spec: P |
         ValueError, TypeError: on every rank, a spec that is not a `P`, is pending or has sizes; a sampler for another number of ranks
             or other axes. On one rank: a tensor whose number of rows is not the number of samples in the batch.
 
-    Communication: with a `DistributedSampler`, none. With other loaders that of `sm.join`, and one small all_gather per batch over the
-        axes of the batch dim.
+    Communication: with a `DistributedSampler`, none. With other loaders that of `uneven_inputs`, and one small all_gather per batch over
+        the axes of the batch dim.
 
     Example:
-        >>> loader = DataLoader(dataset, batch_size=8, sampler=sm.DistributedSampler(dataset, mesh=mesh, axes="dp"))
-        >>> for x, y in sm.batches(loader, mesh, P("dp")):
+        >>> loader = DataLoader(dataset, batch_size=8, sampler=sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp"))
+        >>> for x, y in sm.training.batches(loader, mesh, P("dp")):
         ...     loss = F.cross_entropy(model(x), y)
     """
     return Batches(loader, *mesh_and_spec(mesh, spec))
@@ -108,7 +108,7 @@ class Batches:
             return
         group = self.mesh.group(self._axes)
         order = sorted(range(group.size), key=lambda i: self.mesh.index_along(self._axes, group.ranks[i]))
-        for batch in join(self.loader, self.mesh, self._axes, mode="empty"):
+        for batch in uneven_inputs(self.loader, self.mesh, self._axes, mode="empty"):
             mine = _row_count(batch)
             row_counts = group.all_gather_object(mine)
             yield self._to_sharded(batch, tuple(row_counts[i] for i in order), mine)

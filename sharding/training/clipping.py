@@ -39,7 +39,7 @@ def get_total_norm(
         several; 16 bytes for the infinity norm); none where nothing is split.
 
     Example:
-        >>> sm.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        >>> sm.training.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     """
     ord, found = checked_ord("get_total_norm", norm_type), _as_list(tensors)
     check_reduced("get_total_norm", {f"tensors[{i}]": x for i, x in enumerate(found)})
@@ -81,7 +81,7 @@ def clip_grad_norm_(
 
     Example:
         >>> loss.backward()
-        >>> norm = sm.clip_grad_norm_(model.parameters(), 1.0)
+        >>> norm = sm.training.clip_grad_norm_(model.parameters(), 1.0)
         >>> optimizer.step()
     """
     ord, found = checked_ord("clip_grad_norm_", norm_type), _parameters(parameters)
@@ -106,7 +106,7 @@ def clip_grad_value_(parameters: Tensors | nn.Module, clip_value: float, foreach
     Communication: none.
 
     Example:
-        >>> sm.clip_grad_value_(model.parameters(), 0.5)
+        >>> sm.training.clip_grad_value_(model.parameters(), 0.5)
     """
     found = _parameters(parameters)
     _grads("clip_grad_value_", found)

@@ -15,8 +15,8 @@ from .tally import tally_of
 Named = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, float]:
-    """norms(model) -> {path: norm}, the same on every rank, whatever the layouts.
+def tensor_norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, float]:
+    """tensor_norms(model) -> {path: norm}, the same on every rank, whatever the layouts.
 
         "embed.weight"  P("fsdp", "tp")   [0.5 1.1]  \\
         "norm.weight"   P()               [1.7  . ]   > one all_reduce of a number for each tensor
@@ -39,7 +39,7 @@ def norms(tensors: Named, of: str = "parameter", ord: float = 2.0) -> dict[str, 
         are several; 16 bytes for infinity norms); none where nothing is split.
 
     Example:
-        >>> for path, norm in sm.norms(model, of="grad").items():
+        >>> for path, norm in sm.training.tensor_norms(model, of="grad").items():
         ...     log(path, norm)
     """
     if of not in ("parameter", "grad"):
@@ -72,7 +72,7 @@ def check_reduced(name: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as `norms`."""
+    """norms_of([x, y]) -> [norm of x, norm of y], plain float64. Communication: as `tensor_norms`."""
     tally = tally_of(tensors)
     mine = torch.zeros(len(tensors), dtype=torch.float64, device=tally.device)
     if tally.counted:
@@ -81,7 +81,7 @@ def norms_of(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
 
 
 def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
-    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as `norms`, of one number."""
+    """total_norm([x, y]) -> norm of all their elements, a plain 0-d float64. Communication: as `tensor_norms`, of one number."""
     tally = tally_of(tensors)
     powers = _powers([tensors[i] for i in tally.counted], ord, tally.device)
     one = powers.sum(0, keepdim=True) if ord < math.inf else torch.cat([powers, powers.new_zeros(1)]).amax(0, keepdim=True)

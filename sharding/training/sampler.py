@@ -28,14 +28,14 @@ class DistributedSampler(Sampler[int]):
         dataset: an object with a length.
         num_replicas, rank: as for torch; by default those of the mesh.
         shuffle, seed, drop_last: as for torch. With `drop_last`, all ranks have the same number; without it, some ranks have one sample
-            more. `sm.batches` makes sharded batches in both cases, and `sm.join` ends loops together.
+            more. `sm.training.batches` makes sharded batches in both cases, and `sm.parallel.uneven_inputs` ends loops together.
         mesh: the mesh, by default that of `with mesh:` or `set_mesh`.
         axes: the axes along which ranks have different samples, major to minor, as in "dp" or ("dp", "fsdp"); optional if the mesh has
             one axis. Ranks that differ only along others have the same samples.
 
     Attributes:
         epoch: of the next iteration.
-        consumed: the number of samples of the epoch used by all ranks together. `sm.batches` updates it; in a loop of your own call
+        consumed: the number of samples of the epoch used by all ranks together. `batches` updates it; in a loop of your own call
             `advance`.
 
     Raises:
@@ -45,11 +45,11 @@ class DistributedSampler(Sampler[int]):
     Communication: none.
 
     Example:
-        >>> sampler = sm.DistributedSampler(dataset, mesh=mesh, axes="dp")
+        >>> sampler = sm.training.DistributedSampler(dataset, mesh=mesh, axes="dp")
         >>> loader = DataLoader(dataset, batch_size=8, sampler=sampler)
         >>> for epoch in range(sampler.epoch, 10):
         ...     sampler.set_epoch(epoch)
-        ...     for batch in sm.batches(loader, mesh, P("dp")):
+        ...     for batch in sm.training.batches(loader, mesh, P("dp")):
         ...         train_step(batch)
         ...         save({"model": model.state_dict(), "data": sampler.state_dict()})
     """

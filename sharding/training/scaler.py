@@ -32,10 +32,10 @@ class GradScaler(torch.amp.GradScaler):
         (over the ranks of all meshes, where there are several); none where nothing is split.
 
     Example:
-        >>> scaler = sm.GradScaler("cuda")
+        >>> scaler = sm.training.GradScaler("cuda")
         >>> scaler.scale(loss).backward()
         >>> scaler.unscale_(optimizer)
-        >>> sm.clip_grad_norm_(model.parameters(), 1.0)
+        >>> sm.training.clip_grad_norm_(model.parameters(), 1.0)
         >>> scaler.step(optimizer)
         >>> scaler.update()
     """

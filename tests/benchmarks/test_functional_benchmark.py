@@ -47,7 +47,7 @@ def test_every_section_has_its_rows(raw, tmp_path):
     found = {name: contestants(cases) for name, cases in figures["sections"].items()}
     theirs = {"spmd_types", "spmd_types checked"} if find_spec("spmd_types") else set()
     ours = {"check=False", 'check="always"'}
-    entry = {"plain", "check=True", "sm.local_map", "DTensor"} | ours | theirs
+    entry = {"plain", "check=True", "sm.compat.local_map", "DTensor"} | ours | theirs
     assert found["boundary"]["2 arguments, 1 result"] == found["boundary"]["20 parameters in and out, grad"] == entry
     assert found["collectives"]["psum, grad"] == {"plain", "functional"} | ours | theirs
     assert {name.partition(", ")[0] for name in found["collectives"]} >= {case.name.partition(", ")[0] for case in raw.CASES}

@@ -85,7 +85,7 @@ def differences():
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     part = sm.from_local(torch.ones(3, 8), mesh, sm.P("x"), shape=(12, 8))
     pending = sm.from_local(torch.ones(12, 8), mesh, sm.P(unreduced={"x"}), shape=(12, 8))
-    with counts.CountedCollectives() as counted, sm.comm_budget() as used:
+    with counts.CountedCollectives() as counted, sm.debug.comm_budget() as used:
         for x, spec in ((part, sm.P()), (part, sm.P(None, "x")), (pending, sm.P()), (pending, sm.P("x"))):
             x.redistribute(spec)
     return counted.calls, counted.received, used.launches, used.bytes_received

@@ -84,7 +84,7 @@ def run_as_train_py(source: str) -> None:
 
 
 PROGRAMS = {f"program_{number}": program for number, program in enumerate(programs(), 1)}
-DEBUGGED = [name for name, program in PROGRAMS.items() if "sm.breakpoint(" in program.source]
+DEBUGGED = [name for name, program in PROGRAMS.items() if "sm.monitor.breakpoint(" in program.source]
 FAULTS = {name: as_fault(name, program) for name, program in PROGRAMS.items() if name not in DEBUGGED}
 (HANGING,) = [name for name, program in PROGRAMS.items() if HANGS in program.source]
 FAILING = [name for name in FAULTS if PROGRAMS[name].kind == "text"]
@@ -396,7 +396,7 @@ def test_variables() -> None:
     assert float(rows["SHARDMESH_STALL_TIMEOUT_S"]) == defaults.timeout
     assert float(rows["SHARDMESH_EXIT_S"]) == defaults.exit_s
     assert f"_LOST_S = {float(rows['SHARDMESH_HOST_LOST_S'])}" in SOURCES
-    assert f"sm.watchdog(warn={defaults.warn:.0f}, timeout={defaults.timeout:.0f})" in PAGE
+    assert f"sm.monitor.watchdog(warn={defaults.warn:.0f}, timeout={defaults.timeout:.0f})" in PAGE
 
 
 def test_fields_of_a_mismatch() -> None:

@@ -17,6 +17,7 @@ import shardmesh as sm
 from shardmesh import NamedSharding, P, multihost
 from tests.docs.jax_side import answers, error_of
 from tests.docs.pages import DOCS
+from tests.public import public_names
 from tests.sharding.ranks import on_mesh
 
 pytestmark = pytest.mark.xdist_group("from jax")  # one worker of `pytest -n` asks JAX
@@ -117,7 +118,7 @@ COMPARED = {
     "while_loop": "tolist(while_loop(lambda s: s['n'] < 5, lambda s: {'n': s['n'] + 1, 'x': s['x'] * 2}, {'n': X[0], 'x': X}))",
     "fori_loop": "tolist(fori_loop(2, 5, lambda i, x: x * 2 + i, X))",
     "remat": "tolist(grad(lambda x: remat(lambda x: x ** 2)(x).sum())(put(X, P())))",
-    "checkpoint": "tolist(grad(lambda x: checkpoint(lambda x: x ** 3)(x).sum())(put(X, P())))",
+    "checkpoint": "tolist(grad(lambda x: remat(lambda x: x ** 3)(x).sum())(put(X, P())))",
 }
 
 
@@ -138,10 +139,9 @@ def our_names(mesh):
         mapped = sm.shard_map(lambda x: sm.psum(x * 2, "a"), mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names={"a"})
         return tolist(mapped(put(X, P("a"))))
 
-    public = {name: getattr(sm, name) for name in sm.__all__}
     return {
-        **public, "mesh": mesh, "X": X, "tolist": tolist, "put": put, "run": run, "error_of": error_of, "seen": [], "whole_arrays": False,
-        "run_partly": run_partly, "jit_or_not": lambda f: f, "shown": lambda x: str(sm.typeof(x)),
+        **public_names(), "mesh": mesh, "X": X, "tolist": tolist, "put": put, "run": run, "error_of": error_of, "seen": [],
+        "whole_arrays": False, "run_partly": run_partly, "jit_or_not": lambda f: f, "shown": lambda x: str(sm.typeof(x)),
         "make_mesh": lambda *args: sm.make_mesh(*args, device_type="cpu"),
     }  # fmt: skip
 
@@ -182,7 +182,7 @@ def ragged(x):
 def closes_over_a_sharded_one(mesh):
     w = put(P("a"))
     assert whole(lambda x: x + w, P("a"), P("a")) == (2 * X).tolist()
-    raises(sm.ShardingTypeError, lambda: whole(lambda x: w.sum(), P("a"), P()))
+    raises(sm.errors.ShardingTypeError, lambda: whole(lambda x: w.sum(), P("a"), P()))
 
 
 def shape_is_a_tuple_too(mesh):
@@ -204,12 +204,12 @@ def sharding_is_taken_everywhere(mesh):
     at, x = NamedSharding(mesh, P("a")), put(P())
     found = [
         sm.distribute_tensor(X, at), x.redistribute(at), sm.redistribute(x, at), sm.reshard(x, at), sm.zeros(8, at),
-        sm.from_local(X[:4], at), sm.call(torch.add, x, x, out_sharding=at), sm.redistribute_many([x], [at])[0],
+        sm.from_local(X[:4], at), sm.ops.apply(torch.add, x, x, out_sharding=at), sm.redistribute_many([x], [at])[0],
         sm.with_sharding_constraint(x, at), sm.device_put(X, at), sm.rand(8, placements=at),
     ]  # fmt: skip
     assert {str(y.spec) for y in found} == {"P('a')"}
     assert sm.Layout.of(mesh, at, (8,)) is sm.Layout.of(mesh, P("a"), (8,))
-    assert "all_gather" in str(sm.explain(found[0], NamedSharding(mesh, P())))
+    assert "all_gather" in str(sm.debug.explain(found[0], NamedSharding(mesh, P())))
     raises(ValueError, lambda: sm.zeros(8, mesh["a"], at))
     raises(ValueError, lambda: sm.with_sharding_constraint(x, NamedSharding(mesh["a"], P("a"))))
 
@@ -308,7 +308,7 @@ OWN = {
     "assert_equal": compared,
     "host_local_array_to_global_array": local_to_global,
     "global_array_to_host_local_array": global_to_local,
-    "reached_preemption_sync_point": lambda mesh: holds(multihost.reached_preemption_sync_point is sm.reached_preemption),
+    "reached_preemption_sync_point": lambda mesh: holds(multihost.reached_preemption_sync_point is sm.training.reached_preemption),
 }
 
 

@@ -95,7 +95,7 @@ def test_types_of_the_table(begins):
             for left in SPEC:
                 try:
                     sm.shard_map(CALLS[begins], in_specs=SPEC[letter], out_specs=SPEC[left])(argument(mesh, letter))
-                except sm.ShardingTypeError:
+                except sm.errors.ShardingTypeError:
                     continue
                 found.setdefault(letter, set()).add(left)
         return found
@@ -117,9 +117,9 @@ def test_communication_in_the_table(begins):
         mapped = sm.shard_map(CALLS[begins], in_specs=SPEC[letter], out_specs=SPEC[gives])
         x = argument(mesh, letter).requires_grad_()
         mapped(x)
-        with sm.comm_budget() as one:
+        with sm.debug.comm_budget() as one:
             y = mapped(x)
-        with sm.accumulate_grads(), sm.comm_budget() as other:  # the reduction of what is replicated is not the collective's
+        with sm.accumulate_grads(), sm.debug.comm_budget() as other:  # the reduction of what is replicated is not the collective's
             y.backward(torch.ones_like(y))
             moved = dict(other.by_op)
         return dict(one.by_op), moved

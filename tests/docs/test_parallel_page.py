@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardmesh as sm
+import shardmesh.parallel
 from shardmesh import P
+from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.device import DEVICE, made_here
 from tests.docs.pages import DOCS, blocks, unknown_names
@@ -22,6 +24,7 @@ from tests.sharding.parallel.plans import on_axes
 from tests.sharding.ranks import collectives
 
 PAGE = (DOCS / "parallel.md").read_text()
+NAMES = vars(shardmesh.parallel) | {"torch": torch, "sm": sm}
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -75,18 +78,18 @@ def test_the_first_program():
     def program():
         model = nn.Sequential(*[Block() for _ in range(2)]).double()
         batch = torch.ones(4, 8, dtype=torch.float64, device=DEVICE)
-        names = _run("sm.rowwise()}", {"torch": torch, "model": model, "Block": Block, "batch": batch})
+        names = _run("rowwise()}", {"torch": torch, "model": model, "Block": Block, "batch": batch})
         assert names["loss"].full_tensor().item() > 0
         assert model[0].wq.weight.spec.dims[0] == ("tp", "fsdp")
         x = sm.device_put(torch.ones(4, 8, dtype=torch.float64), names["mesh"], P("fsdp"), src_data_rank=None)
         before = model[0].wq.weight.full_tensor().detach().clone()
-        _run("accumulate_grads", names | {"sm": sm, "micro_batches": [x, 2 * x], "loss": lambda model, batch: model(batch).square().mean()})
+        _run("accumulate_grads", NAMES | names | {"micro_batches": [x, 2 * x], "loss": lambda model, batch: model(batch).square().mean()})
         return (model[0].wq.weight.full_tensor() - before).abs().max().item()
 
     assert min(_ranks(8, program)) > 0
 
 
-PORTS = {"DDP(model)": "sm.data_parallel(model, mesh)  ", "fully_shard(block, mesh=mesh)": "units=Block)\noptimizer"}
+PORTS = {"DDP(model)": "data_parallel(model, mesh)  ", "fully_shard(block, mesh=mesh)": "units=Block)\noptimizer"}
 
 
 def _trained_by(words: str) -> list[torch.Tensor]:
@@ -95,7 +98,7 @@ def _trained_by(words: str) -> list[torch.Tensor]:
     model = nn.Sequential(Block(), Block()).double()
     rows = torch.arange(64.0, dtype=torch.float64).reshape(2, 4, 8).cos()
     loader = [batch[dist.get_rank()][None] for batch in rows]
-    _run(words, {"torch": torch, "sm": sm, "model": model, "Block": Block, "loader": loader})
+    _run(words, NAMES | {"model": model, "Block": Block, "loader": loader})
     return [x.full_tensor().detach() if hasattr(x, "full_tensor") else x.detach() for x in model.parameters()]
 
 
@@ -110,7 +113,7 @@ def test_the_program_of_units():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
         model = nn.Sequential(Block(), Block())
-        _run("units=Block)            #", {"sm": sm, "model": model, "mesh": mesh, "Block": Block})
+        _run("units=Block)            #", NAMES | {"model": model, "mesh": mesh, "Block": Block})
         return len(units_in(model))
 
     assert _ranks(3, program) == [3, 3, 3]
@@ -121,7 +124,7 @@ def test_the_program_of_compiled_blocks():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
         model = nn.Module()
         model.blocks = nn.ModuleList([Block(), Block()])
-        _run("block.compile(fullgraph=True)", {"sm": sm, "model": model, "mesh": mesh, "Block": Block})
+        _run("block.compile(fullgraph=True)", NAMES | {"model": model, "mesh": mesh, "Block": Block})
         model.blocks[0](torch.ones(2, 8)).sum().backward()
         return len(units_in(model)), model.blocks[0].wq.weight.grad is not None
 
@@ -137,7 +140,7 @@ def test_the_rows_that_it_shows():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (3,), axis_names=("fsdp",))
         model = nn.Sequential(*[nn.Linear(4, int(rows), bias=False) for rows, _ in shown])
-        sm.fully_shard(model, mesh)
+        fully_shard(model, mesh)
         return [x.spec.cuts[0] for x in model.parameters()]
 
     assert _ranks(3, program)[0] == [eval(spec).cuts[0] for _, spec in shown]
@@ -150,7 +153,7 @@ def test_the_plan():
 
     def program(mesh):
         model = models.gpt(config).to(DEVICE)
-        _run("PLAN", {"sm": sm, "mesh": mesh, "heads": config.heads, "model": model})
+        _run("PLAN", NAMES | {"mesh": mesh, "heads": config.heads, "model": model})
         placed = [sm.device_put(x, mesh, P("fsdp"), src_data_rank=None) for x in (inputs, targets)]
         logits = model(placed[0])
         assert logits.spec.dims[2] == ("tp",)
@@ -164,10 +167,10 @@ def test_the_program_of_sequences():
     expected = models.gpt().to(DEVICE)(inputs).square().mean()
 
     def program(mesh):
-        model = sm.parallelize(models.gpt().to(DEVICE), mesh, {}, src_data_rank=None)
+        model = parallelize(models.gpt().to(DEVICE), mesh, {}, src_data_rank=None)
         ids = sm.device_put(inputs, mesh, P(None, "cp"), src_data_rank=None)
         with collectives() as records:
-            found = _run("context_parallel(", {"sm": sm, "model": lambda ids: model(ids).square().mean(), "ids": ids})["loss"]
+            found = _run("context_parallel(", NAMES | {"model": lambda ids: model(ids).square().mean(), "ids": ids})["loss"]
         assert {record.op for record in records} == {"permute"}
         torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=0)
 
@@ -182,7 +185,7 @@ def test_the_programs_of_hugging_face(tmp_path):
     auto = SimpleNamespace(from_pretrained=lambda _: tiny.model("llama"), from_config=lambda _: tiny.llama().double())
 
     def program(mesh):
-        names = {"torch": torch, "sm": sm, "P": P, "mesh": mesh, "AutoModelForCausalLM": auto, "name": "", "config": None, "ids": tiny.IDS}
+        names = NAMES | {"P": P, "mesh": mesh, "AutoModelForCausalLM": auto, "name": "", "config": None, "ids": tiny.IDS}
         loss = _run("gradient_checkpointing_enable()", dict(names))["loss"]
         torch.testing.assert_close(loss.full_tensor(), expected, rtol=1e-6, atol=0)
         code = _program("materialize(model)").replace("llama/", str(tmp_path))
@@ -210,13 +213,13 @@ def _axes(cell: str, mesh: sm.DeviceMesh) -> tuple[str, ...]:
 @pytest.mark.parametrize("row", rows("## Data parallelism: one table"), ids=lambda row: row[3])
 def test_a_row_is_the_form_that_it_names(row):
     names = ("dp", "fsdp") if "fsdp" in "".join(row[:3]) else ("dp",)
-    programs = [code for code in re.findall(r"`(.*?)`", row[4]) if code.startswith("sm.")]
+    programs = [code for code in re.findall(r"`(.*?)`", row[4]) if code.endswith(")")]
     assert programs
 
     def program(mesh):
         for code in programs:
             model = nn.Linear(8, 8)
-            eval(code, {"sm": sm, "model": model, "mesh": mesh})
+            eval(code, NAMES | {"model": model, "mesh": mesh})
             form = units_in(model)[0].options.stage
             found = form.parameter, form.gradient, form.optimizer
             assert [set(axes) for axes in found] == [set(_axes(cell, mesh)) for cell in row[:3]]
@@ -230,7 +233,7 @@ D, WIDE, BLOCKS, M = 8, 16, 3, 2
 BLOCK_SIZE, ROOT_SIZE = 2 * D * WIDE, D * D  # each cut falls between two rows, so nothing is lost
 ALL = BLOCKS * BLOCK_SIZE + ROOT_SIZE
 BYTES = {"p": 2, "g": 4, "q": 8}  # of an element: as gathered, as summed, as it is
-HALF = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _model():
@@ -251,7 +254,7 @@ COSTS = {row[0]: row[1:] for row in rows("### What a row costs")}
 
 
 def _split(model: nn.Module, mesh: sm.DeviceMesh, said: dict[str, Any]) -> nn.Module:
-    layer: Any = sm.fully_shard if "axes" in said else sm.data_parallel
+    layer: Any = fully_shard if "axes" in said else data_parallel
     return layer(model, mesh, units=Block, mp_policy=HALF, **said)
 
 

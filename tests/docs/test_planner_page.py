@@ -60,7 +60,7 @@ def test_the_pictures_are_those_that_the_script_draws(pictures):
 
 def test_the_pictures_show_the_steps_after_which_they_are_named(pictures):
     for name, (shape, src, dst, topology) in pictures.PICTURES.items():
-        explained = sm.explain(sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology)
+        explained = sm.debug.explain(sm.Layout.of(pictures.MESH, src, shape, torch.bfloat16), dst, topology=topology)
         assert [step.op for step in explained.steps] == ([] if src == dst else [name])
         drawn = (DOCS / "images" / f"{name}.svg").read_text()
         assert all(f"{cost.bytes_received:,} bytes" in drawn for cost in explained.costs)

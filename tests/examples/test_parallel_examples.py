@@ -37,7 +37,7 @@ def traffic_of_a_step() -> tuple[dict[str, Any], int]:
     params = {name: sm.device_put(p, mesh, P()) for name, p in params.items()}
     batch = [sm.device_put(each, mesh, P("dp")) for each in (x, y)]
     data_parallel.step(params, *batch)
-    with sm.comm_report() as report:
+    with sm.debug.comm_report() as report:
         data_parallel.step(params, *batch)
     return report.by_op, count
 
@@ -63,7 +63,7 @@ def convolved(height: int, size: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     image = sm.device_put(draw(1, 2, height, 5), mesh, halo_conv.ROWS)
     kernel = sm.device_put(draw(3, 2, size, 3), mesh, P())
     halo_conv.conv(image, kernel)
-    with sm.comm_report() as report:
+    with sm.debug.comm_report() as report:
         out, back = sm.vjp(halo_conv.conv, image, kernel)
     grad, _ = back(out)
     return out.full_tensor(), grad.full_tensor(), report.bytes_received
@@ -106,9 +106,9 @@ def attended(causal: bool, *shape: int) -> tuple[list[torch.Tensor], dict[str, A
     attention = partial(ring_attention.ring_attention, causal=causal)
     mapped = sm.shard_map(attention, in_specs=(ring_attention.SEQUENCE,) * 3, out_specs=ring_attention.SEQUENCE)
     mapped(*qkv)
-    with sm.comm_report() as forward:
+    with sm.debug.comm_report() as forward:
         out = mapped(*qkv)
-    with sm.comm_report() as backward:
+    with sm.debug.comm_report() as backward:
         out.square().sum().backward()
     grads: list[Any] = [x.grad for x in qkv]
     return [x.full_tensor().detach() for x in (out, *grads)], forward.by_op, backward.by_op
@@ -138,9 +138,9 @@ def traffic_of_the_block() -> tuple[Any, Any, Any]:
     x, pull = (sm.device_put(each, mesh, megatron_block.STREAM) for each in (x, pull))
     block = megatron_block.sharded_block(mesh)
     block(sharded, x)
-    with sm.comm_report() as forward:
+    with sm.debug.comm_report() as forward:
         _, back = sm.vjp(block, sharded, x)
-    with sm.comm_report() as backward:
+    with sm.debug.comm_report() as backward:
         grads, _ = back(pull)
     return forward.by_axis, backward.by_axis, {name: g.spec for name, g in grads.items()}
 
@@ -162,7 +162,7 @@ def piped(microbatches: int) -> tuple[torch.Tensor, dict[str, Any]]:
     stages = {name: sm.device_put(p, mesh, P("pp")) for name, p in params.items()}
     batches = sm.device_put(batches[:microbatches], mesh, P())
     pipeline.pipeline(stages, batches)
-    with sm.comm_report() as report:
+    with sm.debug.comm_report() as report:
         out = pipeline.pipeline(stages, batches)
     return out.full_tensor(), report.by_op
 

@@ -55,7 +55,7 @@ def traffic_of_the_mixture(params: dict[str, torch.Tensor], batches: list[torch.
     found = []
     for x in batches:
         tokens = sm.device_put(x, mesh, moe.TOKENS)
-        with sm.comm_report() as report:
+        with sm.debug.comm_report() as report:
             moe.mixture(params, tokens)
         found.append(report.by_op)
     return found
@@ -101,7 +101,7 @@ def stepped_on_mesh(spec: P) -> Any:
     mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     place = partial(pytree.tree_map, lambda t: sm.device_put(t, mesh, spec if t.ndim else P()))
     params, grads = place(steps())
-    with sm.comm_budget(launches=0):
+    with sm.debug.comm_budget(launches=0):
         found, state = stepped(params, grads)
     lie = [[sm.typeof(x) for x in pytree.tree_leaves(tree)] for tree in (params, found, state.m, state.v)]
     return pytree.tree_map(lambda p: p.full_tensor(), found), all(each == lie[0] for each in lie)
@@ -157,7 +157,7 @@ def traffic_of_training() -> dict[str, Any]:
     params, x, y = adamw.problem(8)
     params = {name: sm.device_put(p, mesh, adamw.STORED[name]) for name, p in params.items()}
     batch = [sm.device_put(t, mesh, P("dp")) for t in (x, y)]
-    with sm.comm_report() as report:
+    with sm.debug.comm_report() as report:
         sm.value_and_grad(adamw.loss_of)(params, *batch)
     return report.by_op
 
@@ -216,7 +216,7 @@ def orthogonalised() -> tuple[list[torch.Tensor], Any]:
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("fsdp",))
     matrices = [sm.device_put(draw(*shape), mesh, muon.STORED) for shape in MATRICES]
     muon.by_owners(matrices)
-    with sm.comm_budget(launches=2) as used:
+    with sm.debug.comm_budget(launches=2) as used:
         found = muon.by_owners(matrices)
     assert all(sm.typeof(x) is sm.typeof(m) for x, m in zip(found, matrices, strict=True))
     return [x.full_tensor() for x in found], used.by_op

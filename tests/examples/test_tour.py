@@ -83,7 +83,7 @@ def test_what_ranks_print_comes_with_the_rank_in_front(ran, function, ranks):
     ("cell", "text"),
     [
         ("def layers(", "P('dp', None, unreduced={'tp'})\nP('dp', None)\n{'all_reduce': (1, 256)}"),
-        ("def forbidden(", "implicit communication, which implicit('forbid') refuses"),
+        ("def forbidden(", "implicit communication, which implicit_comm('forbid') refuses"),
         ("def matmul(", "local [2, 3], True)"),
         ("def meet_all(", "tensor([10., 20., 30., 40.])"),
         ("def mean_loss(", "varies over 'dp', and out_specs P() say that it is the same on every rank"),

@@ -1,6 +1,6 @@
 """Where a program of the table runs: one rank of shardmesh, or of torch.distributed alone.
 
-The programs are spelled as both understand: `at.d` is `shardmesh` or what torch calls the same, and `at.group()` has our
+The programs are spelled as both understand: `at.d` is `shardmesh.compat` or what torch calls the same, and `at.group()` has our
 collectives on flat buffers, which `TorchGroup` gives torch's names.
 """
 
@@ -47,7 +47,7 @@ class At:
         rank, size: of the world.
         stalls: whether a rank that does not come within `STALL_S` is an error once it is asked who goes wrong. Not before: on a busy
             machine ranks start far apart.
-        d: `shardmesh`, or a namespace with torch's things of the same names.
+        d: `shardmesh.compat`, or a namespace with torch's things of the same names.
         mesh: the mesh of the table's entry.
         notes: what happens here.
     """
@@ -56,7 +56,7 @@ class At:
         self.rank, self.size, self._odd, self.notes = rank, size, odd, notes
         self._noted = False
         self.stalls = False
-        self.d: Any = sm
+        self.d: Any = sm.compat
         self.mesh: Any = None
 
     def start(self, mesh: Mapping[str, int]) -> None:

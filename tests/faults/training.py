@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import shardmesh as sm
 from tests.faults.at import At
 from tests.faults.fault import fault
 
@@ -122,7 +123,7 @@ def skips_a_bad_batch(at: At) -> Any:
 def accumulates_gradients_alone(at: At) -> Any:
     """A rank alone accumulates gradients over two batches"""
     model, optimizer = replicated(at)
-    with at.d.accumulate_grads() if at.odd() else contextlib.nullcontext():
+    with sm.accumulate_grads() if at.odd() else contextlib.nullcontext():
         for x in batches(at)[:2]:
             loss = model(x).square().mean().full_tensor()  # <- odd
             loss.backward()  # <- rest

@@ -107,7 +107,7 @@ def test_a_mesh_of_another_world_is_not_meant():
     with outer:
         first, second = sm.simulate(2)(rank)()
         assert first == second
-        with sm.null_world(8):
+        with sm.debug.null_world(8):
             assert get_mesh() is None
             inner = sm.init_device_mesh("cpu", (8,))
             with inner:
@@ -119,7 +119,7 @@ def test_a_mesh_of_another_world_is_not_meant():
 
 @every_rank(2)
 def test_setting_a_mesh_of_another_world_is_an_error(mesh):
-    with sm.null_world(8):
+    with sm.debug.null_world(8):
         text = r"mesh of another world \(SimulatedWorld of size 2\), and this runs in NullWorld of size 8"
         with pytest.raises(MeshError, match=text):
             set_mesh(mesh)
@@ -147,7 +147,7 @@ def test_a_thread_begins_with_none():
 
 def test_a_world_that_is_over_is_not_kept():
     def run() -> weakref.ref[World]:
-        with sm.null_world(8):
+        with sm.debug.null_world(8):
             set_mesh(sm.init_device_mesh("cpu", (8,)))
             return weakref.ref(current_world())
 
@@ -159,7 +159,7 @@ def test_a_world_that_is_over_is_not_kept():
 
 def test_a_null_world_of_its_own_has_no_part_in_the_next():
     for _ in range(2):
-        with sm.null_world(8):
+        with sm.debug.null_world(8):
             assert get_mesh() is None
             set_mesh(sm.init_device_mesh("cpu", (8,)))
 

@@ -22,8 +22,8 @@ def _mesh():
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_values(name):
     def program(form):
-        sm.manual_seed(0)
-        made = sm.materialize(_on_meta(name, form, _mesh()))
+        sm.random.manual_seed(0)
+        made = sm.parallel.materialize(_on_meta(name, form, _mesh()))
         return {key: whole(x) for key, x in [*made.named_parameters(), *made.named_buffers()]}
 
     by_form = [sm.simulate(4)(program)(form)[0] for form in ("fsdp+tp", "tp")]
@@ -40,8 +40,8 @@ def test_initial_values(name):
 
 def test_weights_from_files(tmp_path):
     def program():
-        made = sm.materialize(_on_meta("llama", "fsdp+tp", _mesh()).double())
-        sm.load_safetensors(tmp_path, like=made)
+        made = sm.parallel.materialize(_on_meta("llama", "fsdp+tp", _mesh()).double())
+        sm.checkpoint.load_safetensors(tmp_path, like=made)
         return whole(made(input_ids=sm.device_put(IDS, _mesh(), sm.P("fsdp")), use_cache=False).logits)
 
     reference = model("llama")

@@ -28,7 +28,7 @@ def _same(found, expected):
 def test_save_pretrained(name, tmp_path):
     def program():
         made = spread(name, model(name), _mesh(), "fsdp+tp")
-        state = sm.full_state_dict(made)
+        state = sm.checkpoint.full_state_dict(made)
         if _mesh().get_rank() == 0:
             made.save_pretrained(tmp_path, state_dict=state)
 
@@ -42,7 +42,7 @@ def test_save_pretrained(name, tmp_path):
 def test_save_safetensors(name, size, tmp_path):
     def program():
         made = spread(name, model(name), _mesh(), "fsdp")
-        sm.save_safetensors(made, tmp_path, max_shard_size=size)
+        sm.checkpoint.save_safetensors(made, tmp_path, max_shard_size=size)
 
     sm.simulate(4)(program)()
     reference = model(name)
@@ -62,7 +62,7 @@ def test_files_of_save_pretrained(name, size, tmp_path):
         made = spread(name, model(name), _mesh(), "fsdp")
         for x in made.parameters():
             x.data.zero_()
-        return sm.full_state_dict(sm.load_safetensors(tmp_path, made))
+        return sm.checkpoint.full_state_dict(sm.checkpoint.load_safetensors(tmp_path, made))
 
     _same(sm.simulate(4)(program)()[0], reference.state_dict())
 
@@ -76,8 +76,8 @@ def test_adapters(tmp_path):
 
     def program():
         made = adapted()
-        sm.fully_shard(made, _mesh(), axes="fsdp", units=type(made.base_model.model.model.layers[0]))
-        state = sm.full_state_dict(made)
+        sm.parallel.fully_shard(made, _mesh(), axes="fsdp", units=type(made.base_model.model.model.layers[0]))
+        state = sm.checkpoint.full_state_dict(made)
         if _mesh().get_rank() == 0:
             made.save_pretrained(tmp_path, state_dict=state)
 
@@ -89,8 +89,9 @@ def test_adapters(tmp_path):
 def test_what_asks_for_memory_is_told_how_to_save(tmp_path):
     def program():
         made = spread("llama", model("llama"), _mesh(), "fsdp")
+        advice = r"sm\.checkpoint\.save_safetensors\(model, path\).*sm\.checkpoint\.full_state_dict\(model\)"
         for save in (made.save_pretrained, lambda path: torch.export.export(copy.deepcopy(made), (IDS,))):
-            with pytest.raises(RuntimeError, match=r"sm\.save_safetensors\(model, path\).*sm\.full_state_dict\(model\)"):
+            with pytest.raises(RuntimeError, match=advice):
                 save(tmp_path)
 
     sm.simulate(4)(program)()

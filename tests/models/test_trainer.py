@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import shardmesh as sm
+from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize
 from tests.models.tiny import IDS, loss_of, model, same, spread, whole
 
 accelerate = pytest.importorskip("accelerate")
@@ -60,10 +61,10 @@ def test_trainer(world4, tmp_path):
 def _wrapped_in_ddp():
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
     for made in (
-        sm.fully_shard(torch.nn.Linear(2, 2), mesh),
-        sm.data_parallel(torch.nn.Linear(2, 2), mesh),
-        sm.parallelize(torch.nn.Linear(2, 2), mesh, {"": sm.colwise()}),
-        sm.distribute_module(torch.nn.Linear(2, 2), mesh),
+        fully_shard(torch.nn.Linear(2, 2), mesh),
+        data_parallel(torch.nn.Linear(2, 2), mesh),
+        parallelize(torch.nn.Linear(2, 2), mesh, {"": colwise()}),
+        distribute_module(torch.nn.Linear(2, 2), mesh),
     ):
         with pytest.raises(RuntimeError, match="is parallel already, by shardmesh: call it as it is, without DistributedDataParallel"):
             torch.nn.parallel.DistributedDataParallel(made)

@@ -100,7 +100,7 @@ def test_dropout_draws_the_same_on_every_mesh():
         mesh = mesh_for(form)
         torch.manual_seed(0)
         made = spread("gpt2", gpt2(resid_pdrop=0.5, embd_pdrop=0.5).double(), mesh, form)
-        sm.manual_seed(1)
+        sm.random.manual_seed(1)
         return whole(loss_of(made, rows(mesh, True)))
 
     found = [loss for form in ("fsdp", "fsdp+tp") for loss in sm.simulate(4)(program)(form)]
@@ -115,7 +115,7 @@ def test_clipping_by_norm_with_plain_rows():
         mesh = mesh_for("fsdp+tp")
         made = spread("llama", model("llama"), mesh, "fsdp+tp")
         loss_of(made, rows(mesh, False)).backward()
-        return sm.clip_grad_norm_(made.parameters(), 1.0).item()
+        return sm.training.clip_grad_norm_(made.parameters(), 1.0).item()
 
     made = model("llama")
     loss_of(made, IDS).backward()
@@ -157,7 +157,7 @@ def test_the_balancing_loss_of_sharded_logits(padded):
     def program(spec):
         mesh = sm.init_device_mesh("cpu", (3,), axis_names=("dp",))
         x = sm.distribute_tensor(logits, mesh, spec, src_data_rank=None).requires_grad_()
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             found = loss_and_grad(x, None if mask is None else sm.distribute_tensor(mask, mesh, spec, src_data_rank=None))
         return [y.detach().full_tensor() for y in found]
 

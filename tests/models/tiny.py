@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,7 +45,7 @@ def qwen3_moe(**options: Any) -> nn.Module:
 MODELS: dict[str, Callable[..., nn.Module]] = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral}
 PLANS: dict[str, Any] = {
     "llama": "auto",
-    "gpt2": {"*.c_attn": sm.colwise(), "*.attn.c_proj": sm.rowwise(), "*.c_fc": sm.colwise(), "*.mlp.c_proj": sm.rowwise()},
+    "gpt2": {"*.c_attn": colwise(), "*.attn.c_proj": rowwise(), "*.c_fc": colwise(), "*.mlp.c_proj": rowwise()},
     "mixtral": "auto",
 }
 
@@ -89,9 +90,9 @@ def whole(x: Any) -> Tensor:
 def spread(name: str, made: nn.Module, mesh: sm.DeviceMesh, form: str) -> nn.Module:
     """The model in a form: "fsdp", "tp" or "fsdp+tp", on a mesh of the axes that it names."""
     if "tp" in form:
-        sm.parallelize(made, mesh, PLANS[name])
+        parallelize(made, mesh, PLANS[name])
     if "fsdp" in form:
-        sm.fully_shard(made, mesh, axes="fsdp", units=made._no_split_modules)
+        fully_shard(made, mesh, axes="fsdp", units=made._no_split_modules)
     return made
 
 

@@ -226,7 +226,7 @@ class Program:
     def pointwise(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         f = draw.choice([torch.tanh, torch.sin, lambda x: x * x + x * 0.3, lambda x: (x * 0.5).exp()])
         if draw.random() < 0.3:
-            again = sm.checkpoint(f) if draw.random() < 0.5 else lambda x: checkpoint(f, x, use_reentrant=False)
+            again = sm.remat(f) if draw.random() < 0.5 else lambda x: checkpoint(f, x, use_reentrant=False)
             return Value(value.kind, again(value.x), value.spec)
         return Value(value.kind, f(value.x), value.spec)
 
@@ -258,7 +258,7 @@ class Program:
     def implicit(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:
         """A plain tensor beside a sharded one."""
         f = draw.choice([lambda x: x @ leaves["w"].x, lambda x: x * leaves["p"].x, lambda x: leaves["w"].x[0] + x])
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             return Value("sharded", f(self.sharded(value, draw).x))
 
     def shares(self, value: Value, leaves: dict[str, Value], draw: random.Random) -> Value:

@@ -15,7 +15,7 @@ def sharded_linear(mesh, spec=None):
     """A linear layer of 4 to 3 features with its weight split by rows (3 rows: unevenly) and its bias replicated."""
     torch.manual_seed(0)
     module = nn.Linear(4, 3)
-    return sm.distribute_module(module, mesh, lambda _, m, at: sm.shard_parameter(m, "weight", at, spec or P("a")))
+    return sm.parallel.distribute_module(module, mesh, lambda _, m, at: sm.parallel.shard_parameter(m, "weight", at, spec or P("a")))
 
 
 def plain_linear():

@@ -97,7 +97,7 @@ BOUNDARIES = {
 
 
 def _implicit(sharded: Any, x: Tensor) -> Any:
-    with sm.implicit_replication():
+    with sm.ops.implicit_replication():
         return (sharded * x).sin()
 
 
@@ -143,7 +143,7 @@ def test_a_gradient_penalty_by_backward(mesh: sm.DeviceMesh) -> None:
     plain, x = weight.clone().requires_grad_(), X.clone().requires_grad_()
     penalty(plain, x).backward()
     sharded, ours = place(mesh, weight, sm.Shard(1), grad=True), X.clone().requires_grad_()
-    with sm.implicit_replication():
+    with sm.ops.implicit_replication():
         penalty(sharded, ours).backward()
     torch.testing.assert_close(sharded.grad.full_tensor(), plain.grad)
     torch.testing.assert_close(ours.grad, x.grad)

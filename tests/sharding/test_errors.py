@@ -166,7 +166,7 @@ BAD = {
     # plain tensors
     "mixed": (
         lambda m: x(m) + X,
-        ["add", "f32[5, 3]", "distribute_tensor(t, mesh, placements)", "sm.implicit_replication()"],
+        ["add", "f32[5, 3]", "distribute_tensor(t, mesh, placements)", "sm.ops.implicit_replication()"],
     ),
     "mixed, a number that requires grad": (
         lambda m: x(m) + torch.tensor(1.0, requires_grad=True),
@@ -224,11 +224,11 @@ BAD = {
     "dropout probability": (lambda m: nn.functional.dropout(x(m), 1.5), ["1.5", "between 0 and 1"]),
     # plans
     "plan between shapes": (
-        lambda m: sm.plan(sm.typeof(x(m)), sm.typeof(x(m).T)),
+        lambda m: sm.debug.plan(sm.typeof(x(m)), sm.typeof(x(m).T)),
         ["f32[5, 3] @ P('a', None)", "f32[3, 5] @ P(None, 'a')", "shape"],
     ),
     "plan between dtypes": (
-        lambda m: sm.plan(sm.typeof(x(m)), sm.typeof(x(m).double())),
+        lambda m: sm.debug.plan(sm.typeof(x(m)), sm.typeof(x(m).double())),
         ["the dtype must be the same, got torch.float32 and torch.float64"],
     ),
 }

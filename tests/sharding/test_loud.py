@@ -292,7 +292,7 @@ DRAWN = {
 
 def _drawn(name: str, mesh_shape: tuple[int, ...], spec: P) -> torch.Tensor:
     mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
-    sm.manual_seed(7)
+    sm.random.manual_seed(7)
     torch.manual_seed(mesh.world.rank)
     return DRAWN[name](sm.device_put(torch.zeros(7, 6), mesh, spec)).full_tensor()
 
@@ -429,7 +429,7 @@ def _clips_by_a_plain_norm(mesh):
 
 def test_numbers_that_torch_places_on_meta_are_refused():
     def program():
-        with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.clip_grad_norm_ or sm.GradScaler"):
+        with pytest.raises(RuntimeError, match=r"plain tensor on 'meta'.* use sm.training.clip_grad_norm_ or sm.training.GradScaler"):
             _clips_by_a_plain_norm(sm.init_device_mesh(DEVICE, (2,), axis_names=("x",)))
 
     sm.simulate(2)(program)()

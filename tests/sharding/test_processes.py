@@ -7,6 +7,7 @@ import random
 import torch
 
 import shardmesh as sm
+from shardmesh.parallel import distribute_module, shard_parameter
 from shardmesh.sharding.redistribute.autograd import redistribute_local
 from tests.device import DEVICE
 from tests.sharding import reference
@@ -39,7 +40,7 @@ def _random_moves(mesh_shape: tuple[int, ...], count: int) -> int:
         moved = redistribute_local(reference.local_part(parts, src), src, dst)
         whole = redistribute_local(moved, dst, dst.replicated)
         torch.testing.assert_close(whole, reference.value(parts, src.spec), rtol=1e-12, atol=1e-12)
-        launches += sm.plan(src, dst).launches
+        launches += sm.debug.plan(src, dst).launches
     return launches
 
 
@@ -69,7 +70,7 @@ def _train(placement) -> list[float]:
     layers = torch.nn.Sequential(torch.nn.Linear(10, 14), torch.nn.GELU(), torch.nn.Linear(14, 3)).double()
     x, y = torch.randn(7, 10, dtype=torch.float64), torch.randint(0, 3, (7,))
     if placement is not None:
-        layers = sm.distribute_module(layers, mesh, lambda name, module, mesh: _shard_linear(module, mesh, placement))
+        layers = distribute_module(layers, mesh, lambda name, module, mesh: _shard_linear(module, mesh, placement))
         x, y = sm.device_put(x, mesh, sm.P("dp")), sm.device_put(y, mesh, sm.P("dp"))
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.05, foreach=True)
     losses = []
@@ -84,8 +85,8 @@ def _train(placement) -> list[float]:
 
 def _shard_linear(module, mesh, spec) -> None:
     if isinstance(module, torch.nn.Linear):
-        sm.shard_parameter(module, "weight", mesh, spec)
-        sm.shard_parameter(module, "bias", mesh, sm.P(spec.dims[0] if spec.dims else None))
+        shard_parameter(module, "weight", mesh, spec)
+        shard_parameter(module, "bias", mesh, sm.P(spec.dims[0] if spec.dims else None))
 
 
 def test_training_equals_one_process(world4):

@@ -251,7 +251,7 @@ def test_no_more_sizes_than_needed(sizes, normal):
 def test_sizes_are_printed():
     layout = Layout.of(sm.AbstractMesh((3,), ("a",)), [Shard(0, sizes=(3, 0, 5))], (8, 2))
     assert str(layout) == "f32[8, 2] @ P('a', None, sizes={'a': (3, 0, 5)}) on (a=3)"
-    assert sm.visualize(layout).splitlines()[2:] == ["rows 0:3         0", "rows 3:8         2"]
+    assert sm.debug.visualize(layout).splitlines()[2:] == ["rows 0:3         0", "rows 3:8         2"]
     assert layout.placements == (Shard(0, sizes=(3, 0, 5)),)
 
 
@@ -300,7 +300,7 @@ def test_new_tensors_are_the_same_as_on_any_layout(spec):
         for make in (sm.zeros, sm.ones, sm.rand, sm.randn):
             made = []
             for where in (spec, P()):
-                sm.manual_seed(5)
+                sm.random.manual_seed(5)
                 made.append(make(8, 3, device_mesh=mesh, placements=where))
             assert sm.typeof(made[0]).spec == spec.padded(2)
             assert torch.equal(made[0].full_tensor(), made[1].full_tensor())

@@ -109,7 +109,7 @@ def test_bad_input_on_real_processes(world4):
 def _train(mesh: sm.DeviceMesh, spec: sm.P) -> list[float]:
     """Losses and norms of a model with checkpointing, dropout, accumulation and clipping."""
     torch.manual_seed(0)
-    sm.manual_seed(1)
+    sm.random.manual_seed(1)
     w = torch.nn.Parameter(sm.device_put(torch.randn(6, 6, dtype=torch.float64) / 3, mesh, spec))
     b = torch.nn.Parameter(sm.device_put(torch.zeros(6, dtype=torch.float64), mesh))
     x = torch.randn(9, 6, dtype=torch.float64)
@@ -123,7 +123,7 @@ def _train(mesh: sm.DeviceMesh, spec: sm.P) -> list[float]:
         with sm.accumulate_grads():
             for rows in (x[:5], x[5:]):
                 y = sm.distribute_tensor(rows, mesh, [Shard(0)])
-                y = checkpoint(block, y, use_reentrant=False, context_fn=sm.replay_random)
+                y = checkpoint(block, y, use_reentrant=False, context_fn=sm.random.replay_random)
                 loss = (y**2).sum() / 9
                 loss.backward()
                 losses.append(loss.item())

@@ -227,7 +227,7 @@ def test_transforms_of_torch_func_are_refused(name):
 @every_rank(2)
 def test_functional_call_works(mesh):
     """It only exchanges parameters."""
-    module = sm.distribute_module(nn.Linear(3, 2).double(), mesh)
+    module = sm.parallel.distribute_module(nn.Linear(3, 2).double(), mesh)
     weight = place(mesh, torch.ones(2, 3, dtype=X.dtype), Shard(0))
     y = torch.func.functional_call(
         module, {"weight": weight, "bias": place(mesh, torch.zeros(2, dtype=X.dtype))}, place(mesh, X)

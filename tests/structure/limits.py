@@ -9,7 +9,7 @@ PACKAGE = "shardmesh"
 
 # Folders that belong to the package, lower layers first: no module imports one of a later layer. The root's own files are
 # above all. A folder inside a layer may be a layer of its own, as "sharding/layout" before "sharding".
-LAYERS = ("kernels", "mesh", "sharding")
+LAYERS = ("kernels", "mesh", "sharding", "namespaces")
 
 FILES_PER_FOLDER = 15  # at most
 LINES_PER_FILE = 450  # at most
@@ -43,4 +43,4 @@ FUNCTION_IMPORTS: dict[str, int] = {
     "kernels/symmetric/pull.py": 2,
 }
 
-PUBLIC_NAMES: int = 205
+PUBLIC_NAMES: int = 77

@@ -6,6 +6,7 @@ A module is named by its path relative to the package's root, such as `mesh/grou
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +80,7 @@ def read(root: Path, folders: Iterable[str], name: str) -> dict[str, Module]:
         text = file.read_text(encoding="utf-8")
         modules[path] = Module(path, len(text.splitlines()))
         statements[path] = list(_statements(ast.parse(text, path).body, "import"))
-    resolver = _Resolver(name, modules.keys(), {path: _bound(found) for path, found in statements.items()})
+    resolver = _Resolver(name, modules.keys(), {path: _bound(found) for path, found in statements.items()}, package_dirs(root))
     for path, module in modules.items():
         for node, when in statements[path]:
             if isinstance(node, ast.ClassDef):
@@ -90,6 +91,14 @@ def read(root: Path, folders: Iterable[str], name: str) -> dict[str, Module]:
                 targets = dict.fromkeys(resolver.targets(node, path))  # each once, in order
                 module.imports += [Import(path, target, node.lineno, when) for target in targets]
     return modules
+
+
+def package_dirs(root: Path) -> dict[str, str]:
+    """Return where pyproject.toml says that packages lie: folder by package, both relative to the root package."""
+    file = root / "pyproject.toml"
+    tables = tomllib.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = tables.get("tool", {}).get("setuptools", {}).get("package-dir", {})
+    return {package.partition(".")[2]: folder for package, folder in found.items() if "." in package}
 
 
 def _statements(block: Iterable[ast.AST], when: When) -> Iterator[tuple[ast.AST, When]]:
@@ -146,11 +155,13 @@ class _Resolver:
         name: of the package.
         paths: of its modules.
         bound: by path, the names that a module binds at import time.
+        dirs: folders of packages that do not lie where their names say.
     """
 
     name: str
     paths: Iterable[str]
     bound: Mapping[str, set[str]]
+    dirs: Mapping[str, str]
 
     def targets(self, node: ast.Import | ast.ImportFrom, path: str) -> Iterator[str]:
         """Yield the modules of this package that an import statement names; one may come several times."""
@@ -177,5 +188,6 @@ class _Resolver:
         return found
 
     def _find(self, parts: Sequence[str]) -> str | None:
-        candidates = ("/".join([*parts, "__init__.py"]), "/".join(parts) + ".py")
+        folder = self.dirs.get(".".join(parts), "/".join(parts))
+        candidates = (f"{folder}/__init__.py".lstrip("/"), f"{folder}.py")
         return next((path for path in candidates if path in self.paths), None)

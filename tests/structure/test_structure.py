@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.structure import limits
 from tests.structure.measure import PAGE, ROOT, Figures, exceptions, measure, quantile, read_table, table
 from tests.structure.ratchet import RENEW, check_counts, check_groups
+from tests.structure.source_tree import package_dirs
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +103,9 @@ def test_public_names(figures):
 
 def test_layers_are_the_folders_of_the_wheel():
     with open(ROOT / "pyproject.toml", "rb") as file:
-        packages = tomllib.load(file)["tool"]["setuptools"]["packages"]
-    shipped = {package.split(".")[1] for package in packages if "." in package}
+        packages = [package.partition(".")[2] for package in tomllib.load(file)["tool"]["setuptools"]["packages"]]
+    folders = package_dirs(ROOT)
+    shipped = {re.split("[./]", folders.get(package, package))[0] for package in packages if package}
     assert {layer.split("/")[0] for layer in limits.LAYERS} == shipped, (
         "LAYERS in limits.py, or packages in pyproject.toml"
     )

@@ -29,7 +29,10 @@ _ONE_ORDER = "Call the collectives of different groups in one order on every ran
 _EACH_MESSAGE = "Receive what another rank sends, and call the collectives of different groups in one order on every rank."
 _MESSAGES = "Let each rank send what its receiver expects, in the same size."
 _LOST = "Look at the end of its own output and at its exit code; a SIGKILL is mostly the system's, short of memory."
-_LEFT = "Let every rank run as many steps as the others; sm.check_lengths and sm.join help where batches run out."
+_LEFT = (
+    "Let every rank run as many steps as the others; sm.parallel.check_lengths and sm.parallel.uneven_inputs help where batches "
+    "run out."
+)
 
 
 def group_text(recorder: Recorder) -> str:
@@ -224,7 +227,8 @@ def stall(monitor: Monitor, recorder: Recorder, sequence: int, found: Sequence[M
     have = "has" if len(here) == 1 else "have"
     call = f"number {sequence} of {group_text(recorder)}"
     said = f"{ranks_text(here)} {have} waited {waited / 1e9:.1f} s for {ranks_text(missing)} in {call}."
-    advice = f"See below where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}; sm.watchdog(timeout=) sets how long ranks wait."
+    where = f"where {ranks_text(blamed)} {'is' if len(blamed) == 1 else 'are'}"
+    advice = f"See below {where}; sm.monitor.watchdog(timeout=) sets how long ranks wait."
     seen = [_seen(m.rank, m.record) for m in found if m.came]
     seen += [_last_seen(rank, monitor.directory.buffer_of(rank)) for rank in sorted({*missing, *blamed})]
     seen = _blamed_first(seen, blamed)

@@ -75,7 +75,7 @@ def settings(facts: Facts) -> Finding:
     if env.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         return warning(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL makes each collective wait for a second one, some milliseconds each",
-            "unset TORCH_DISTRIBUTED_DEBUG   # what it finds is found by default, see sm.guard",
+            "unset TORCH_DISTRIBUTED_DEBUG   # what it finds is found by default, see sm.monitor.collective_check",
         )
     if slow := [name for name, value in _SLOW.items() if env.get(name) == value]:
         return warning(f"{', '.join(f'{name}=1' for name in slow)}: communication is slower", f"unset {' '.join(slow)}")

@@ -228,17 +228,17 @@ class Ledger:
 def ledger() -> Ledger:
     """ledger() -> Ledger of the collectives that this rank has called so far and, on request, of those of the other ranks.
 
-    Call it at any time, also on another thread, or where an error was caught. `print(sm.ledger())` shows the last 20;
+    Call it at any time, also on another thread, or where an error was caught. `print(sm.monitor.ledger())` shows the last 20;
     `.entries` has the last 4096, `.ranks` those of the job's other ranks, `.save_trace(path)` writes all of them for Perfetto.
 
     Communication: none; trace buffers of other ranks are in memory that the host shares.
 
     >>> import torch
     >>> import shardmesh as sm
-    >>> with sm.null_world(4):
+    >>> with sm.debug.null_world(4):
     ...     mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("dp", "tp"))
     ...     mesh.group("tp").all_reduce(torch.ones(10))
-    ...     entry = sm.ledger().entries[-1]
+    ...     entry = sm.monitor.ledger().entries[-1]
     >>> entry.op, entry.group, entry.reduction, entry.dtype, entry.elements
     ('all_reduce', 'tp', 'sum', 'float32', 10)
     """
@@ -262,10 +262,10 @@ def mark_step(step: int | None = None) -> None:
     Communication: none. About 5 us.
 
     >>> import shardmesh as sm
-    >>> with sm.null_world(4):
+    >>> with sm.debug.null_world(4):
     ...     for step in range(3):
-    ...         sm.mark_step(step)
-    ...     [s.number for s in sm.ledger().ranks[0].steps]
+    ...         sm.monitor.mark_step(step)
+    ...     [s.number for s in sm.monitor.ledger().ranks[0].steps]
     [0, 1, 2]
     """
     words = current_world().trace_buffer.words

@@ -182,8 +182,8 @@ def straggler_report() -> StragglerReport:
     Communication: none; see `ledger`. In simulated and null worlds there are no other ranks' times.
 
     >>> import shardmesh as sm
-    >>> with sm.null_world(1):
-    ...     print(sm.straggler_report())
+    >>> with sm.debug.null_world(1):
+    ...     print(sm.monitor.straggler_report())
     no collective that all ranks have come to (0 others)
     """
     return StragglerReport.of(ledger())

@@ -48,7 +48,7 @@ def latest(dir: str | os.PathLike[str]) -> Checkpoint | None:
     Communication: none. (`load` looks on rank 0 for all ranks.)
 
     Example:
-        >>> found = sm.latest("checkpoints")
+        >>> found = sm.checkpoint.latest("checkpoints")
         >>> start = 0 if found is None else found.step + 1
     """
     found = complete(Path(dir))

@@ -34,7 +34,7 @@ def assert_replicated(tree: Any, mesh: DeviceMesh | None = None) -> None:
         rank and a few dozen for each leaf.
 
     Example:
-        >>> sm.assert_replicated({"model": model, "optimizer": optimizer, "step": step})
+        >>> sm.debug.assert_replicated({"model": model, "optimizer": optimizer, "step": step})
     """
     _compare("assert_replicated: ", [tree], mesh)
 
@@ -84,7 +84,7 @@ def check_replicas(
     Communication: none here; that of `assert_replicated` in every n-th call.
 
     Example:
-        >>> check = sm.check_replicas(model, optimizer, every=100)
+        >>> check = sm.debug.check_replicas(model, optimizer, every=100)
         >>> for batch in loader:
         ...     train_step(batch)
         ...     check()

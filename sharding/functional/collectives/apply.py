@@ -152,10 +152,10 @@ def is_starting() -> bool:
     return _thread.starting
 
 
-def start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """start(psum, x, axis) -> Future: launch a collective without waiting; the future's `wait()` returns the result.
+def async_start(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+    """async_start(psum, x, axis) -> Future: launch a collective without waiting; the future's `wait()` returns the result.
 
-        coming = sm.start(sm.ppermute, k, "sp", ring)      the next block travels
+        coming = sm.async_start(sm.ppermute, k, "sp", ring)      the next block travels
         out = attend(q, k)                                 while this one is worked on
         k = coming.wait()
 
@@ -186,11 +186,6 @@ class Future:
         if type(self._tree) is AsyncResult:
             return self._tree.wait()
         return pytree.tree_map(lambda part: part.wait() if isinstance(part, AsyncResult) else part, self._tree)
-
-
-def done(future: Future) -> Any:
-    """done(future) -> its result; the same as `future.wait()`."""
-    return future.wait()
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------

@@ -210,15 +210,15 @@ def stop_gradient(x: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
 
 
-def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
-    """checkpoint(f) -> f that recomputes its intermediate values in backward instead of keeping them: `torch.utils.checkpoint`.
+def remat(f: Callable[..., Any]) -> Callable[..., Any]:
+    """remat(f) -> f that recomputes its intermediate values in backward instead of keeping them: `torch.utils.checkpoint`.
 
     Collectives inside run again too, over the same axes; random numbers are the same.
 
     Communication: that of f, once more in backward.
 
     Example:
-        >>> y = sm.checkpoint(block)(params, x)
+        >>> y = sm.remat(block)(params, x)
     """
 
     @functools.wraps(f)
@@ -226,9 +226,6 @@ def checkpoint(f: Callable[..., Any]) -> Callable[..., Any]:
         return torch_checkpoint.checkpoint(f, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
 
     return recomputed
-
-
-remat = checkpoint  # JAX has both names
 
 
 def _contexts() -> tuple[Any, Any]:

@@ -361,7 +361,7 @@ def _redistributed(name: str, parts: list[Tensor], pairs: list[tuple[Layout, Lay
 
 
 def _describe(frame: dict[str, Any]) -> OperatorCall:
-    """Describe the arguments that must be redistributed, for `sm.implicit` and reports."""
+    """Describe the arguments that must be redistributed, for `sm.ops.implicit_comm` and reports."""
     pairs = frame["pairs"]
     advice = ", ".join(f"{src} to {dst.spec}" for src, dst in pairs)
     return OperatorCall(f"vmap({frame['name']})", ", ".join(str(src) for src, _ in pairs), f"Redistribute {advice} before the call")

@@ -97,7 +97,7 @@ def _draw(checker: TypeChecker, func: Any, args: Sequence[Any], kwargs: dict[str
     result = func(*args, **kwargs)
     drew = kwargs.get("generator") is not None or not all(map(torch.equal, before, _generator_states()))
     if drew:
-        origin = TypeOrigin(f"{name_of(func)} outside of sm.seeded(key)", user_location())
+        origin = TypeOrigin(f"{name_of(func)} outside of sm.random.seeded(key)", user_location())
         tag = checker.join(tag, checker.make_tag(origin, checker.random_type))
     checker.set_tag(result, tag)
     if writes or kwargs.get("inplace") is True:

@@ -41,7 +41,7 @@ def register_rule(
     Communication: none.
 
     Example:
-        >>> sm.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
+        >>> sm.ops.register_rule(torch.ops.mine.scaled_matmul, "m k, k n -> m n", linear=((0,), (1,)))
     """
     if "->" not in pattern:
         raise ValueError(f"pattern must map the dims of operands to those of results, as in 'm k, k n -> m n', got {pattern!r}")

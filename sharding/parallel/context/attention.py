@@ -28,7 +28,7 @@ from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
 from ...layout.spec import P
 from ...ops.dispatch import known_local
-from ...ops.implicit_comm import implicit
+from ...ops.implicit_comm import implicit_comm
 from ...ops.lineage import comm_context, mixed, seed_of
 from ...ops.rules.decomposition_utils import from_parts, splitting_axes
 from ...ops.rules.registry import handler
@@ -88,7 +88,7 @@ def context_parallel_attention(
 
     Example:
         >>> q, k, v = (sm.randn(2, 8, 4096, 64, device_mesh=mesh, placements=P("dp", "tp", "cp")) for _ in range(3))
-        >>> out = sm.context_parallel_attention(q, k, v, is_causal=True)
+        >>> out = sm.parallel.context_parallel_attention(q, k, v, is_causal=True)
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     if method not in METHODS:
@@ -182,7 +182,7 @@ def context_parallel(axis: Axis = "cp", *, method: str = "ring", balanced: bool 
     Communication: none by itself.
 
     Example:
-        >>> with sm.context_parallel("cp", balanced=True):
+        >>> with sm.parallel.context_parallel("cp", balanced=True):
         ...     loss = model(tokens, labels)
         ...     loss.backward()
     """
@@ -227,7 +227,7 @@ def _in_block(
             "call this attention outside the block, where keys and values are gathered"
         )
     options = AttentionOptions(block.axes, is_causal, scale, block.method, block.balanced)
-    with implicit("allow"):  # the block asks for it
+    with implicit_comm("allow"):  # the block asks for it
         return _attention(query, key, value, options)
 
 

@@ -125,7 +125,7 @@ def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "
                          0 1 2 8 9 | 3 4 5 6 7
 
     Balance everything that depends on the position: tokens, labels, and the positions for rotary or learned embeddings,
-    `sm.balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. Operators on each position alone, and a loss that is a mean over
+    `balance_sequence(sm.arange(s, device_mesh=mesh), 0, "cp")`. Operators on each position alone, and a loss that is a mean over
     positions, give the same in any order; pass `balanced=True` to attention.
 
     Args:
@@ -142,7 +142,7 @@ def balance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] = "
     Communication: one all_to_all over the axis, the same backward; none if the dim is whole.
 
     Example:
-        >>> tokens, labels = (sm.balance_sequence(x, 1, "cp") for x in (tokens, labels))
+        >>> tokens, labels = (sm.parallel.balance_sequence(x, 1, "cp") for x in (tokens, labels))
     """
     axes, dim = checked_axes("balance_sequence", x, dim, axis)
     size = x.shape[dim]
@@ -159,7 +159,7 @@ def unbalance_sequence(x: ShardedTensor, dim: int, axis: str | tuple[str, ...] =
     Args, Raises, Communication: as for `balance_sequence`.
 
     Example:
-        >>> logits = sm.unbalance_sequence(logits, 1, "cp")
+        >>> logits = sm.parallel.unbalance_sequence(logits, 1, "cp")
     """
     axes, dim = checked_axes("unbalance_sequence", x, dim, axis)
     size = x.shape[dim]

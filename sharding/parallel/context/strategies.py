@@ -270,7 +270,7 @@ def _check_sequence(layout: Layout, options: AttentionOptions) -> None:
         if sizes != wanted_sizes:
             raise ValueError(
                 f"{given}balanced=True for {layout}, whose parts of the sequence have {sizes} positions, but balanced parts have "
-                f"{wanted_sizes}; make it with sm.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True out"
+                f"{wanted_sizes}; make it with sm.parallel.balance_sequence(x, {dim}, {options.axes}), or leave balanced=True out"
             )
 
 

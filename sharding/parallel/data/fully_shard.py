@@ -74,8 +74,8 @@ def fully_shard(
 
     Example:
         >>> for block in model.blocks:
-        ...     sm.fully_shard(block, mesh)
-        >>> sm.fully_shard(model, mesh)
+        ...     sm.parallel.fully_shard(block, mesh)
+        >>> sm.parallel.fully_shard(model, mesh)
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     given = _mesh_of("fully_shard", "axes", mesh)
@@ -120,7 +120,7 @@ def data_parallel(
     Communication: as the table in `docs/parallel.md` says.
 
     Example:
-        >>> sm.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
+        >>> sm.parallel.data_parallel(model, mesh, optimizer="dp")       # ZeRO-1
     """
     mesh = _with_tensor_axes(module, _mesh_of("data_parallel", "parameter", mesh))
     stage = make_zero_stage(mesh, parameter, gradient, optimizer)

@@ -41,9 +41,9 @@ def materialize(module: nn.Module, init: Callable[[nn.Module], object] | None = 
     Communication: none for initialisers that work element by element.
 
     Example:
-        >>> sm.manual_seed(0)
-        >>> sm.materialize(model)
-        >>> sm.load_safetensors("llama/", like=model)       # or keep the initial values
+        >>> sm.random.manual_seed(0)
+        >>> sm.parallel.materialize(model)
+        >>> sm.checkpoint.load_safetensors("llama/", like=model)       # or keep the initial values
     """
     owners = {name: inner for name, inner in _post_order(module, "") if any(_is_meta(x) for x in _tensors(inner))}
     if not owners:

@@ -34,8 +34,8 @@ class Experts(nn.Module):
     Communication: one all_to_all per parameter in the constructor.
 
     Example:
-        >>> experts = sm.Experts([MLP(d) for _ in range(8)], mesh)
-        >>> y = experts(x, sm.top_k_routing(self.router(x), 2))
+        >>> experts = sm.parallel.Experts([MLP(d) for _ in range(8)], mesh)
+        >>> y = experts(x, sm.parallel.top_k_routing(self.router(x), 2))
     """
 
     def __init__(

@@ -64,8 +64,8 @@ def moe(
         tokens one more small all_gather, of their numbers.
 
     Example:
-        >>> routing = sm.top_k_routing(x @ router, 2)
-        >>> y = sm.moe(x, routing, lambda rows, p: F.silu(rows @ p["up"]) @ p["down"], {"up": up, "down": down})
+        >>> routing = sm.parallel.top_k_routing(x @ router, 2)
+        >>> y = sm.parallel.moe(x, routing, lambda rows, p: F.silu(rows @ p["up"]) @ p["down"], {"up": up, "down": down})
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     leaves = {f"params{pytree.keystr(path)}": leaf for path, leaf in pytree.tree_flatten_with_path(params)[0]}

@@ -36,7 +36,7 @@ def top_k_routing(logits: Tensor, k: int, *, normalize: bool = True) -> Routing:
     Communication: none if the last dim is whole.
 
     Example:
-        >>> routing = sm.top_k_routing(x @ router, 2)
+        >>> routing = sm.parallel.top_k_routing(x @ router, 2)
     """
     if normalize:
         scores, experts = logits.topk(k, -1)
@@ -61,7 +61,7 @@ def load_balance_loss(logits: Tensor, experts: Tensor) -> Tensor:
     Communication: two reductions of e numbers over the axes that split the tokens; backward none.
 
     Example:
-        >>> loss = loss + 0.01 * sm.load_balance_loss(logits, routing.experts)
+        >>> loss = loss + 0.01 * sm.parallel.load_balance_loss(logits, routing.experts)
     """
     count, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
     share = _counts(logits, experts, count, dtype) / experts.numel()

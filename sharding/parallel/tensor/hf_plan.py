@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layout.spec import P, Shard
-from .styles import Style, colwise, feature_dims_of, outputs, rowwise, sequence, shard
+from .styles import Style, colwise, feature_dims_of, prepare_outputs, rowwise, sequence_parallel, shard_params
 
 _WHOLE = P()
 
@@ -38,8 +38,8 @@ _OF_MODULES: dict[str, Callable[[int | None], Style]] = {
     ),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), lambda units: rowwise(in_=_WHOLE, units=units)),
     "embedding_colwise": lambda _: colwise(out=_WHOLE),
-    "sequence_parallel": lambda _: sequence(1),
-    **dict.fromkeys(("all_reduce", "gather", "moe_tp_experts"), lambda _: outputs(_WHOLE)),
+    "sequence_parallel": lambda _: sequence_parallel(1),
+    **dict.fromkeys(("all_reduce", "gather", "moe_tp_experts"), lambda _: prepare_outputs(_WHOLE)),
     **dict.fromkeys(
         (
             "replicate", "replicated", "replicated_with_grad_allreduce", "local_params", "local", "isolated", "mla_kv_a_proj",
@@ -102,7 +102,7 @@ def _matched(pattern: str, given: str, modules: Mapping[str, nn.Module], tensors
     styles: dict[str, Any] = {
         path: _style_of(given, inner, modules.get(path.rpartition(".")[0])) for path, inner in modules.items() if fnmatchcase(path, pattern)
     }
-    return styles | {path: shard(_spec_of(given, x.ndim)) for path, x in tensors.items() if fnmatchcase(path, pattern)}
+    return styles | {path: shard_params(_spec_of(given, x.ndim)) for path, x in tensors.items() if fnmatchcase(path, pattern)}
 
 
 def _style_of(given: str, module: nn.Module, parent: nn.Module | None) -> Style:

@@ -1,6 +1,6 @@
 """`parallelize`: tensor and sequence parallelism by a plan, from patterns of paths to styles.
 
-    {"*.q_proj": colwise(), "*.o_proj": rowwise(out=P(None, "tp", None)), "*.norm": sequence(1), "*.w_qkv": P("tp")}
+    {"*.q_proj": colwise(), "*.o_proj": rowwise(out=P(None, "tp", None)), "*.norm": sequence_parallel(1), "*.w_qkv": P("tp")}
 
 The whole plan is worked out and checked before the first parameter is changed.
 """
@@ -29,7 +29,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from ..replaced import mark_replaced
 from .activations import HookSite, InputHook, OutputHook, along
 from .hf_plan import with_styles
-from .styles import Style, axis_of, shard
+from .styles import Style, axis_of, shard_params
 from .torch_styles import own_style
 
 Matches = Callable[[str, str], bool]  # (path, pattern)
@@ -52,9 +52,9 @@ def parallelize(
         module: any module.
         device_mesh: the mesh, with all its axes; by default that of `set_mesh`.
         plan: patterns of paths, as `named_modules` and `named_parameters` spell them ("*" matches dots too, "" is the module itself),
-            each with a style (`colwise`, `rowwise`, `sequence`, `inputs`, `outputs`, `shard`, torch's), several
-            styles in a list, for parameters and buffers a `P` or a placement, or a string of Hugging Face's plans ("colwise", "rowwise",
-            ...). "auto" for the plan of a Hugging Face model, `model.tp_plan`.
+            each with a style (`colwise`, `rowwise`, `sequence_parallel`, `prepare_inputs`, `prepare_outputs`, `shard_params`, torch's),
+            several styles in a list, for parameters and buffers a `P` or a placement, or a string of Hugging Face's plans ("colwise",
+            "rowwise", ...). "auto" for the plan of a Hugging Face model, `model.tp_plan`.
         src_data_rank: as in `distribute_tensor`.
 
     Raises:
@@ -65,7 +65,7 @@ def parallelize(
 
     Example:
         >>> mesh = sm.init_device_mesh("cuda", (2, 4), axis_names=("fsdp", "tp"))
-        >>> sm.parallelize(model, mesh, {"*.up": sm.colwise(), "*.down": sm.rowwise()})
+        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise()})
         >>> y = model(sm.device_put(x, mesh, P("fsdp")))
     """
     if not isinstance(plan, (Mapping, str)):
@@ -93,7 +93,7 @@ def parallelize_module(
     Communication: as `parallelize`.
 
     Example:
-        >>> sm.parallelize_module(model, mesh["tp"], {"layers.*.up": sm.ColwiseParallel(), "layers.*.down": sm.RowwiseParallel()})
+        >>> parallelize_module(model, mesh["tp"], {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
     """
     if parallelize_plan is None:
         warnings.warn("parallelize_module without a plan does nothing; give a style, or a dict of patterns and styles", stacklevel=2)
@@ -167,11 +167,11 @@ def _uses_of(
         ValueError: it is for modules and the pattern matches parameters, or the other way round.
     """
     axis, text = axis_of(style, mesh, pattern), f"{style!r} of plan[{pattern!r}]"
-    of_tensors = isinstance(style, shard) and not isinstance(style.specs, Mapping)
+    of_tensors = isinstance(style, shard_params) and not isinstance(style.specs, Mapping)
     paths = [path for path in (tensors if of_tensors else named) if matches(path, pattern)]
     if not paths:
         kinds = ("parameters", "modules") if of_tensors else ("modules", "parameters")
-        instead = "name its parameters, as in shard({'weight': P('tp')})" if of_tensors else "write P(...) for where each lies"
+        instead = "name its parameters, as in shard_params({'weight': P('tp')})" if of_tensors else "write P(...) for where each lies"
         raise ValueError(f"plan[{pattern!r}]: {style!r} is for {kinds[0]}, but the pattern matches only {kinds[1]}; {instead}")
     for path in paths:
         yield _StyleUse(pattern, style, HookSite(path, text, mesh, axis), None if of_tensors else named[path])
@@ -184,12 +184,12 @@ def _style(given: Any, pattern: str) -> Style:
         TypeError: something else.
     """
     if isinstance(given, (P, Placement)):
-        return shard(given, axis=next(iter(given.axes), None) if isinstance(given, P) else None)
+        return shard_params(given, axis=next(iter(given.axes), None) if isinstance(given, P) else None)
     style = given if isinstance(given, Style) else own_style(given)
     if style is None:
         raise TypeError(
-            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), sequence(1), inputs(...), outputs(...), shard(...)), "
-            "a list of styles, or for parameters P(...)"
+            f"plan[{pattern!r}] is {given!r}; write a style (colwise(), rowwise(), sequence_parallel(1), prepare_inputs(...), "
+            "prepare_outputs(...), shard_params(...)), a list of styles, or for parameters P(...)"
         )
     return style
 

@@ -2,7 +2,7 @@
 
     colwise()        weight [n/tp, k]    x whole  -> y split by output features           nothing moves
     rowwise()        weight [n, k/tp]    x split by input features -> y pending -> out    all_reduce, or reduce_scatter
-    sequence(1)      parameters whole    x split along dim 1 -> y split along dim 1       nothing moves
+    sequence_parallel(1)      parameters whole    x split along dim 1 -> y split along dim 1       nothing moves
 
 A style concerns its own axis, "tp"; along all others layouts do not change.
 """
@@ -83,12 +83,12 @@ class colwise(_StyleWithRepr):
             whole heads on every rank even if ranks have different numbers of them.
 
     Raises:
-        ValueError: in `parallelize`, for an unknown kind of module (write `shard({...})`), or features that `units` does not divide.
+        ValueError: in `parallelize`, for an unknown kind of module (write `shard_params({...})`), or features that `units` does not divide.
 
     Communication: an all_gather or all_reduce if the input is split or pending along the axis; that of `out`.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"*.q_proj": sm.colwise(units=32), "*.o_proj": sm.rowwise(units=32)})
+        >>> sm.parallel.parallelize(model, mesh, {"*.q_proj": sm.parallel.colwise(units=32), "*.o_proj": sm.parallel.rowwise(units=32)})
     """
 
     out: AxisLayout = None
@@ -125,7 +125,7 @@ class rowwise(_StyleWithRepr):
     Communication: an all_reduce for `P()`, a reduce_scatter for a split `out`; an all_to_all if the input is split differently.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"*.up": sm.colwise(), "*.down": sm.rowwise(out=P(None, "tp", None))})
+        >>> sm.parallel.parallelize(model, mesh, {"*.up": sm.parallel.colwise(), "*.down": sm.parallel.rowwise(out=P(None, "tp", None))})
     """
 
     out: AxisLayout = _WHOLE
@@ -153,8 +153,8 @@ class rowwise(_StyleWithRepr):
 
 
 @dataclass(frozen=True, repr=False)
-class sequence(_StyleWithRepr):
-    """sequence(dim=1) -> Style: each rank computes some positions; for norms, dropout and other position-wise modules.
+class sequence_parallel(_StyleWithRepr):
+    """sequence_parallel(dim=1) -> Style: each rank computes some positions; for norms, dropout and other position-wise modules.
 
         x [b, s/tp, d]      parameters whole      y [b, s/tp, d]      nothing moves
         backward: the gradients of the parameters are pending, and reduced once at its end, together
@@ -167,7 +167,7 @@ class sequence(_StyleWithRepr):
     Communication: an all_to_all if the input is split differently, none if it is whole; that of `out`.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"*.norm": sm.sequence(1, out=P())})
+        >>> sm.parallel.parallelize(model, mesh, {"*.norm": sm.parallel.sequence_parallel(1, out=P())})
     """
 
     dim: int = 1
@@ -184,8 +184,8 @@ class sequence(_StyleWithRepr):
         return every_output(site, ActivationLayout(as_axis_layout(self.out, "out")))
 
 
-class inputs(Style):
-    """inputs(P(), mask=P()) -> Style: the layouts of a module's arguments along the axis.
+class prepare_inputs(Style):
+    """prepare_inputs(P(), mask=P()) -> Style: the layouts of a module's arguments along the axis.
 
     Args:
         where: for each argument by position a `P` or a placement, for all tensors in it; None leaves it unchanged. A plain
@@ -199,7 +199,7 @@ class inputs(Style):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"*.attn": sm.inputs(P()), "*.q_proj": sm.colwise()})   # one gather for q, k and v
+        >>> parallelize(model, mesh, {"*.attn": prepare_inputs(P()), "*.q_proj": colwise()})   # one gather for q, k and v
     """
 
     def __init__(self, *where: AxisLayout, axis: str | None = None, **named: AxisLayout) -> None:
@@ -212,11 +212,11 @@ class inputs(Style):
         return input_hook(site, module, positional, {name: ActivationLayout(w) for name, w in self._named.items() if w is not None})
 
     def __repr__(self) -> str:
-        return f"inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
+        return f"prepare_inputs({', '.join([*map(repr, self._where), *[f'{k}={v!r}' for k, v in self._named.items()]])})"
 
 
-class outputs(Style):
-    """outputs(P()) -> Style: the layouts of a module's results along the axis.
+class prepare_outputs(Style):
+    """prepare_outputs(P()) -> Style: the layouts of a module's results along the axis.
 
     Args:
         where: a `P` or a placement for all tensors in the result, or one for each part of a tuple; None leaves it unchanged.
@@ -228,12 +228,12 @@ class outputs(Style):
     Communication: that of the layouts, for all results together.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"": sm.outputs(P())})
+        >>> sm.parallel.parallelize(model, mesh, {"": sm.parallel.prepare_outputs(P())})
     """
 
     def __init__(self, *where: AxisLayout, axis: str | None = None) -> None:
         if not where:
-            raise TypeError("outputs(): give one P(...) for all results, or one for each of a tuple")
+            raise TypeError("prepare_outputs(): give one P(...) for all results, or one for each of a tuple")
         self.axis = axis
         self._where = [as_axis_layout(w, "outputs") for w in where]
 
@@ -241,12 +241,12 @@ class outputs(Style):
         return OutputHook(site, tuple(map(ActivationLayout, self._where)))
 
     def __repr__(self) -> str:
-        return f"outputs({', '.join(map(repr, self._where))})"
+        return f"prepare_outputs({', '.join(map(repr, self._where))})"
 
 
 @dataclass(frozen=True, repr=False)
-class shard(_StyleWithRepr):
-    """shard({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each parameter.
+class shard_params(_StyleWithRepr):
+    """shard_params({"w_in": P("tp"), "scale": P()}, out=None) -> Style: the layout of each parameter.
 
     Args:
         specs: for a module, a `P` or a placement for each parameter or buffer by name, the others whole; for a pattern that matches
@@ -261,7 +261,7 @@ class shard(_StyleWithRepr):
     Communication: that of `in_` and `out`.
 
     Example:
-        >>> sm.parallelize(model, mesh, {"*.attn": sm.shard({"w_qkv": P("tp"), "w_out": P(None, "tp")}, out=P())})
+        >>> sm.parallel.parallelize(model, mesh, {"*.attn": sm.parallel.shard_params({"w_qkv": P("tp"), "w_out": P(None, "tp")}, out=P())})
     """
 
     specs: Any
@@ -271,7 +271,7 @@ class shard(_StyleWithRepr):
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
         if not isinstance(self.specs, Mapping):
-            raise ValueError(f"{site} has one spec, but this is a module; name its parameters: shard({{{_example(module)}}})")
+            raise ValueError(f"{site} has one spec, but this is a module; name its parameters: shard_params({{{_example(module)}}})")
         own = list(own_tensors(module))
         unknown = [name for name in self.specs if name not in own]
         if unknown:
@@ -336,7 +336,7 @@ def _known(site: HookSite, module: nn.Module, what: str) -> Any:
     own = ", ".join(f"{name} {list(x.shape)}" for name, x in own_tensors(module).items()) or "none"
     raise ValueError(
         f"{site} splits a module by its {what}, but which dims of the parameters of {type(module).__name__} ({own}) have those is not "
-        f"known; give the layout of each: shard({{{_example(module)}}}, in_=..., out=...)"
+        f"known; give the layout of each: shard_params({{{_example(module)}}}, in_=..., out=...)"
     )
 
 

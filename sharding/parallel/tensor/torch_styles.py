@@ -15,7 +15,7 @@ from torch import nn
 
 from ...layout.spec import P, Placement, Replicate, Shard
 from .activations import ActivationLayout, AxisLayout, HookSite, InputHook, OutputHook, as_axis_layout, input_hook
-from .styles import Style, colwise, every_output, first_input, rowwise, sequence
+from .styles import Style, colwise, every_output, first_input, rowwise, sequence_parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ColwiseParallel(Style):
     Communication: as `colwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
     Example:
-        >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
+        >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
     """
 
     input_layouts: Any = None
@@ -61,7 +61,7 @@ class RowwiseParallel(Style):
     Communication: as `rowwise`; for a plain output that is replicated, 40 bytes in its first backward (see `to_local`).
 
     Example:
-        >>> sm.parallelize_module(model, mesh["tp"], {"up": sm.ColwiseParallel(), "down": sm.RowwiseParallel()})
+        >>> sm.compat.parallelize_module(model, mesh["tp"], {"up": sm.compat.ColwiseParallel(), "down": sm.compat.RowwiseParallel()})
     """
 
     input_layouts: Any = None
@@ -81,7 +81,7 @@ class RowwiseParallel(Style):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(Style):
-    """SequenceParallel(sequence_dim=1) -> Style: `sequence` with torch's name and arguments.
+    """SequenceParallel(sequence_dim=1) -> Style: `sequence_parallel` with torch's name and arguments.
 
     Args:
         sequence_dim: the dim of positions; a plain input is taken as split along it.
@@ -90,14 +90,14 @@ class SequenceParallel(Style):
     Communication: for a plain input a small all_gather of shapes, once as long as parts are equal (see `from_local`).
 
     Example:
-        >>> sm.parallelize_module(model, mesh["tp"], {"norm": sm.SequenceParallel()})
+        >>> sm.compat.parallelize_module(model, mesh["tp"], {"norm": sm.compat.SequenceParallel()})
     """
 
     sequence_dim: int = 1
     use_local_output: bool = False
 
     def parameters(self, site: HookSite, module: nn.Module) -> Mapping[str, P | Placement]:
-        return sequence().parameters(site, module)
+        return sequence_parallel().parameters(site, module)
 
     def inputs(self, site: HookSite, module: nn.Module) -> InputHook | None:
         return first_input(site, module, ActivationLayout(Shard(self.sequence_dim)))
@@ -122,8 +122,8 @@ class PrepareModuleInput(Style):
     Communication: that of the layouts, for all arguments together.
 
     Example:
-        >>> style = sm.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        >>> sm.parallelize_module(model, mesh["tp"], {"attn": style})
+        >>> style = sm.compat.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        >>> sm.compat.parallelize_module(model, mesh["tp"], {"attn": style})
     """
 
     input_layouts: Any = None
@@ -162,8 +162,8 @@ class PrepareModuleOutput(Style):
     Communication: that of the layouts, for all results together.
 
     Example:
-        >>> style = sm.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
-        >>> sm.parallelize_module(model, mesh["tp"], {"layers": style})
+        >>> style = sm.compat.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        >>> sm.compat.parallelize_module(model, mesh["tp"], {"layers": style})
     """
 
     output_layouts: Any
@@ -192,7 +192,7 @@ class PrepareModuleInputOutput(Style):
 
     Example:
         >>> gathered = dict(input_layouts=Shard(1), desired_input_layouts=Replicate())
-        >>> sm.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(), desired_output_layouts=Shard(1))
+        >>> sm.compat.PrepareModuleInputOutput(**gathered, output_layouts=Replicate(), desired_output_layouts=Shard(1))
     """
 
     input_layouts: Any = None

@@ -17,7 +17,7 @@ RAISES, SLEEPS, STOPS, SWALLOWS, LAST = range(5)
 
 def main() -> None:
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-    sm.watchdog(timeout=1.0)
+    sm.monitor.watchdog(timeout=1.0)
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("dp",))
     train(mesh)
     if attempt == STOPS:

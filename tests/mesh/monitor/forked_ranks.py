@@ -230,7 +230,7 @@ def waits_at_exit(how: str) -> None:
     """Ranks leave while a collective is under way that rank 2 never comes to."""
     mesh = make_mesh()
     train(mesh)
-    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
+    sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if rank() == 2:
         time.sleep(60)
     if how == "thread":
@@ -254,7 +254,7 @@ def hangs_at_exit() -> None:
     """Rank 2's program is over, and a thread of it is not."""
     mesh = make_mesh()
     train(mesh)
-    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
+    sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if rank() == 2:
         threading.Thread(target=time.sleep, args=(60,)).start()
     else:
@@ -265,7 +265,7 @@ def cannot_end(how: str) -> None:
     """Rank 2 is stopped, or computes without letting go of the interpreter's lock; the others have to be ended if they have threads."""
     mesh = make_mesh()
     train(mesh)
-    sm.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
+    sm.monitor.watchdog(timeout=1.0)  # only now: on a busy machine ranks start far apart
     if how == "stopped, and threads":
         threading.Thread(target=time.sleep, args=(60,)).start()
     if rank() == 2 and how.startswith("stopped"):

@@ -1,4 +1,4 @@
-"""sm.breakpoint: a debugger with scripted commands on one rank, while the others wait."""
+"""sm.monitor.breakpoint: a debugger with scripted commands on one rank, while the others wait."""
 
 from __future__ import annotations
 

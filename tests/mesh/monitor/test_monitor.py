@@ -19,7 +19,7 @@ from shardmesh.mesh.monitor import settings as settings_module
 from shardmesh.mesh.monitor import termination
 from shardmesh.mesh.monitor.recording.recorder import route_of
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, Header, RankState
-from shardmesh.mesh.monitor.settings import from_environment, guard, settings, watchdog
+from shardmesh.mesh.monitor.settings import collective_check, from_environment, settings, watchdog
 from shardmesh.mesh.monitor.start import start_monitor
 from shardmesh.mesh.monitor.termination import notify_peers
 from shardmesh.mesh.monitor.verdict import ERRORS, Verdict
@@ -133,7 +133,7 @@ def test_the_first_collective_of_a_group_waits_for_everybody(two: list[Hand]) ->
 def test_strict_waits_each_time(two: list[Hand]) -> None:
     two[1].call()
     watched(two[0])
-    guard("strict")
+    collective_check("strict")
     for _ in range(2):
         timer = later(two[1].call)
         watched(two[0])
@@ -415,15 +415,15 @@ def test_settings_that_make_no_sense(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["on", "strict", "full", "off"])
-def test_guard_sets_the_mode(mode: str) -> None:
-    guard(mode)
+def test_collective_check_sets_the_mode(mode: str) -> None:
+    collective_check(mode)
     assert settings().mode == mode
 
 
-def test_guard_and_watchdog_refuse_what_makes_no_sense() -> None:
+def test_collective_check_and_watchdog_refuse_what_makes_no_sense() -> None:
     before = settings().mode, settings().warn, settings().timeout
-    with pytest.raises(ValueError, match=r"guard\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
-        guard("yes")
+    with pytest.raises(ValueError, match=r"collective_check\('yes'\): write one of 'on', 'strict', 'full', 'off'"):
+        collective_check("yes")
     for value in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=r"watchdog\(timeout=.*write a positive number of seconds"):
             watchdog(warn=1, timeout=value)

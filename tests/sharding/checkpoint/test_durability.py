@@ -296,6 +296,10 @@ def test_the_manifest(tmp_path):
 
 def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "model.pt").write_bytes(b"")
-    text = same_error((2,), lambda mesh: sm.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
-    for words in (f"{tmp_path / 'model.pt'} is a file; pass the folder", "sm.load_safetensors", "sm.load_full_state_dict"):
+    text = same_error((2,), lambda mesh: sm.checkpoint.load(tmp_path / "model.pt", {}), FileNotFoundError, silent=False)
+    for words in (
+        f"{tmp_path / 'model.pt'} is a file; pass the folder",
+        "sm.checkpoint.load_safetensors",
+        "sm.checkpoint.load_full_state_dict",
+    ):
         assert words in text

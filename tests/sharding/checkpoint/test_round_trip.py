@@ -113,7 +113,7 @@ def test_ranks_outside_the_mesh(tmp_path):
 
 def test_random_numbers_go_on(tmp_path):
     def saving(mesh):
-        sm.manual_seed(5)
+        sm.random.manual_seed(5)
         torch.manual_seed(mesh.get_rank())
         save({"random": RandomState()}, tmp_path)
         return torch.rand(2), sm.rand(4, device_mesh=mesh).full_tensor(), random.random() if mesh.get_rank() == 1 else None
@@ -345,7 +345,7 @@ def test_loading_what_ranks_want_differently(tmp_path):
 
 
 def test_a_world_without_data(tmp_path):
-    with sm.null_world(4):
+    with sm.debug.null_world(4):
         mesh = sm.init_device_mesh("cpu", (4,), axis_names=("a",))
         with pytest.raises(ValueError, match="null_world has none"):
             save({"x": sm.zeros(4, device_mesh=mesh)}, tmp_path)

@@ -82,7 +82,7 @@ def test_a_folder_into_a_module(tmp_path):
     write(tmp_path / "model-00002-of-00002.safetensors", state)
 
     def program(mesh):
-        model = sm.distribute_module(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh)
+        model = sm.parallel.distribute_module(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh)
         model[0].weight = nn.Parameter(sm.zeros(6, 4, device_mesh=mesh, placements=P("a")))
         assert load_safetensors(tmp_path, model) is model
         return {name: p.detach().full_tensor() for name, p in model.named_parameters()}

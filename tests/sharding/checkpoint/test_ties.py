@@ -29,7 +29,7 @@ def _tied(mesh, value):
     """The model, its parameters split over all ranks, with this value in the tied one."""
     model = Tied()
     nn.init.constant_(model.embed.weight, value)
-    return sm.fully_shard(model, mesh)
+    return sm.parallel.fully_shard(model, mesh)
 
 
 def test_names():
@@ -44,13 +44,13 @@ def test_a_file_has_them_once(tmp_path):
     path = tmp_path / "model.safetensors"
 
     def program(mesh):
-        sm.save_safetensors(_tied(mesh, 4.0), path)
+        sm.checkpoint.save_safetensors(_tied(mesh, 4.0), path)
         model = _tied(mesh, 0.0)
-        sm.load_safetensors(path, model)
+        sm.checkpoint.load_safetensors(path, model)
         assert model.head.weight is model.embed.weight
         assert torch.equal(model.last.weight.full_tensor(), torch.full((5, 3), 4.0))
         like = {"last": {"weight": Layout.of(mesh, P("a"), (5, 3), torch.float32)}}  # no module: the file knows the name
-        return sm.load_safetensors(path, like)["last"]["weight"].full_tensor()
+        return sm.checkpoint.load_safetensors(path, like)["last"]["weight"].full_tensor()
 
     assert all(torch.equal(found, torch.full((5, 3), 4.0)) for found in on_mesh((3,), program))
     data = path.read_bytes()
@@ -70,7 +70,7 @@ def test_a_file_of_others_has_any_one_of_the_names(stored, tmp_path):
     library.save_file({stored: torch.ones(5, 3), "head.bias": torch.ones(5), "scale": torch.ones(2)}, path)
 
     def program(mesh):
-        return sm.full_state_dict(sm.load_safetensors(path, _tied(mesh, 0.0)))
+        return sm.checkpoint.full_state_dict(sm.checkpoint.load_safetensors(path, _tied(mesh, 0.0)))
 
     found = on_mesh((2,), program)[0]
     assert list(found) == list(Tied().state_dict())
@@ -81,7 +81,7 @@ def test_a_whole_state_has_them_once():
     def program(mesh):
         model = _tied(mesh, 4.0)
         with collectives() as records:
-            whole = sm.full_state_dict({"m": model})
+            whole = sm.checkpoint.full_state_dict({"m": model})
         assert launched(records).count("all_to_all") == 2  # embed.weight and head.bias
         return whole
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import shardmesh as sm
 from shardmesh import Partial, Replicate, Shard
+from shardmesh.parallel import distribute_module
 from shardmesh.sharding.ops.rules.registry import DECOMPOSITIONS, HANDLERS
 from tests.device import DEVICE
 from tests.docs.pages import DOCS, check_python_examples
@@ -31,7 +32,7 @@ def _on_both(part: str) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says about its own experimental parts
         theirs = program(dtensor_program.torch_api())
-    return theirs, program(sm)
+    return theirs, program(sm.compat)
 
 
 def _check_same(ours: Any, theirs: Any, at: str = "") -> None:
@@ -78,7 +79,7 @@ def _same(ours: Any, expected: Any) -> None:
 
 @difference("`item()`, `float()`, f-strings of a pending value")
 def _(mesh):
-    x = sm.DTensor.from_local(torch.ones(()), mesh, [Partial()])
+    x = sm.compat.DTensor.from_local(torch.ones(()), mesh, [Partial()])
     assert (x.item(), float(x), f"{x:.1f}") == (4, 4, "4.0")
 
 
@@ -133,53 +134,53 @@ def _(mesh):
 def _(mesh):
     for grads in (None, ([Shard(0)], [Partial()])):
         x, w = place(mesh, numbers(8), Shard(0)), place(mesh, numbers(2), grad=True)
-        sm.local_map(torch.mul, [Shard(0)], in_grad_placements=grads)(x, w).sum().backward()
+        sm.compat.local_map(torch.mul, [Shard(0)], in_grad_placements=grads)(x, w).sum().backward()
         _same(w.grad, numbers(8).view(4, 2).sum(0))
 
 
 @difference("`local_map` without `out_placements`")
 def _(mesh):
     with pytest.raises(ValueError, match="result 0 is a tensor, and its out_placements are None"):
-        sm.local_map(torch.neg)(place(mesh, numbers(4)))
+        sm.compat.local_map(torch.neg)(place(mesh, numbers(4)))
 
 
 @difference("`from_local` of parts of different sizes, without `shape`")
 def _(mesh):
     sizes = (2, 2, 1, 0)
     part = numbers(5).split(sizes)[mesh.get_rank()]
-    _same(sm.DTensor.from_local(part, mesh, [Shard(0)]), numbers(5))
+    _same(sm.compat.DTensor.from_local(part, mesh, [Shard(0)]), numbers(5))
     other = numbers(5).split((1, 0, 3, 1))[mesh.get_rank()]
     with pytest.raises(ValueError, match=r"write \[Shard\(0, sizes=\(1, 0, 3, 1\)\)\]"):
-        sm.DTensor.from_local(other, mesh, [Shard(0)])
-    _same(sm.DTensor.from_local(other, mesh, [Shard(0, sizes=(1, 0, 3, 1))]), numbers(5))
+        sm.compat.DTensor.from_local(other, mesh, [Shard(0)])
+    _same(sm.compat.DTensor.from_local(other, mesh, [Shard(0, sizes=(1, 0, 3, 1))]), numbers(5))
 
 
 @difference("`from_local(run_check=True)`")
 def _(mesh):
     rank = mesh.get_rank()
     mine = torch.full((2,), float(rank)).requires_grad_()
-    x = sm.DTensor.from_local(mine, mesh, run_check=True)
+    x = sm.compat.DTensor.from_local(mine, mesh, run_check=True)
     assert x.to_local().tolist() == [0, 0]
     assert mine.tolist() == [rank, rank]
     (x * x).sum().backward()
     assert mine.grad is not None
     with pytest.raises(ValueError, match=r"run_check: by rank .*0: \['f32', 1\].*3: \['f32', 4\].* requires .*3: \['f32', \d\]"):
-        sm.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
+        sm.compat.DTensor.from_local(torch.ones(rank + 1), mesh, run_check=True)
 
 
 @difference("`stride()`, `is_contiguous()`, `from_local(stride=)`")
 def _(mesh):
-    x = sm.DTensor.from_local(numbers(2, 4), mesh, [Shard(0)], shape=(8, 4), stride=(1, 8))
+    x = sm.compat.DTensor.from_local(numbers(2, 4), mesh, [Shard(0)], shape=(8, 4), stride=(1, 8))
     assert (x.stride(), x.t().stride(), x.t().is_contiguous()) == ((4, 1), (8, 1), True)
     with pytest.raises(ValueError, match="one stride per dim"):
-        sm.DTensor.from_local(numbers(2, 4), mesh, [Shard(0)], stride=(4, 1))
+        sm.compat.DTensor.from_local(numbers(2, 4), mesh, [Shard(0)], stride=(4, 1))
 
 
 @difference("`rand`, `randn`, `dropout` on a CPU mesh")
 def _(mesh):
-    sm.manual_seed(0)
+    sm.random.manual_seed(0)
     split, whole = sm.randn(6, device_mesh=mesh, placements=[Shard(0)]), sm.randn(6, device_mesh=mesh)
-    sm.manual_seed(0)
+    sm.random.manual_seed(0)
     _same(sm.randn(6, device_mesh=mesh), split.full_tensor())
     assert not torch.equal(split.full_tensor(), whole.full_tensor())
 
@@ -212,14 +213,14 @@ def _(mesh):
 @difference("`redistribute(async_op=True)`")
 def _(mesh):
     coming = place(mesh, numbers(4), Shard(0)).redistribute(placements=[Replicate()], async_op=True)
-    assert not isinstance(coming, sm.DTensor)
+    assert not isinstance(coming, sm.compat.DTensor)
     _same(coming.wait(), numbers(4))
 
 
 @difference("`fill_` of a pending value")
 def _(mesh):
     with pytest.raises(ValueError, match="would have to change its layout"):
-        sm.DTensor.from_local(torch.ones(3), mesh, [Partial()]).fill_(1.0)
+        sm.compat.DTensor.from_local(torch.ones(3), mesh, [Partial()]).fill_(1.0)
 
 
 @difference("a plain tensor of one element that requires grad, beside a sharded one")
@@ -242,7 +243,7 @@ def _(mesh):
 
 @difference("`distribute_module` twice on one module")
 def _(mesh):
-    module = sm.distribute_module(sm.distribute_module(torch.nn.Linear(2, 2), mesh), mesh)
+    module = distribute_module(distribute_module(torch.nn.Linear(2, 2), mesh), mesh)
     assert module.weight.placements == (Replicate(),)
 
 
@@ -286,7 +287,7 @@ def _(mesh):
 
 @difference("`CommDebugMode`")
 def _(mesh):
-    mode = sm.CommDebugMode()
+    mode = sm.compat.CommDebugMode()
     for _ in range(2):
         with mode:
             place(mesh, numbers(8), Shard(0)).redistribute(placements=[Replicate()])
@@ -302,10 +303,10 @@ def _(mesh):
 def _(mesh):
     x = place(mesh, numbers(8, 2, 2), Shard(0))
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        sm.visualize_sharding(x, header="x", use_rich=True)
-        sm.visualize_sharding(x[:0])
+        sm.compat.visualize_sharding(x, header="x", use_rich=True)
+        sm.compat.visualize_sharding(x[:0])
     if mesh.get_rank() == 0:
-        assert shown.getvalue() == f"x\n{sm.visualize(x)}\n"
+        assert shown.getvalue() == f"x\n{sm.debug.visualize(x)}\n"
 
 
 @difference("`register_sharding`")
@@ -338,7 +339,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 roll_rows.register_autograd(lambda ctx, g: ((g * ctx.saved_tensors[0]).roll(-ctx.by, 0), None, None), setup_context=_save)
 
 
-@sm.register_sharding(torch.ops.test_compat.roll_rows)
+@sm.compat.register_sharding(torch.ops.test_compat.roll_rows)
 def _roll_rows(x, w, by):
     assert (x.mesh, len(x.placements)) == (w.mesh, x.mesh.ndim)
     return [
@@ -401,7 +402,7 @@ def test_what_the_page_says_of_torch(world4):
 @every_rank(2, 2)
 def test_local_map_over_uneven_and_empty_parts(mesh):
     x = place(mesh, numbers(3, 5), Shard(0), Shard(0), grad=True)
-    out = sm.local_map(lambda t: (t * t, t.sum(0)), ([Shard(0), Shard(0)], [Partial(), Partial()]))(x)
+    out = sm.compat.local_map(lambda t: (t * t, t.sum(0)), ([Shard(0), Shard(0)], [Partial(), Partial()]))(x)
     _same(out[0], numbers(3, 5) ** 2)
     _same(out[1], numbers(3, 5).sum(0))
     (out[0].sum() + (out[1] * out[1]).sum()).backward()
@@ -412,7 +413,7 @@ def test_local_map_over_uneven_and_empty_parts(mesh):
 def test_local_map_takes_trees_keywords_and_specs(mesh):
     x = place(mesh, numbers(8), Shard(0))
 
-    @sm.local_map(out_placements=sm.P("a"), in_placements=(None, sm.P("a"), None))
+    @sm.compat.local_map(out_placements=sm.P("a"), in_placements=(None, sm.P("a"), None))
     def f(scale, tree, *, shift):
         assert type(tree["x"]) is torch.Tensor
         return tree["x"] * scale + shift + len(tree["note"])
@@ -426,17 +427,19 @@ def test_bad_placements_of_local_map(mesh):
     x = place(mesh, numbers(8), Shard(0))
     here = [Shard(0)]
     for words, call in {
-        "2 in_placements for 1 flattened": lambda: sm.local_map(torch.neg, here, (here, here))(x),
-        "argument 0 is laid out as .* require .*redistribute_inputs=True": lambda: sm.local_map(torch.neg, here, ([Replicate()],))(x),
-        "argument 0 is sharded": lambda: sm.local_map(torch.neg, here, (None,))(x),
-        "argument 1 is 3, not a tensor": lambda: sm.local_map(torch.mul, here, (here, here))(x, 3),
-        "1 out_placements for 2 flattened": lambda: sm.local_map(lambda t: (t, t), here)(x),
-        "result 1 is 5, and": lambda: sm.local_map(lambda t: (t, 5), (here, here))(x),
+        "2 in_placements for 1 flattened": lambda: sm.compat.local_map(torch.neg, here, (here, here))(x),
+        "argument 0 is laid out as .* require .*redistribute_inputs=True": (
+            lambda: sm.compat.local_map(torch.neg, here, ([Replicate()],))(x)
+        ),
+        "argument 0 is sharded": lambda: sm.compat.local_map(torch.neg, here, (None,))(x),
+        "argument 1 is 3, not a tensor": lambda: sm.compat.local_map(torch.mul, here, (here, here))(x, 3),
+        "1 out_placements for 2 flattened": lambda: sm.compat.local_map(lambda t: (t, t), here)(x),
+        "result 1 is 5, and": lambda: sm.compat.local_map(lambda t: (t, 5), (here, here))(x),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
     with pytest.raises(TypeError, match="result 0 is a ShardedTensor"):
-        sm.local_map(lambda t: x, here)(x)
+        sm.compat.local_map(lambda t: x, here)(x)
 
 
 @every_rank(3)
@@ -445,9 +448,9 @@ def test_local_map_outside_the_mesh(mesh):
     x = place(pair, numbers(8), Shard(0))
     if pair.coordinate is None:
         with pytest.raises(RuntimeError, match="rank 2 is not in"):
-            sm.local_map(torch.neg, [Shard(0)])(x)
+            sm.compat.local_map(torch.neg, [Shard(0)])(x)
     else:
-        _same(sm.local_map(torch.neg, [Shard(0)])(x), -numbers(8))
+        _same(sm.compat.local_map(torch.neg, [Shard(0)])(x), -numbers(8))
 
 
 # -- register_sharding -------------------------------------------------------------------------------------------------
@@ -469,7 +472,7 @@ def _placed() -> list[list[sm.Placement]]:
 
 
 def test_an_overload_of_aten_stands_for_the_public_functions(tables):
-    @sm.register_sharding(torch.ops.aten._softmax.default)
+    @sm.compat.register_sharding(torch.ops.aten._softmax.default)
     def softmax(x, dim, half_to_float):
         assert half_to_float is False
         split = [([Shard(d)], [Shard(d), None, None]) for d in range(x.ndim) if d != dim % x.ndim]
@@ -489,14 +492,14 @@ def test_an_overload_of_aten_stands_for_the_public_functions(tables):
 
 
 def test_the_cheapest_accepted_sharding(tables):
-    @sm.register_sharding([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
+    @sm.compat.register_sharding([torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor])
     def add(a, b, alpha):
         split = [([Shard(d)], [Shard(d), Shard(d)]) for d in range(a.ndim)]
         return [([Replicate()], [Replicate(), Replicate()]), *split, ([Partial()], [Partial(), Partial()])]
 
     def rank(mesh):
         x, y = place(mesh, numbers(4, 6), Shard(0), Partial()), place(mesh, numbers(4, 6), Shard(0), Partial())
-        with sm.comm_budget(bytes=0):
+        with sm.debug.comm_budget(bytes=0):
             assert (x + y).placements == torch.add(x, other=y).placements == (Shard(0), Partial())
             x += y
         _same(x, 2 * numbers(4, 6))
@@ -524,7 +527,7 @@ def test_registered_operators_outside_the_mesh(mesh):
 
 
 def test_bad_pairs(tables):
-    @sm.register_sharding(torch.erf)
+    @sm.compat.register_sharding(torch.erf)
     def erf(x):
         return {1: [([Replicate()], [])], 2: [([Shard(5)], [Shard(0)])], 3: [([Partial()], [Partial()])]}[x.ndim]
 
@@ -532,7 +535,7 @@ def test_bad_pairs(tables):
         text = same_error((2,), lambda mesh, n=ndim: torch.erf(place(mesh, torch.ones([2] * n), Partial("max"))), ValueError)
         assert words in text
     with pytest.raises(ValueError, match="no public function of torch has this name"):
-        sm.register_sharding(torch.ops.aten.gelu_backward.default)(erf)
+        sm.compat.register_sharding(torch.ops.aten.gelu_backward.default)(erf)
 
 
 # -- signatures --------------------------------------------------------------------------------------------------------
@@ -546,7 +549,7 @@ def test_the_mesh_of_a_with_block(mesh):
             assert sm.ones(4).mesh is mesh["a"]
         for x in (sm.zeros(4), sm.arange(4), sm.full((4,), 1), sm.device_put(numbers(4)), sm.from_local(numbers(4))):
             assert x.mesh is mesh
-        assert sm.distribute_module(torch.nn.Linear(2, 2)).weight.mesh is mesh
+        assert distribute_module(torch.nn.Linear(2, 2)).weight.mesh is mesh
     with pytest.raises(TypeError, match="give the mesh"):
         sm.distribute_tensor(numbers(4))
 
@@ -599,7 +602,7 @@ def test_the_import_lines_bring_what_they_say():
         theirs = importlib.import_module(module)
         for name in names.split(", "):
             assert hasattr(theirs, name), name
-            assert hasattr(sm, name), name
+            assert hasattr(sm.compat, name), name
     listed = {name for _, names in imported for name in names.split(", ")}
     assert set(importlib.import_module("torch.distributed.tensor").__all__) <= listed
 
@@ -608,4 +611,4 @@ def test_what_is_missing_is_missing():
     rows = PAGE.split("## What is missing")[1]
     names = re.findall(r"^\| `(\w+)`", rows, re.MULTILINE)
     assert len(names) > 4
-    assert [name for name in names if hasattr(sm, name) or hasattr(sm.DTensor, name)] == []
+    assert [name for name in names if hasattr(sm.compat, name) or hasattr(sm.compat.DTensor, name)] == []

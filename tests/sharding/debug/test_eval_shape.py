@@ -101,12 +101,12 @@ def test_clipping_and_local_tensors_with_gradients():
 
 def test_random_numbers_and_factories_on_the_mesh_that_is_meant():
     def f():
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         return sm.randn(8, 4, placements=P("dp")), F.dropout(sm.ones(8, placements=[Shard(0)]), 0.5)
 
-    before = sm.get_rng_state()
+    before = sm.random.get_rng_state()
     assert eval_shape(f, mesh=SMALL).result == (layout(SMALL, P("dp"), 8, 4), layout(SMALL, P("dp"), 8))
-    assert torch.equal(sm.get_rng_state(), before)
+    assert torch.equal(sm.random.get_rng_state(), before)
 
 
 def test_a_mesh_among_the_arguments_and_parts_of_it():
@@ -197,7 +197,7 @@ class Tied(nn.Module):
 def test_a_module_is_copied_without_its_values():
     def fn():
         mesh = sm.init_device_mesh(DEVICE, (4,), axis_names=("dp",))
-        model = sm.distribute_module(Tied(), mesh, lambda name, m, mesh: None)
+        model = sm.parallel.distribute_module(Tied(), mesh, lambda name, m, mesh: None)
         model.mesh = mesh  # type: ignore[assignment]
         weight = model.first.weight
 
@@ -225,7 +225,7 @@ def test_a_module_can_be_the_function():
 def build():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    sm.distribute_module(model, None, lambda name, m, mesh: None, src_data_rank=None)
+    sm.parallel.distribute_module(model, None, lambda name, m, mesh: None, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer
 
@@ -318,17 +318,17 @@ def test_plans_are_made_for_the_topology_of_the_mesh_given():
         return whole.report.launches
 
     flat, nodes = sm.AbstractMesh((4, 8), ("node", "gpu")), sm.AbstractMesh((4, 8), ("node", "gpu"))
-    nodes.topology = sm.Topology.default("cuda", crossing=("node",))
+    nodes.topology = sm.topology.Topology.default("cuda", crossing=("node",))
     for mesh in (flat, nodes):
         x = layout(mesh, P(("gpu", "node")), 1 << 16)
-        assert moved(mesh) == sm.explain(x, P(("node", "gpu"))).launches
+        assert moved(mesh) == sm.debug.explain(x, P(("node", "gpu"))).launches
 
 
 def test_budgets_and_refusals_around_it_hold_inside():
     x = layout(SMALL, P("dp"), 8, 8)
-    with sm.comm_budget(bytes=0), pytest.raises(sm.CommBudgetError):
+    with sm.debug.comm_budget(bytes=0), pytest.raises(sm.errors.CommBudgetError):
         eval_shape(lambda x: x.redistribute(P()), x)
-    with sm.implicit("forbid"), pytest.raises(sm.ImplicitCommError):
+    with sm.ops.implicit_comm("forbid"), pytest.raises(sm.errors.ImplicitCommError):
         eval_shape(lambda x: x.softmax(0), x)
 
 

@@ -15,6 +15,7 @@ from shardmesh import Layout, P, Shard
 from shardmesh.sharding.debug import inspection
 from shardmesh.sharding.debug.inspection import inspect
 from tests.device import DEVICE
+from tests.public import public_names
 from tests.sharding.ranks import collectives, every_rank, place
 from tests.sharding.strategies import AXES, ragged_moves
 
@@ -169,5 +170,5 @@ def test_errors(x, text):
 
 
 def test_docstring_example():
-    results = doctest.testmod(inspection, globs={**{name: getattr(sm, name) for name in sm.__all__}, **vars(inspection)})
+    results = doctest.testmod(inspection, globs={**public_names(), **vars(inspection)})
     assert (results.failed, results.attempted) == (0, 3)

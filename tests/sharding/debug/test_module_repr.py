@@ -11,17 +11,18 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import distribute_module, shard_parameter
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh
 
 
 def rows_of_linear(name, module, mesh):
     if isinstance(module, nn.Linear):
-        sm.shard_parameter(module, "weight", mesh, P("a"), src_data_rank=None)
+        shard_parameter(module, "weight", mesh, P("a"), src_data_rank=None)
 
 
 def distributed(mesh, module):
-    return sm.distribute_module(module, mesh, rows_of_linear, src_data_rank=None)
+    return distribute_module(module, mesh, rows_of_linear, src_data_rank=None)
 
 
 def model():
@@ -48,7 +49,7 @@ def test_repr_of_a_distributed_module_is_the_same_on_every_rank():
     def program(mesh):
         module = distributed(mesh, model())
         with collectives() as records:
-            shown = repr(module), sm.visualize(module, style="tree")
+            shown = repr(module), sm.debug.visualize(module, style="tree")
         assert records == []
         return shown
 
@@ -57,7 +58,7 @@ def test_repr_of_a_distributed_module_is_the_same_on_every_rank():
 
 def test_the_tree_of_a_plain_module():
     module = nn.ModuleList([nn.Linear(2, 2) for _ in range(3)] + [nn.ReLU()])
-    assert sm.visualize(module, style="tree").splitlines() == [
+    assert sm.debug.visualize(module, style="tree").splitlines() == [
         "ModuleList(",
         "  (0-2): 3 x Linear(",
         "    in_features=2, out_features=2, bias=True",
@@ -67,17 +68,17 @@ def test_the_tree_of_a_plain_module():
         "  (3): ReLU()",
         ")",
     ]
-    assert sm.visualize(nn.Dropout(0.5), style="tree") == repr(nn.Dropout(0.5))
+    assert sm.debug.visualize(nn.Dropout(0.5), style="tree") == repr(nn.Dropout(0.5))
 
 
 @every_rank(2)
 def test_layers_that_lie_alike_are_folded(mesh):
     module = distributed(mesh, nn.ModuleList([nn.Linear(2, 2) for _ in range(4)]))
     assert "(0-3): 4 x Linear(" in repr(module)
-    assert repr(module) == sm.visualize(module, style="tree")
-    sm.shard_parameter(module[3], "bias", mesh, P("a"), src_data_rank=None)
+    assert repr(module) == sm.debug.visualize(module, style="tree")
+    shard_parameter(module[3], "bias", mesh, P("a"), src_data_rank=None)
     assert "(0-2): 3 x Linear(" in repr(module)  # the repr follows what is there now
-    assert repr(module) == sm.visualize(module, style="tree")
+    assert repr(module) == sm.debug.visualize(module, style="tree")
 
 
 @every_rank(2)
@@ -86,7 +87,7 @@ def test_copies_and_pickles_show_their_own_tensors(mesh):
     copied, loaded = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
     assert repr(copied) == repr(loaded) == repr(module)
     for other in (copied, loaded):
-        sm.shard_parameter(other, "bias", mesh, P("a"), src_data_rank=None)
+        shard_parameter(other, "bias", mesh, P("a"), src_data_rank=None)
         assert "bias: f32[4] @ P('a') on (a=2)" in repr(other)
     assert "bias: f32[4] @ P(None) on (a=2)" in repr(module)
     assert "P('a', None)" in repr(copy.deepcopy(nn.ModuleList([module])))
@@ -97,7 +98,7 @@ def test_nothing_but_the_repr_changes(mesh):
     module = distributed(mesh, nn.Linear(2, 4))
     assert list(module.state_dict()) == ["weight", "bias"]
     assert type(module) is nn.Linear
-    assert sm.distribute_module(module, mesh) is module
+    assert distribute_module(module, mesh) is module
     assert repr(module).count("weight:") == 1
     assert repr(nn.Linear(2, 4)) == "Linear(in_features=2, out_features=4, bias=True)"
 
@@ -108,7 +109,7 @@ def test_an_extra_repr_set_by_hand_stays(mesh):
     module.extra_repr = lambda: "mine"
     distributed(mesh, module)
     assert repr(module) == "Linear(mine)"
-    assert "mine\n  weight: f32[4, 2] @ P('a', None)" in sm.visualize(module, style="tree")
+    assert "mine\n  weight: f32[4, 2] @ P('a', None)" in sm.debug.visualize(module, style="tree")
 
 
 @every_rank(2)
@@ -127,7 +128,7 @@ def test_memory_is_freed_with_the_last_name(mesh):
 def test_tied_tensors_are_marked_and_counted_once(mesh):
     module = nn.ModuleDict({"embed": nn.Embedding(6, 2), "head": nn.Linear(2, 6, bias=False)})
     module["head"].weight = module["embed"].weight
-    lines = sm.visualize(distributed(mesh, module)).splitlines()
+    lines = sm.debug.visualize(distributed(mesh, module)).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["embed.weight", "f32[6,", "2]", "P('a',", "None)", "[3,", "2]", "24"],
         ["head.weight", "f32[6,", "2]", "P('a',", "None)", "[3,", "2]", "24", "is", "embed.weight"],
@@ -138,23 +139,23 @@ def test_tied_tensors_are_marked_and_counted_once(mesh):
 @every_rank(2)
 def test_the_table_with_rich_has_the_same_cells(mesh):
     module = distributed(mesh, model())
-    lines = sm.visualize(module).splitlines()
-    table = sm.visualize(module, style="rich")
+    lines = sm.debug.visualize(module).splitlines()
+    table = sm.debug.visualize(module, style="rich")
     rows = zip(*[[cell.plain for cell in column.cells] for column in table.columns], strict=True)
     assert [" ".join(row).split() for row in rows] == [line.split() for line in lines[1:-1]]
     assert str(table.caption) == lines[-1]
 
 
 def test_modules_without_tensors_and_lazy_ones():
-    assert sm.visualize(nn.ReLU()).splitlines() == ["tensor  global  spec  local  bytes", "0 tensors: 0 bytes on this rank, 0 in all"]
-    assert "weight  f32[?]  plain  not known yet      0" in sm.visualize(nn.LazyLinear(3))
-    assert "weight: f32[?], plain" in sm.visualize(nn.LazyLinear(3), style="tree")
+    assert sm.debug.visualize(nn.ReLU()).splitlines() == ["tensor  global  spec  local  bytes", "0 tensors: 0 bytes on this rank, 0 in all"]
+    assert "weight  f32[?]  plain  not known yet      0" in sm.debug.visualize(nn.LazyLinear(3))
+    assert "weight: f32[?], plain" in sm.debug.visualize(nn.LazyLinear(3), style="tree")
 
 
 def test_outside_the_mesh_a_module_holds_nothing():
     def program():
         mesh = sm.DeviceMesh(DEVICE, [0, 2], axis_names=("a",))
         module = distributed(mesh, nn.Linear(2, 4, bias=False))
-        return sm.visualize(module).splitlines()[-1]
+        return sm.debug.visualize(module).splitlines()[-1]
 
     assert [line.split(":")[1].split()[0] for line in sm.simulate(3)(program)()] == ["16", "0", "16"]

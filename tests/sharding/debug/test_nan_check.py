@@ -99,7 +99,7 @@ def test_a_planted_value_is_found_wherever_it_lies(seed):
 
 @every_rank(2)
 def test_values_from_before_are_named_as_arguments(mesh):
-    layer = sm.distribute_module(nn.Linear(4, 4), mesh, src_data_rank=None)
+    layer = sm.parallel.distribute_module(nn.Linear(4, 4), mesh, src_data_rank=None)
     with torch.no_grad():
         layer.weight._local[1, 2] = NAN
     found = caught(lambda: layer(place(mesh, torch.ones(2, 4), Shard(0))))  # bad
@@ -211,7 +211,7 @@ def test_training_gives_no_alarm_and_communicates_as_ever(mesh):
     def train() -> list[str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 8))
-        sm.distribute_module(model, mesh, src_data_rank=None)
+        sm.parallel.distribute_module(model, mesh, src_data_rank=None)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         with collectives() as records:
             for _ in range(2):

@@ -60,7 +60,7 @@ def test_checkpointing_lowers_the_peak_to_what_one_counts_by_hand(segments):
         h = x.requires_grad_()
         for i in range(segments):
             h = checkpoint(
-                part, h, *weights[i * each : (i + 1) * each], use_reentrant=False, context_fn=sm.replay_random
+                part, h, *weights[i * each : (i + 1) * each], use_reentrant=False, context_fn=sm.random.replay_random
             )
         loss = h.sum()
         del h
@@ -131,7 +131,7 @@ def mlp_step(x, w1, w2):
 def really(mesh, rows, specs):
     """Layouts of the results, bytes moved, and bytes held: by the counter, of real tensors."""
     shapes = (rows, 8), (24, 8), (8, 24)
-    with PeakMemory("cpu") as memory, sm.comm_report() as report:
+    with PeakMemory("cpu") as memory, sm.debug.comm_report() as report:
         arguments = [
             sm.ones(*shape, device_mesh=mesh, placements=spec) for shape, spec in zip(shapes, specs, strict=True)
         ]
@@ -153,7 +153,7 @@ def without_values(layouts, rank):
 @pytest.mark.parametrize("rows", [16, 13, 3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_memory_is_that_of_the_program_with_real_tensors(specs, rows, rank):
-    with sm.null_world(4, rank):
+    with sm.debug.null_world(4, rank):
         layouts, found = really(sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp")), rows, specs)
     assert without_values(layouts, rank) == found
 
@@ -184,7 +184,7 @@ def test_layouts_and_bytes_are_those_of_the_program_on_real_ranks(world4, specs,
 def gpt(size):
     with torch.device("meta"):
         model = train_lm.GPT(size, train_lm.reshard)
-    return sm.distribute_module(model, None, train_lm.place_weights, src_data_rank=None)
+    return sm.parallel.distribute_module(model, None, train_lm.place_weights, src_data_rank=None)
 
 
 def gpt_step(model, ids_bs, targets_t):
@@ -226,9 +226,9 @@ def test_a_training_step_for_1024_ranks():
 
 def really_and_evaluated(mesh):
     size = train_lm.SIZES["tiny"]
-    model = sm.distribute_module(train_lm.GPT(size, train_lm.reshard), mesh, train_lm.place_weights, src_data_rank=None)
+    model = sm.parallel.distribute_module(train_lm.GPT(size, train_lm.reshard), mesh, train_lm.place_weights, src_data_rank=None)
     found = eval_shape(gpt_step, model, *batch(mesh, size), rank=mesh.get_rank())
-    with PeakMemory("cpu") as memory, sm.comm_report() as report:
+    with PeakMemory("cpu") as memory, sm.debug.comm_report() as report:
         inputs = [sm.zeros(at.shape, device_mesh=mesh, placements=at.spec, dtype=at.dtype) for at in batch(mesh, size)]
         result = gpt_step(model, *inputs)
     really = [str(sm.typeof(x)) for x in result[1].values()], report.by_op, report.by_axis
@@ -238,7 +238,7 @@ def really_and_evaluated(mesh):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_training_step_holds_what_it_holds_with_real_tensors(rank):
-    with sm.null_world(4, rank):
+    with sm.debug.null_world(4, rank):
         really, said, peak, said_peak = really_and_evaluated(
             sm.init_device_mesh(DEVICE, (2, 2), axis_names=("fsdp", "tp"))
         )

@@ -30,7 +30,7 @@ MOVES = [
 
 
 def explained(shape, src, dst, mesh=((2, 4), ("dp", "tp")), **options):
-    return sm.explain(sm.Layout.of(sm.AbstractMesh(*mesh), src, shape), dst, **options)
+    return sm.debug.explain(sm.Layout.of(sm.AbstractMesh(*mesh), src, shape), dst, **options)
 
 
 def texts(figure):
@@ -142,7 +142,7 @@ def test_without_a_display_and_without_pyplot(tmp_path):
     code = (
         "import sys, shardmesh as sm; assert 'matplotlib' not in sys.modules\n"
         "layout = sm.Layout.of(sm.AbstractMesh((2,), ('x',)), sm.P('x'), (4, 4))\n"
-        "sm.explain(layout, sm.P()).picture(sys.argv[1])\n"
+        "sm.debug.explain(layout, sm.P()).picture(sys.argv[1])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
     )
     path = tmp_path / "plan.png"
@@ -157,7 +157,7 @@ def test_a_tensor_can_be_explained_and_drawn():
     def program():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
         x = sm.device_put(torch.ones(4, 4), mesh, P("x"))
-        return len(sm.explain(x, P(None, "x")).picture().axes)
+        return len(sm.debug.explain(x, P(None, "x")).picture().axes)
 
     assert sm.simulate(2)(program)() == [2, 2]
 
@@ -177,8 +177,8 @@ def test_the_pages_of_a_layout_show_every_box_once(move):
 @pytest.mark.parametrize(("shape", "spec"), [((5, 4, 3), P("a", "b", "c")), ((6,), P("a")), ((), P()), ((0, 3), P("a"))])
 def test_a_panel_for_each_page_of_a_layout(shape, spec, tmp_path):
     layout = sm.Layout.of(sm.AbstractMesh((2, 2, 2), ("a", "b", "c")), spec, shape)
-    figure = sm.visualize(layout, style="picture", path=tmp_path / "one.svg")
-    sm.visualize(layout, style="picture", path=tmp_path / "two.svg")
+    figure = sm.debug.visualize(layout, style="picture", path=tmp_path / "one.svg")
+    sm.debug.visualize(layout, style="picture", path=tmp_path / "two.svg")
     assert [axes.get_title() for axes in figure.axes if len(shape) == 3] == ["[0:3, :, :]", "[3:5, :, :]"][: len(shape) // 3 * 2]
     assert sum(len(axes.patches) for axes in figure.axes) == len({box for _, box in layout.boxes()} if 0 not in shape else ())
     assert str(layout) in texts(figure)[0].replace("\n", " ")
@@ -187,7 +187,7 @@ def test_a_panel_for_each_page_of_a_layout(shape, spec, tmp_path):
 
 def test_many_pages_are_set_in_rows():
     layout = sm.Layout.of(sm.AbstractMesh((8, 2, 2), ("a", "b", "c")), P("a", "b", "c"), (8, 2, 2))
-    places = [axes.get_position().bounds for axes in sm.visualize(layout, style="picture").axes]
+    places = [axes.get_position().bounds for axes in sm.debug.visualize(layout, style="picture").axes]
     assert len(set(places)) == 8
     assert len({round(place[1], 6) for place in places}) == 2
     assert all(x >= 0 and y >= 0 and x + w <= 1 and y + h <= 1 for x, y, w, h in places)

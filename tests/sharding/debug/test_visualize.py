@@ -10,7 +10,8 @@ from hypothesis import given
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import Layout, P, visualize
+from shardmesh import Layout, P
+from shardmesh.debug import visualize
 from shardmesh.sharding.debug.rank_table import RankTable
 from tests.device import DEVICE
 from tests.sharding.layout.test_layout import layouts
@@ -172,7 +173,7 @@ def test_a_tensor_looks_the_same_on_every_rank():
 def test_a_module(mesh):
     module = nn.Module()
     module.inner = nn.Linear(4, 3)
-    sm.shard_parameter(module.inner, "weight", mesh, P(None, "a"))
+    sm.parallel.shard_parameter(module.inner, "weight", mesh, P(None, "a"))
     module.register_buffer("steps", torch.zeros((), dtype=torch.int64))
     lines = [line.split("  ") for line in visualize(module).splitlines()]
     assert [[cell.strip() for cell in line if cell] for line in lines] == [

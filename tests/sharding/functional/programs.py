@@ -27,7 +27,7 @@ LARGE, MOST = 1e3, 150  # the largest number, and the most elements
 
 ROUGH = [  # how often which
     (26, "linear"), (20, "unary"), (22, "binary"), (38, "collective"), (7, "write"), (1.5, "look"), (3, "index"), (3, "gradient"),
-    (4, "sm_gradient"), (3, "checkpoint"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
+    (4, "sm_gradient"), (3, "remat"), (3, "vmap"), (2, "func_gradient"), (1, "jvp"),
 ]  # fmt: skip
 REDUCE = ["psum", "psum", "pmean", "pmax", "pmin"]
 MOVE = ["psum_scatter", "all_gather", "all_gather", "all_to_all", "ppermute", "pshuffle", "pbroadcast", "pcast"]
@@ -250,8 +250,8 @@ class Maker:
             result = tied
         return Block(name, (target,), arg, body, result, out_dim=self.rng.choice([0, 0, 1])), kind, [target]
 
-    def _checkpoint(self, _: Any) -> Any:
-        name = "checkpoint" if self.chance(0.7) else "torch_checkpoint"
+    def _remat(self, _: Any) -> Any:
+        name = "remat" if self.chance(0.7) else "torch_checkpoint"
         return self._block(name, [self._linear, self._unary, self._collective, self._binary])
 
     def _vmap(self, _: Any) -> Any:

@@ -74,7 +74,7 @@ class Collective:
     def lines(self) -> list[str]:
         given = self.args[0] if len(self.args) == 1 else f"({', '.join(self.args)})"
         inside = ", ".join([given, repr(self.axis), *(f"{k}={v!r}" for k, v in self.options.items())])
-        call = f"sm.start(sm.{self.name}, {inside}).wait()" if self.started else f"sm.{self.name}({inside})"
+        call = f"sm.async_start(sm.{self.name}, {inside}).wait()" if self.started else f"sm.{self.name}({inside})"
         return [f"{', '.join(self.targets)} = {call}"]
 
     def run(self, world: Lockstep, envs: list[Env]) -> None:
@@ -104,7 +104,7 @@ class Block:
     """A function within the program, and what is done with it.
 
     Attributes:
-        kind: "checkpoint", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
+        kind: "remat", "torch_checkpoint", "vmap", "func_grad" (of torch), "grad", "value_and_grad", "vjp" or "jvp" (of the library).
         targets: what the result is called; of value_and_grad the value and the gradient.
         arg: what it is called with.
         body: the function's lines; its argument is `p`.
@@ -140,7 +140,7 @@ class Block:
         xs = [env[self.arg] for env in envs]
         how = {"vmap": self._vmap, "func_grad": self._func_grad, "grad": self._gradient, "value_and_grad": self._gradient}
         how |= {"vjp": self._gradient, "jvp": self._jvp}
-        found = how.get(self.kind, self._checkpoint)(world, envs, xs)
+        found = how.get(self.kind, self._remat)(world, envs, xs)
         for env, values in zip(envs, found, strict=True):
             env.update(zip(self.targets, values, strict=True))
 
@@ -149,7 +149,7 @@ class Block:
         world.run(self.body, inner)
         return [env[self.result] for env in inner]
 
-    def _checkpoint(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
+    def _remat(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:
         return [(y,) for y in self._call(world, envs, xs)]
 
     def _vmap(self, world: Lockstep, envs: list[Env], xs: list[Tensor]) -> list[tuple[Tensor]]:

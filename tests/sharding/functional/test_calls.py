@@ -57,7 +57,7 @@ def test_arguments_with_other_layouts_are_redistributed(mesh):
     identity = sm.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
     identity(put(mesh, X))
     same(identity(put(mesh, X, P(None, "a"))), X)
-    with sm.comm_budget(bytes=3 * 2 * 8, launches=1) as used:  # the other half of my rows
+    with sm.debug.comm_budget(bytes=3 * 2 * 8, launches=1) as used:  # the other half of my rows
         identity(put(mesh, X, P(None, "a")))
     assert used.by_operator == {"shard_map(<lambda>)": (1, 48)}
 
@@ -78,14 +78,14 @@ def test_redistribution_of_arguments_is_implicit(mesh):
     mapped = sm.shard_map(mean_loss, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     x, w = put(mesh, X, P(None, "a")), put(mesh, W)
     for _ in range(2):
-        with sm.implicit("forbid"), collectives() as records:
-            with pytest.raises(sm.ImplicitCommError, match=r"shard_map\(mean_loss\)") as caught:
+        with sm.ops.implicit_comm("forbid"), collectives() as records:
+            with pytest.raises(sm.errors.ImplicitCommError, match=r"shard_map\(mean_loss\)") as caught:
                 mapped(x, w)
             assert not records
         for words in ("test_calls.py:", "argument 0", "P('a'"):
             assert words in str(caught.value)
         mapped(x, w)
-    with sm.implicit("forbid"):
+    with sm.ops.implicit_comm("forbid"):
         same(mapped(put(mesh, X, P("a")), w), (X @ W).square().sum())  # what f itself calls is explicit
 
 
@@ -149,12 +149,12 @@ def test_unbound_axes():
     def outside(mesh):
         sm.psum(X, "a")
 
-    assert "unbound axis name 'a'" in same_error((2,), outside, sm.UnboundAxisError)
+    assert "unbound axis name 'a'" in same_error((2,), outside, sm.errors.UnboundAxisError)
 
     def unknown(mesh):
         sm.shard_map(lambda x: sm.psum(x, "z"), mesh=mesh, in_specs=P("a"), out_specs=P())(X)
 
-    text = same_error((2,), unknown, sm.UnboundAxisError)
+    text = same_error((2,), unknown, sm.errors.UnboundAxisError)
     assert "'z'" in text
     assert "['a']" in text
 
@@ -217,7 +217,7 @@ def test_an_exception_resets_state(mesh):
                 f(x, w)
             assert current_axis_env() is None
             assert not torch.overrides._get_current_function_mode_stack()
-            with pytest.raises(sm.UnboundAxisError):
+            with pytest.raises(sm.errors.UnboundAxisError):
                 sm.psum(X, "a")
         fail[0] = False
         same(f(x, w), (X @ W).square().sum())
@@ -228,7 +228,7 @@ def test_a_type_error_is_raised_at_every_call(mesh):
     mapped = sm.shard_map(lambda x: x.sum(), mesh=mesh, in_specs=P("a"), out_specs=P())
     texts = []
     for _ in range(2):
-        with pytest.raises(sm.ShardingTypeError) as caught:
+        with pytest.raises(sm.errors.ShardingTypeError) as caught:
             mapped(put(mesh, X, P("a")))
         texts.append(str(caught.value))
     assert texts[0] == texts[1]

@@ -234,7 +234,7 @@ def test_the_part_itself(mesh):
     f = sm.shard_map(lambda x: x @ w.to_local(), mesh=mesh, in_specs=P(), out_specs=P(None, "a"))
     f(x).sum().backward()
     same(w.grad, X.sum(0)[:, None].expand(5, 4))
-    with pytest.raises(sm.ShardingTypeError, match="redistribute it before the call, or pass it as an argument"):
+    with pytest.raises(sm.errors.ShardingTypeError, match="redistribute it before the call, or pass it as an argument"):
         sm.shard_map(lambda x: x @ w.redistribute(P()).to_local(), mesh=mesh, in_specs=P(), out_specs=P())(x)
 
 
@@ -252,7 +252,7 @@ def test_a_constant_that_later_requires_grad(mesh):
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def refused(capture, f, kind=sm.ShardingTypeError, out_specs=P("a"), **more):
+def refused(capture, f, kind=sm.errors.ShardingTypeError, out_specs=P("a"), **more):
     def program(mesh):
         w = capture(mesh)
         sm.shard_map(lambda x: f(x, w), mesh=mesh, in_specs=P("a"), out_specs=out_specs, **more)(put(mesh, X, P("a")))
@@ -284,7 +284,7 @@ def test_plain_captures_that_later_differ():
             w[0] = mesh.get_rank()
         f(put(mesh, X, P("a")))
 
-    assert "which it closes over" in same_error((2,), program, sm.ReplicaError, silent=False)
+    assert "which it closes over" in same_error((2,), program, sm.errors.ReplicaError, silent=False)
 
 
 def test_ranks_with_different_captures_raise():
@@ -292,7 +292,7 @@ def test_ranks_with_different_captures_raise():
         w, here = leaf(values(5)), mesh.get_rank()
         sm.shard_map(lambda x: x * w if here else x, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(put(mesh, X, P("a")))
 
-    with pytest.raises((sm.ShardingTypeError, sm.PeerError)):
+    with pytest.raises((sm.errors.ShardingTypeError, sm.errors.PeerError)):
         on_mesh((2,), program)
 
 

@@ -53,7 +53,7 @@ def test_check_always_checks_the_second_call(mesh):
     x = put(mesh, X, P("a"))
     same(mapped(x, W), W * 2)
     for _ in range(2):
-        with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*sum at \S+test_check_modes.py:\d+, of argument 0"):
+        with pytest.raises(sm.errors.ShardingTypeError, match=r"varies over 'a'.*sum at \S+test_check_modes.py:\d+, of argument 0"):
             mapped(x, W)
 
 
@@ -83,7 +83,7 @@ def test_values_compares_arguments(mesh):
     x = put(mesh, X, P("a"))
     for _ in range(2):
         same(mapped(x, put(mesh, W)), W)
-        with pytest.raises(sm.ReplicaError) as caught:
+        with pytest.raises(sm.errors.ReplicaError) as caught:
             mapped(x, unlike(mesh))
         for words in ("argument 1", "ranks 0 and 2", "[2, 1]", repr(W[2, 1].item()), repr(W[2, 1].item() + 1)):
             assert words in str(caught.value)
@@ -101,7 +101,7 @@ def test_values_compares_results(mesh):
     scale[0] += mesh.coordinate[0] == 1
     trusting(x, W)
     for _ in range(2):
-        with pytest.raises(sm.ReplicaError, match=r"result \[1\]\[0\].*ranks 0 and 1.*index \[0, 0\]"):
+        with pytest.raises(sm.errors.ReplicaError, match=r"result \[1\]\[0\].*ranks 0 and 1.*index \[0, 0\]"):
             mapped(x, W)
 
 
@@ -114,7 +114,7 @@ def test_values_compares_the_replicas_of_each_part(mesh):
     x = put(mesh, X, P("a"))
     same(mapped(x), X)
     wrong[0] = mesh.coordinate == (1, 0)
-    with pytest.raises(sm.ReplicaError, match=r"result.*ranks 2 and 3.*index \[1, 0\]"):
+    with pytest.raises(sm.errors.ReplicaError, match=r"result.*ranks 2 and 3.*index \[1, 0\]"):
         mapped(x)
 
 
@@ -122,7 +122,7 @@ def test_values_compares_the_replicas_of_each_part(mesh):
 def test_results_that_differ_are_found_at_the_first_call(mesh):
     scale = 1.0 + (mesh.coordinate[0] == 1)
     for check in (True, "always"):
-        with pytest.raises(sm.ShardingTypeError, match="result: by its type it is the same on every rank"):
+        with pytest.raises(sm.errors.ShardingTypeError, match="result: by its type it is the same on every rank"):
             over(mesh, lambda x, w: w * scale, check=check)(put(mesh, X, P("a")), W)
 
 
@@ -134,14 +134,14 @@ def test_values_of_every_kind(mesh):
     for _ in range(2):
         for x, y in zip(given, mapped(given), strict=True):
             torch.testing.assert_close(y.to_local(), x, equal_nan=True)
-    with pytest.raises(sm.ReplicaError, match="argument 0"):
+    with pytest.raises(sm.errors.ReplicaError, match="argument 0"):
         mapped([torch.tensor(mesh.coordinate[0])])
 
 
 # -- ranks fail together -----------------------------------------------------------------------------------------------
 
 
-def errors(size, f, out_specs=P(), kind=sm.ShardingTypeError):
+def errors(size, f, out_specs=P(), kind=sm.errors.ShardingTypeError):
     """What every rank raises; a rank that raised nothing, or that waits for ever, fails."""
 
     def program(mesh):
@@ -185,15 +185,15 @@ def _rank():
     ],
 )
 def test_one_rank_alone_returns_something_else(name, other):
-    texts = errors(3, lambda x, w: other(w) if _rank() == 2 else w, kind=(sm.ShardingTypeError, ValueError))
+    texts = errors(3, lambda x, w: other(w) if _rank() == 2 else w, kind=(sm.errors.ShardingTypeError, ValueError))
     assert len(set(texts)) == 1
     assert name in texts[0]
 
 
 def test_one_rank_alone_returns_no_tensor():
-    texts = errors(3, lambda x, w: 1.5 if _rank() == 2 else w, kind=sm.ShardingTypeError)
+    texts = errors(3, lambda x, w: 1.5 if _rank() == 2 else w, kind=sm.errors.ShardingTypeError)
     assert "numbers or kinds" in texts[0]
-    texts = errors(3, lambda x, w: w if _rank() == 2 else 1.5, None, kind=(sm.ShardingTypeError, TypeError))
+    texts = errors(3, lambda x, w: w if _rank() == 2 else 1.5, None, kind=(sm.errors.ShardingTypeError, TypeError))
     assert texts[0] == "on rank 2: " + "TypeError: " + texts[2]
 
 
@@ -203,5 +203,8 @@ def test_an_error_of_uneven_parts_is_raised_on_every_rank(mesh):
     x = put(mesh, torch.randn(5, 4), P("a"))
     mapped = sm.shard_map(lambda x: sm.psum_scatter(x, "b"), mesh=mesh, in_specs=P("a"), out_specs=P(("a", "b")))
     for _ in range(2):
-        with pytest.raises((ValueError, sm.ShardingTypeError), match=r"dim 0 \(scatter_dimension\) of \[3, 4\] must have 2 elements"):
+        with pytest.raises(
+            (ValueError, sm.errors.ShardingTypeError),
+            match=r"dim 0 \(scatter_dimension\) of \[3, 4\] must have 2 elements",
+        ):
             mapped(x)

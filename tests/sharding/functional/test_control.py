@@ -60,7 +60,7 @@ def test_a_collective_that_only_some_ranks_reach_raises():
 
         uneven(put(mesh, X, P("a")))
 
-    with pytest.raises(sm.CollectiveMismatchError, match=r"(?s)all_reduce\(sum.*all_reduce\(max"):
+    with pytest.raises(sm.errors.CollectiveMismatchError, match=r"(?s)all_reduce\(sum.*all_reduce\(max"):
         on_mesh((2,), program)
 
 

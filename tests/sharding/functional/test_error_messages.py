@@ -15,7 +15,13 @@ from tests.sharding.ranks import every_rank, on_mesh, same_error
 X = values(6, 4)
 
 
-def refused(f: Any, kind: type[Exception] = sm.ShardingTypeError, in_specs: Any = P("a"), out_specs: Any = P("a"), **kwargs: Any) -> str:
+def refused(
+    f: Any,
+    kind: type[Exception] = sm.errors.ShardingTypeError,
+    in_specs: Any = P("a"),
+    out_specs: Any = P("a"),
+    **kwargs: Any,
+) -> str:
     """The text of the error of f(x), the same on every rank."""
 
     def program(mesh: sm.DeviceMesh) -> None:
@@ -29,7 +35,7 @@ def test_invalid_axis_names(name: Any) -> None:
     text = refused(lambda mesh, x: sm.psum(x, name), TypeError)
     assert text.startswith(f"axis_name={name!r}: a collective takes the name of a mesh axis, or a tuple of names")
     assert "['a']" in text
-    with pytest.raises(sm.UnboundAxisError):
+    with pytest.raises(sm.errors.UnboundAxisError):
         sm.psum(X, name)
 
 

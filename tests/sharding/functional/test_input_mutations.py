@@ -36,7 +36,7 @@ def test_a_write_to_a_part_of_a_replicated_argument_raises(kind: str, mode: Any,
             spec = P("a", "b") if kind == "in the other dim" else P("a")
             over(mesh, spec, spec, check=check)(x)
 
-    text = same_error((2, 2), program, sm.ShardingTypeError, silent=False)
+    text = same_error((2, 2), program, sm.errors.ShardingTypeError, silent=False)
     assert "argument 0 is the same on every rank" in text
     assert "was written to in place" in text
     assert "write to a clone of it, or pass a ShardedTensor with the spec P('a'" in text

@@ -145,7 +145,7 @@ def test_gathers_and_exchanges_over_the_manual_axis(mesh):
 @every_rank(2, 2)
 def test_types_are_those_of_the_manual_axes(mesh):
     wrong = over_a(mesh, P("a"), P())(lambda x: x.exp().sum())
-    with pytest.raises(sm.ShardingTypeError, match=r"result.* varies over 'a'.*exp at .*test_partly_manual.py:\d+"):
+    with pytest.raises(sm.errors.ShardingTypeError, match=r"result.* varies over 'a'.*exp at .*test_partly_manual.py:\d+"):
         wrong(put(mesh, X, P("a", "b")))
 
 
@@ -177,7 +177,7 @@ def test_wrong_axes_and_results():
     def unbound(mesh):
         over_a(mesh, P(), P())(lambda x: sm.psum(x, "b"))(X)
 
-    assert "unbound axis name 'b'" in same_error((2, 2), unbound, sm.UnboundAxisError)
+    assert "unbound axis name 'b'" in same_error((2, 2), unbound, sm.errors.UnboundAxisError)
 
 
 @every_rank(2, 2)

@@ -113,7 +113,7 @@ def _errors() -> list[str]:
     ]
     for f in programs:
         mapped = sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-        with pytest.raises((sm.ShardingTypeError, TypeError, ValueError)) as caught:
+        with pytest.raises((sm.errors.ShardingTypeError, TypeError, ValueError)) as caught:
             mapped(put(mesh, X, P("a")), put(mesh, W))
         texts.append(str(caught.value))
         ok = sm.shard_map(lambda x, w: sm.psum(x.sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
@@ -138,7 +138,7 @@ def _ring(x: Any, w: Any) -> Any:
     """The sum over all blocks of x, which travel round the ring while one of them is worked on."""
     n, total, block = sm.axis_size("a"), 0, x
     for i in range(n):
-        coming = sm.start(sm.ppermute, block, "a", [(j, (j + 1) % n) for j in range(n)]) if i + 1 < n else None
+        coming = sm.async_start(sm.ppermute, block, "a", [(j, (j + 1) % n) for j in range(n)]) if i + 1 < n else None
         total = total + (block @ w).tanh()
         block = coming.wait() if coming is not None else block
     return total
@@ -161,9 +161,9 @@ def _many_under_way() -> None:
 
     def f(x):
         futures = [
-            sm.start(sm.psum, {"x": x, "y": x * 2}, "a"),
-            sm.start(sm.all_gather, x, "a", tiled=True),
-            sm.start(sm.psum_scatter, x, "a", scatter_dimension=1, tiled=True),
+            sm.async_start(sm.psum, {"x": x, "y": x * 2}, "a"),
+            sm.async_start(sm.all_gather, x, "a", tiled=True),
+            sm.async_start(sm.psum_scatter, x, "a", scatter_dimension=1, tiled=True),
         ]
         total, whole, part = (future.wait() for future in futures)
         return total["y"] - total["x"], whole, part

@@ -92,7 +92,7 @@ def outcome(program: Program, meanings: Sequence[Meaning], mesh: sm.DeviceMesh) 
             wrong = "ranks hold different values" if expected.unequal else ""
             wrong = wrong or difference("result", results, expected.results) or difference("gradient", mine, whole)
             found = found or (wrong and f"call {number}: {wrong}")
-    except sm.ShardingTypeError as error:
+    except sm.errors.ShardingTypeError as error:
         return Outcome("refused", str(error))
     return Outcome("wrong" if found else "equal", found)
 

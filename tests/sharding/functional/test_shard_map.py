@@ -198,14 +198,14 @@ def test_keys_as_arguments(mesh):
     """Another key is not another signature: only the first call tells shapes."""
 
     def f(x, key):
-        with sm.seeded(sm.fold_in(key, sm.axis_index("a"))):
+        with sm.random.seeded(sm.random.fold_in(key, sm.axis_index("a"))):
             return x * 0 + torch.rand(3, 4)
 
     mapped = sm.shard_map(f, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
-    x, key, drawn = put(mesh, X, P("a")), sm.random_key(0), []
+    x, key, drawn = put(mesh, X, P("a")), sm.random.key(0), []
     for step in (0, 1, 0):
         with collectives() as records:
-            y = mapped(x, sm.fold_in(key, step))
+            y = mapped(x, sm.random.fold_in(key, step))
         assert bool(records) == (not drawn)
         drawn.append(y.full_tensor())
     assert torch.equal(drawn[0], drawn[2])

@@ -232,7 +232,7 @@ def test_in_a_model_that_is_trained():
 
     def program(mesh, recompute):
         model = made()
-        sm.fully_shard(model, mesh, units=Block)
+        sm.parallel.fully_shard(model, mesh, units=Block)
         return gradients(model, sm.device_put(X[:4], mesh, P("a"), src_data_rank=None), recompute)
 
     expected = gradients(made(), X[:4], False)

@@ -28,7 +28,7 @@ def picky():
             raise RuntimeError("bfloat16 only")
         return x.new_empty(x.shape[:-1])
 
-    sm.register_rule(torch.ops.device_result.rowdot.default, "n k, n k -> n")
+    sm.ops.register_rule(torch.ops.device_result.rowdot.default, "n k, n k -> n")
 
 
 def _rowdot(mesh, dtype):

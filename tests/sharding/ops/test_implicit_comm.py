@@ -39,13 +39,13 @@ def test_forbidden_before_anything_moves(name):
 
     def program(mesh):
         x, w = operands(mesh)
-        with sm.implicit("forbid"), collectives() as records:
-            with pytest.raises(sm.ImplicitCommError) as caught:
+        with sm.ops.implicit_comm("forbid"), collectives() as records:
+            with pytest.raises(sm.errors.ImplicitCommError) as caught:
                 func(x, w)
-            with sm.implicit("allow"):
+            with sm.ops.implicit_comm("allow"):
                 func(x, w)
             allowed = len(records)
-            with pytest.raises(sm.ImplicitCommError):
+            with pytest.raises(sm.errors.ImplicitCommError):
                 func(x, w)
         func(x, w)
         return str(caught.value), allowed
@@ -62,8 +62,8 @@ def test_forbidden_before_anything_moves(name):
 def test_the_message_says_what_to_write():
     def program(mesh):
         x, w = operands(mesh)
-        with sm.implicit("forbid"):
-            with pytest.raises(sm.ImplicitCommError) as caught:
+        with sm.ops.implicit_comm("forbid"):
+            with pytest.raises(sm.errors.ImplicitCommError) as caught:
                 F.linear(x, w)
             text = str(caught.value)
             advised = text.partition("Write ")[2].partition(" before it")[0]
@@ -79,7 +79,7 @@ def test_the_message_says_what_to_write():
 
 def test_what_is_asked_for_is_never_implicit():
     def program(mesh):
-        with sm.implicit("forbid"):
+        with sm.ops.implicit_comm("forbid"):
             x, w = operands(mesh)
             x.requires_grad_()
             total = (x * 2).sum()
@@ -100,7 +100,7 @@ def test_what_is_asked_for_is_never_implicit():
 def test_a_warning_for_each_operator_and_line():
     def program(mesh):
         x, w = operands(mesh)
-        with sm.implicit("warn"), warnings.catch_warnings(record=True) as caught:
+        with sm.ops.implicit_comm("warn"), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(3):
                 F.linear(x, w)
@@ -117,27 +117,27 @@ def test_a_warning_for_each_operator_and_line():
 def test_a_default_holds_until_the_next():
     def program(mesh):
         x, w = operands(mesh)
-        sm.implicit("forbid")
-        with pytest.raises(sm.ImplicitCommError):
+        sm.ops.implicit_comm("forbid")
+        with pytest.raises(sm.errors.ImplicitCommError):
             F.linear(x, w)
-        with sm.implicit("warn"), sm.implicit("allow"):
+        with sm.ops.implicit_comm("warn"), sm.ops.implicit_comm("allow"):
             F.linear(x, w)
-        with pytest.raises(sm.ImplicitCommError):
+        with pytest.raises(sm.errors.ImplicitCommError):
             F.linear(x, w)
-        sm.implicit("allow")
+        sm.ops.implicit_comm("allow")
         F.linear(x, w)
         assert mesh.world.observers == []
 
     on_mesh((2,), program)
     with pytest.raises(ValueError, match="'allow', 'warn', 'forbid'"):
-        sm.implicit("never")
+        sm.ops.implicit_comm("never")
 
 
 def test_around_a_simulated_world_it_holds_for_all_ranks():
     def program(mesh):
         F.linear(*operands(mesh))
 
-    with sm.implicit("forbid"), pytest.raises(sm.ImplicitCommError):
+    with sm.ops.implicit_comm("forbid"), pytest.raises(sm.errors.ImplicitCommError):
         on_mesh((2,), program)
     on_mesh((2,), program)
 
@@ -145,7 +145,7 @@ def test_around_a_simulated_world_it_holds_for_all_ranks():
 def test_a_budget_names_operator_layouts_and_line():
     def program(mesh):
         x, w = operands(mesh)
-        with sm.comm_budget(bytes=8), pytest.raises(sm.CommBudgetError) as caught:
+        with sm.debug.comm_budget(bytes=8), pytest.raises(sm.errors.CommBudgetError) as caught:
             F.linear(x, w)
         return str(caught.value)
 
@@ -159,7 +159,7 @@ def test_a_budget_names_operator_layouts_and_line():
 def test_the_report_is_by_operator_axis_and_line(tmp_path):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P("a", "b"), src_data_rank=None).requires_grad_()
-        with sm.comm_report() as report:
+        with sm.debug.comm_report() as report:
             y = x.redistribute(P(None, "b"))
             (y.softmax(1) ** 2).sum().backward()
             y.full_tensor()
@@ -187,7 +187,7 @@ def test_the_report_is_by_operator_axis_and_line(tmp_path):
 
 def test_a_collective_of_torch_like_groups_is_named_by_itself():
     def program(mesh):
-        with sm.implicit("forbid"), sm.comm_report() as report:
+        with sm.ops.implicit_comm("forbid"), sm.debug.comm_report() as report:
             mesh.group("a").all_reduce(torch.ones(3))
         return report.by_operator
 

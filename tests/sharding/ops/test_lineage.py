@@ -14,7 +14,7 @@ import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh import current_world, simulate
 from shardmesh.mesh.monitor.recording.recorder import unlike
-from shardmesh.mesh.monitor.settings import guard, settings
+from shardmesh.mesh.monitor.settings import collective_check, settings
 from shardmesh.sharding.ops.lineage import mixed, packed, seed_of
 
 RANKS = 4
@@ -303,7 +303,7 @@ def test_gradients_of_two_losses() -> None:
 
 
 def raised(fn: Callable[[int], Any]) -> Any:
-    with pytest.raises(sm.CollectiveMismatchError) as caught:
+    with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
         simulate(RANKS, prints="plain")(lambda: fn(current_world().rank))()
     return caught.value
 
@@ -431,7 +431,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_another_seed(draw: Callable[[], Any]) -> None:
     def fn(rank: int) -> None:
-        sm.manual_seed(5 if rank == 2 else 1)
+        sm.random.manual_seed(5 if rank == 2 else 1)
         draw().full_tensor()
 
     error = raised(fn)
@@ -456,7 +456,7 @@ def test_what_is_made_without_random_numbers_is_as_before() -> None:
     """Whatever seeds ranks have: no value is made of them."""
 
     def fn(rank: int) -> list[Any]:
-        sm.manual_seed(rank)
+        sm.random.manual_seed(rank)
         x = make()
         F.dropout(x, 0.5)
         F.dropout(x, 0.0)
@@ -469,10 +469,10 @@ def test_what_is_made_without_random_numbers_is_as_before() -> None:
 
 def test_the_same_draws_give_the_same_lineages() -> None:
     def fn(rank: int) -> list[Any]:
-        sm.manual_seed(3)
-        state = sm.get_rng_state()
+        sm.random.manual_seed(3)
+        state = sm.random.get_rng_state()
         one, other = sm.rand(8, device_mesh=mesh(), placements=P("x")), F.dropout(make(), 0.5)
-        sm.set_rng_state(state)
+        sm.random.set_rng_state(state)
         return [one, other, one * other, sm.rand(8, device_mesh=mesh(), placements=P("x"))]
 
     found = on_ranks(fn)
@@ -519,8 +519,8 @@ def test_mixing_keeps_the_hashes_apart() -> None:
 
 def test_guard_off_makes_none() -> None:
     before = settings().mode
-    guard("off")
+    collective_check("off")
     try:
         assert on_ranks(lambda _: [make(), make() * 2])[0][0] == 0
     finally:
-        guard(before)
+        collective_check(before)

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Partial, Replicate, Shard
+from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, rowwise
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, place
 
@@ -72,7 +73,7 @@ def test_to_meta_and_back(mesh):
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         x.to("meta").to(DEVICE)
     module: Any = nn.Linear(4, 2)
-    sm.parallelize(module, mesh, {"": sm.colwise()})
+    sm.parallel.parallelize(module, mesh, {"": colwise()})
     assert module.to("meta").weight.is_meta
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         module.to(DEVICE)
@@ -92,19 +93,19 @@ def filled(module: Any) -> Any:
 
 
 def parallelize_module(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
-    return sm.parallelize_module(model, mesh, {"0": sm.ColwiseParallel(), "2": sm.RowwiseParallel()})
+    return sm.compat.parallelize_module(model, mesh, {"0": sm.compat.ColwiseParallel(), "2": sm.compat.RowwiseParallel()})
 
 
 def parallelize(model: nn.Module, mesh: sm.DeviceMesh) -> nn.Module:
-    return sm.parallelize(model, mesh, {"0": sm.colwise(), "2": sm.rowwise()})
+    return sm.parallel.parallelize(model, mesh, {"0": colwise(), "2": rowwise()})
 
 
 WAYS = {
     "parallelize_module": parallelize_module,
     "parallelize": parallelize,
-    "distribute_module": sm.distribute_module,
-    "fully_shard": sm.fully_shard,
-    "data_parallel": sm.data_parallel,
+    "distribute_module": distribute_module,
+    "fully_shard": fully_shard,
+    "data_parallel": data_parallel,
 }
 
 
@@ -125,7 +126,7 @@ def test_to_empty_gives_the_parts_memory(way):
         assert records == []
         assert all(p.device.type == DEVICE and not p.to_local().is_meta for p in model.parameters())
         filled(model)
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             y = model(x)
         y.square().sum().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

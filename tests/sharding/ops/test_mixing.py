@@ -42,7 +42,7 @@ def test_a_plain_tensor_beside_a_sharded_one_is_an_error(use):
     text = same_error((2,), lambda mesh: MIXED[use](place(mesh, X, Shard(0))), Exception)
     if use not in ("out", "into a plain one"):
         assert "distribute_tensor(t, mesh, placements)" in text
-        assert "sm.implicit_replication()" in text
+        assert "sm.ops.implicit_replication()" in text
 
 
 @every_rank(2)
@@ -64,9 +64,9 @@ def test_a_plain_number_that_requires_grad_is_an_error():
 def test_implicit_replication(mesh):
     """Plain tensors are taken as replicated; their gradients are reduced, and equal on every rank."""
     w, bias = torch.ones(3, 4, dtype=X.dtype, requires_grad=True), torch.ones(4, dtype=X.dtype, requires_grad=True)
-    with sm.implicit_replication():
+    with sm.ops.implicit_replication():
         y = place(mesh, X, Shard(0)) @ w
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             y = torch.cat([y + bias, torch.ones(1, 4, dtype=X.dtype)])
         (F.linear(y, weight=torch.eye(4, dtype=X.dtype)) ** 2).sum().backward()
         z = torch.tensor(3.0, dtype=X.dtype, requires_grad=True)
@@ -82,7 +82,7 @@ def test_implicit_replication(mesh):
 
 @every_rank(2)
 def test_implicit_replication_ends_with_an_exception(mesh):
-    with pytest.raises(KeyError), sm.implicit_replication():
+    with pytest.raises(KeyError), sm.ops.implicit_replication():
         raise KeyError
     with pytest.raises(RuntimeError, match="mixes a plain tensor"):
         place(mesh, X, Shard(0)) + X

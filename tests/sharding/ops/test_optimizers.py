@@ -191,7 +191,7 @@ def test_lbfgs_on_fully_sharded_parameters(line_search_fn):
     assert expected[-1] < expected[0] / 2
 
     def program(mesh):
-        losses, params = trained(lambda model: sm.fully_shard(model, mesh))
+        losses, params = trained(lambda model: sm.parallel.fully_shard(model, mesh))
         torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
         for p, q in zip(params, wanted, strict=True):
             torch.testing.assert_close(p.full_tensor(), q, rtol=1e-8, atol=1e-10)

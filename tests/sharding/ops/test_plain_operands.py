@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize, rowwise
 from shardmesh.sharding.ops import plain_operands
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, every_rank, on_mesh, place, same_error
@@ -45,11 +46,11 @@ def _expected(kind=_Masked):
 
 
 PREPARED = {
-    "parallelize": lambda m, mesh: sm.parallelize(m, mesh, {"up": sm.colwise(), "down": sm.rowwise()}),
-    "parallelize_module": lambda m, mesh: sm.parallelize_module(m, mesh, {"up": sm.colwise(), "down": sm.rowwise()}),
-    "fully_shard": lambda m, mesh: sm.fully_shard(m, mesh, units=nn.Linear),
-    "data_parallel": lambda m, mesh: sm.data_parallel(m, mesh),
-    "distribute_module": lambda m, mesh: sm.distribute_module(m, mesh),
+    "parallelize": lambda m, mesh: parallelize(m, mesh, {"up": colwise(), "down": rowwise()}),
+    "parallelize_module": lambda m, mesh: sm.compat.parallelize_module(m, mesh, {"up": colwise(), "down": rowwise()}),
+    "fully_shard": lambda m, mesh: fully_shard(m, mesh, units=nn.Linear),
+    "data_parallel": lambda m, mesh: data_parallel(m, mesh),
+    "distribute_module": lambda m, mesh: distribute_module(m, mesh),
 }
 
 
@@ -87,7 +88,7 @@ def test_only_the_first_call_of_a_line_compares(mesh):
 @every_rank(2)
 def test_under_a_policy_that_forbids_implicit_communication(mesh):
     made = PREPARED["distribute_module"](_model(), mesh)
-    with sm.implicit("forbid"):
+    with sm.ops.implicit_comm("forbid"):
         made(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
 
@@ -114,7 +115,7 @@ def test_what_differs_between_ranks_is_an_error_that_names_the_line():
     def program(mesh):
         PREPARED["distribute_module"](_Random(), mesh)(place(mesh, X.to(DEVICE), sm.Shard(0)))
 
-    text = same_error((2,), program, sm.ReplicaError, silent=False)
+    text = same_error((2,), program, sm.errors.ReplicaError, silent=False)
     line = 1 + Path(__file__).read_text().splitlines().index("        return x + noise")
     assert f"test_plain_operands.py:{line}: add" in text
     assert "rank 0 against rank 1" in text
@@ -125,7 +126,7 @@ def test_what_differs_between_ranks_is_an_error_that_names_the_line():
 def test_after_a_difference_it_is_compared_again(mesh):
     made, x = PREPARED["distribute_module"](_Random(), mesh), place(mesh, X.to(DEVICE), sm.Shard(0))
     for _ in range(2):
-        with pytest.raises(sm.ReplicaError):
+        with pytest.raises(sm.errors.ReplicaError):
             made(x)
     made.differs = False
     made(x)
@@ -235,7 +236,7 @@ class _Forms(nn.Module):
             nn.functional.linear(x, weight=ones),
             x[torch.tensor([0, 2], device=x.device)],
             ones.clone().add_(x),
-            sm.call(torch.add, x, ones, out_sharding=P()),
+            sm.ops.apply(torch.add, x, ones, out_sharding=P()),
         ]
 
 
@@ -262,7 +263,7 @@ def test_a_plain_operand_on_meta_is_an_error(mesh):
 @every_rank(4)
 def test_ranks_outside_the_mesh_compare_nothing(mesh):
     part = sm.DeviceMesh(DEVICE, [0, 1], axis_names=("a",))
-    made = sm.distribute_module(_model(), part, src_data_rank=None)
+    made = distribute_module(_model(), part, src_data_rank=None)
     out = made(place(part, X.to(DEVICE), sm.Shard(0)))
     assert out.shape == X.shape
 
@@ -272,7 +273,7 @@ def _program():
     made = PREPARED["distribute_module"](_model(), mesh)
     made(place(mesh, X, sm.Shard(0))).square().sum().backward()
     gradients = [p.grad.full_tensor() for p in made.parameters()]
-    with pytest.raises(sm.ReplicaError):
+    with pytest.raises(sm.errors.ReplicaError):
         PREPARED["distribute_module"](_Random(), mesh)(place(mesh, X, sm.Shard(0)))
     return gradients
 

@@ -10,6 +10,7 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import colwise, fully_shard, parallelize
 from tests.sharding.ranks import on_mesh
 
 ORDERS = {
@@ -126,11 +127,11 @@ def test_plain_code_around_is_compiled():
 
 
 def _colwise(mesh):
-    return sm.parallelize(torch.nn.Linear(4, 4), mesh, {"": sm.colwise()})
+    return parallelize(torch.nn.Linear(4, 4), mesh, {"": colwise()})
 
 
 def _unit(mesh):
-    return sm.fully_shard(torch.nn.Linear(4, 4), mesh)
+    return fully_shard(torch.nn.Linear(4, 4), mesh)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -140,7 +141,7 @@ def test_a_trace_is_refused(make):
 
     def main(mesh):
         made = make(mesh).requires_grad_(False)
-        with pytest.raises(RuntimeError, match=r"torch.jit.trace records neither .* sm.full_state_dict"):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace records neither .* sm.checkpoint.full_state_dict"):
             torch.jit.trace(made, torch.ones(2, 4), check_trace=False)
         assert made(torch.ones(2, 4)).shape == (2, 4), "afterwards the model works"
 

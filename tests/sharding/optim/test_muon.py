@@ -82,7 +82,7 @@ def trained_reference(dtype, **options):
 def placed(mesh, specs, dtype=torch.float64):
     model = Model(dtype)
     for name, spec in specs.items():
-        sm.shard_parameter(model, name, mesh, spec, src_data_rank=None)
+        sm.parallel.shard_parameter(model, name, mesh, spec, src_data_rank=None)
     return model
 
 
@@ -91,7 +91,7 @@ def train_step(model, optimizer, mesh, step, dtype=torch.float64):
     loss = F.mse_loss(model(x), x.flip(1))
     optimizer.zero_grad()
     loss.backward()
-    with sm.comm_budget(launches=2) as used:
+    with sm.debug.comm_budget(launches=2) as used:
         optimizer.step()
     return loss.item(), used
 
@@ -184,7 +184,7 @@ def test_bytes_of_a_step():
         for p in params:
             p.grad = sm.ones(tuple(p.shape), mesh, P("a"))
         optimizer = Muon(params)
-        with sm.comm_budget(launches=2) as used:
+        with sm.debug.comm_budget(launches=2) as used:
             optimizer.step()
         return used.by_op, used.bytes_sent
 
@@ -200,7 +200,7 @@ def test_matrices_with_an_owner_communicate_nothing():
         ]
         for p in params:
             p.grad = torch.ones_like(p.detach())
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             Muon(params).step()
         return [p.detach()._local.numel() for p in params]
 
@@ -252,7 +252,7 @@ def test_schedulers_closures_state_and_frozen_parameters(mesh):
     assert scheduler.get_last_lr() == [0.2, 0.1]
     assert torch.equal(model.up.detach()._local, frozen._local)
     other = Muon(placed(mesh, PLACES["tp and fsdp"]).named_parameters(), adamw=["embed"])
-    with sm.comm_budget(launches=0):
+    with sm.debug.comm_budget(launches=0):
         other.load_state_dict(optimizer.state_dict())
     assert [g["lr"] for g in other.param_groups] == [0.2, 0.1]
     assert [len(s) for s in other.state.values()] == [1, 3, 3]

@@ -54,7 +54,7 @@ def test_there_and_back_from_any_layouts(data):
     def program(mesh):
         placed = [sm.distribute_tensor(x, mesh, spec, src_data_rank=None) for x, spec in zip(plain, specs, strict=True)]
         owners = owners_of(tuple(sm.typeof(x) for x in placed), units, torch.float64)
-        with sm.comm_budget(launches=1) as there:
+        with sm.debug.comm_budget(launches=1) as there:
             wholes = owners.gather([x._local for x in placed])
         lacking = 0
         for i in owners.mine:
@@ -62,7 +62,7 @@ def test_there_and_back_from_any_layouts(data):
             lacking += wholes[i].numel() - placed[units[i].tensor]._local.numel()
             wholes[i] = wholes[i] * 2 + 1
         parts = [torch.full_like(x._local, -1) for x in placed]
-        with sm.comm_budget(launches=1) as back:
+        with sm.debug.comm_budget(launches=1) as back:
             owners.scatter(wholes, parts)
         for part, x in zip(parts, placed, strict=True):
             assert torch.equal(part, x._local * 2 + 1)
@@ -79,7 +79,7 @@ def test_matrices_that_have_their_owner_cost_nothing_on_the_way():
         specs = [P("a", sizes={"a": tuple(6 * (r == owner) for r in range(4))}) for owner in (2, 0, 0)]
         placed = [sm.zeros((6, 2), mesh, spec) for spec in specs]
         owners = owners_of(tuple(sm.typeof(x) for x in placed), whole_matrix_units([(6, 2)] * 3, work), torch.float32)
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             wholes = owners.gather([x._local for x in placed])
             owners.scatter(wholes, [x._local for x in placed])
         return owners.owner

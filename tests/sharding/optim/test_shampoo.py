@@ -106,7 +106,7 @@ def test_two_collectives_and_what_each_rank_keeps():
         for _ in range(2):
             for p in params:
                 p.grad = sm.ones((8, 6), mesh, P("a"))
-            with sm.comm_budget(launches=2) as used:
+            with sm.debug.comm_budget(launches=2) as used:
                 optimizer.step()
             assert used.by_op == {"all_to_all": (2, 2 * 3 * 8 * 6 * 4 // 4)}
         return sum(x._local.numel() for p in params for name, x in optimizer.state[p].items() if name != "step")

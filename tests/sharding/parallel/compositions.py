@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
 from shardmesh.mesh.comm.group import CollectiveRecord
+from shardmesh.parallel import data_parallel, fully_shard, parallelize
 from tests.device import DEVICE
 from tests.sharding.parallel.models import GPT, Block, Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, megatron, on_axes
@@ -88,7 +89,7 @@ FORMS: dict[str, Callable[[tuple[str, ...]], dict[str, Any]]] = {  # from the da
 
 def split(model: nn.Module, mesh: sm.DeviceMesh, form: str, axes: tuple[str, ...], **options: Any) -> nn.Module:
     said = FORMS[form](axes)
-    layer: Split = sm.fully_shard if "axes" in said else sm.data_parallel
+    layer: Split = fully_shard if "axes" in said else data_parallel
     return layer(model, mesh, units=Block, src_data_rank=None, **said, **options)
 
 
@@ -96,9 +97,9 @@ def made(case: Case, mesh: sm.DeviceMesh, **options: Any) -> GPT:
     """The model, laid out as the case says; `options` are those of data parallelism."""
     model = gpt(case.config).to(DEVICE)
     if case.tp and case.inputs == "global":
-        sm.parallelize(model, mesh, megatron(case.config, SPLIT if case.tp == "sp" else P()), src_data_rank=None)
+        parallelize(model, mesh, megatron(case.config, SPLIT if case.tp == "sp" else P()), src_data_rank=None)
     elif case.tp:
-        sm.parallelize_module(model, mesh["tp"], torch_plan(case.tp), src_data_rank=None)
+        sm.compat.parallelize_module(model, mesh["tp"], torch_plan(case.tp), src_data_rank=None)
     return split(model, mesh, case.form, case.data, **options)  # type: ignore[return-value]
 
 
@@ -106,22 +107,22 @@ def torch_plan(tp: str) -> dict[str, Any]:
     """As torch's tutorial has it: plain tensors between modules."""
     stream = Shard(1) if tp == "sp" else Replicate()
     plan: dict[str, Any] = {
-        "embed_tokens": sm.RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
-        "layers.*.self_attn.[qkv]_proj": sm.ColwiseParallel(),
-        "layers.*.self_attn.o_proj": sm.RowwiseParallel(output_layouts=stream),
-        "layers.*.mlp.gate_proj": sm.ColwiseParallel(),
-        "layers.*.mlp.up_proj": sm.ColwiseParallel(),
-        "layers.*.mlp.down_proj": sm.RowwiseParallel(output_layouts=stream),
-        "lm_head": sm.ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
+        "embed_tokens": sm.compat.RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),
+        "layers.*.self_attn.[qkv]_proj": sm.compat.ColwiseParallel(),
+        "layers.*.self_attn.o_proj": sm.compat.RowwiseParallel(output_layouts=stream),
+        "layers.*.mlp.gate_proj": sm.compat.ColwiseParallel(),
+        "layers.*.mlp.up_proj": sm.compat.ColwiseParallel(),
+        "layers.*.mlp.down_proj": sm.compat.RowwiseParallel(output_layouts=stream),
+        "lm_head": sm.compat.ColwiseParallel(input_layouts=stream, output_layouts=Replicate()),
     }
     if tp == "tp":
         return plan
     whole = {"input_layouts": (stream, None), "desired_input_layouts": (Replicate(), None)}
     return plan | {
-        "norm": sm.SequenceParallel(),
-        "layers.*.*_layernorm": sm.SequenceParallel(),
-        "layers.*.self_attn": sm.PrepareModuleInput(**whole),
-        "layers.*.mlp": sm.PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
+        "norm": sm.compat.SequenceParallel(),
+        "layers.*.*_layernorm": sm.compat.SequenceParallel(),
+        "layers.*.self_attn": sm.compat.PrepareModuleInput(**whole),
+        "layers.*.mlp": sm.compat.PrepareModuleInput(input_layouts=stream, desired_input_layouts=Replicate()),
     }
 
 

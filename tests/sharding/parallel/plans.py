@@ -8,14 +8,14 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.sharding.parallel.tensor.styles import colwise, rowwise, sequence, shard
+from shardmesh.sharding.parallel.tensor.styles import colwise, rowwise, sequence_parallel, shard_params
 from tests.device import DEVICE, made_here
 from tests.sharding.parallel.models import gpt, loss_of, tokens
 
 
 def megatron(config, stream):
     """Heads and features split over tp; between layers activations lie as `stream`: `P()`, or split by sequence."""
-    norm = sequence(1, out=P()) if stream.dims else shard({"weight": P()})
+    norm = sequence_parallel(1, out=P()) if stream.dims else shard_params({"weight": P()})
     return {
         "embed_tokens": rowwise(out=stream),
         "*norm": norm,

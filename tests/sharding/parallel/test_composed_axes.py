@@ -9,6 +9,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import Experts, context_parallel, data_parallel, fully_shard, top_k_routing
 from tests.device import DEVICE
 from tests.sharding.parallel.compositions import EVEN, STEPS, Case, adamw, split, stepped, used
 from tests.sharding.parallel.costs import Paper, of_data, plus
@@ -54,7 +55,7 @@ def test_fsdp_and_context_parallelism(method, axes, config, s):
 
     def program(mesh):
         model = split(gpt(config).to(DEVICE), mesh, "fsdp", axes)
-        with sm.context_parallel("cp", method=method):
+        with context_parallel("cp", method=method):
             return losses_of(model, lambda model, step: _split_by_sequence(model, mesh, step, config, s))
 
     def alone(model, step):
@@ -78,7 +79,7 @@ def test_calls_and_bytes_of_context_parallelism(method):
 
     def program(mesh):
         model = split(gpt(EVEN).to(DEVICE), mesh, "fsdp", ("fsdp",))
-        with sm.context_parallel("cp", method=method):
+        with context_parallel("cp", method=method):
             found = used(lambda: _split_by_sequence(model, mesh, 0, EVEN, S).backward())
         return found, dict(zip(("fsdp", "dp"), mesh.coordinate, strict=True))
 
@@ -105,11 +106,11 @@ class Mixture(nn.Module):
 
     def forward(self, tokens_t):
         x_td = self.embed(tokens_t)
-        routing = sm.top_k_routing(self.router(x_td), 2)
+        routing = top_k_routing(self.router(x_td), 2)
         return self.head(x_td + self._mixed(x_td, routing))
 
     def _mixed(self, x_td, routing):
-        if isinstance(self.experts, sm.Experts):
+        if isinstance(self.experts, Experts):
             return self.experts(x_td, routing)
         made_ted = torch.stack([expert(x_td) for expert in self.experts], 1)
         chosen = made_ted.gather(1, routing.experts[..., None].expand(*routing.experts.shape, x_td.shape[-1]))
@@ -155,7 +156,7 @@ def test_data_and_expert_parallelism(form, inputs, where):
 
     def program(mesh):
         model = _mixture()
-        model.experts = sm.Experts(list(model.experts), EXPERTS[where](mesh))
+        model.experts = Experts(list(model.experts), EXPERTS[where](mesh))
 
         def loss(model, step):
             numbers, targets = _placed(mesh, inputs, step, count)
@@ -172,8 +173,8 @@ def test_data_and_expert_parallelism(form, inputs, where):
 
 def _split_mixture(model, mesh, form):
     if form == "fsdp":
-        return sm.fully_shard(model, mesh, axes="dp", units=sm.Experts, src_data_rank=None)
-    return sm.data_parallel(model, mesh, optimizer="dp" if form == "zero1" else (), units=sm.Experts, src_data_rank=None)
+        return fully_shard(model, mesh, axes="dp", units=Experts, src_data_rank=None)
+    return data_parallel(model, mesh, optimizer="dp" if form == "zero1" else (), units=Experts, src_data_rank=None)
 
 
 ROW = 6 * 8  # bytes of a token on its way
@@ -181,7 +182,7 @@ ROW = 6 * 8  # bytes of a token on its way
 
 def _rows(model, numbers):
     """By rank of "ep" whose token it is, and of its expert: how many rows go there."""
-    experts = sm.top_k_routing(model.router(model.embed(numbers)), 2).experts
+    experts = top_k_routing(model.router(model.embed(numbers)), 2).experts
     mine = (experts < 2).sum().item()  # of 3 experts the first rank has 2
     return [mine, experts.numel() - mine]
 
@@ -192,7 +193,7 @@ def test_calls_and_bytes_of_expert_parallelism():
 
     def program(mesh):
         model = _mixture()
-        model.experts = sm.Experts(list(model.experts), mesh)
+        model.experts = Experts(list(model.experts), mesh)
         _split_mixture(model, mesh, "fsdp")
         numbers, targets = _placed(mesh, "global", 0, 12)
         found = used(lambda: F.cross_entropy(model(numbers), targets).backward())

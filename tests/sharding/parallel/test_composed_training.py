@@ -60,7 +60,7 @@ def _accumulated(optimizer, model, losses):
         for loss in losses:
             (loss / MICRO).backward()
             kept.append(whole(loss))
-    norm = sm.clip_grad_norm_(model.parameters(), MAX_NORM)
+    norm = sm.training.clip_grad_norm_(model.parameters(), MAX_NORM)
     optimizer.step()
     optimizer.zero_grad()
     return torch.stack([torch.stack(kept).mean(), norm])
@@ -125,7 +125,7 @@ def test_float32():
 
 
 HALF = torch.bfloat16
-MIXED = sm.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32)  # the logits, no block
+MIXED = sm.parallel.MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32)  # the logits, no block
 
 
 def _mixed_by_hand(case, ranks):
@@ -178,7 +178,7 @@ def test_bytes_of_mixed_precision(form, shape):
 
 def _muon(model):
     named = list(model.named_parameters())
-    return sm.Muon(named, lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=1e-2, ns_dtype=torch.float64)
+    return sm.optim.Muon(named, lr=0.02, adamw=["*embed*", "lm_head*"], adamw_lr=1e-2, ns_dtype=torch.float64)
 
 
 def _by_muon(model, losses):
@@ -227,13 +227,13 @@ def test_another_composition_goes_on_from_a_checkpoint(before, after, tmp_path):
         model = made(before, mesh)
         optimizer = adamw(model)
         found = losses(before, mesh, model, optimizer, range(half))
-        sm.save(sm.state_dict(model, optimizer), tmp_path)
+        sm.checkpoint.save(sm.checkpoint.state_dict(model, optimizer), tmp_path)
         return found
 
     def second(mesh):
         model = made(after, mesh)
         optimizer = adamw(model)
-        sm.load_state_dict(model, sm.load(tmp_path, like=sm.state_dict(model, optimizer)), optimizer)
+        sm.checkpoint.load_state_dict(model, sm.checkpoint.load(tmp_path, like=sm.checkpoint.state_dict(model, optimizer)), optimizer)
         return losses(after, mesh, model, optimizer, range(half, STEPS))
 
     assert before.b == after.b

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardmesh as sm
+from shardmesh.parallel import distribute_module, shard_parameter
 from tests.device import DEVICE
 
 
@@ -17,10 +18,10 @@ def _mlp():
 
 def _tensor_parallel(name, module, mesh):
     if name == "0":
-        sm.shard_parameter(module, "weight", mesh, sm.P("tp"))
-        sm.shard_parameter(module, "bias", mesh, sm.P("tp"))
+        shard_parameter(module, "weight", mesh, sm.P("tp"))
+        shard_parameter(module, "bias", mesh, sm.P("tp"))
     if name == "2":
-        sm.shard_parameter(module, "weight", mesh, sm.P(None, "tp"))
+        shard_parameter(module, "weight", mesh, sm.P(None, "tp"))
 
 
 def test_tensor_parallel_mlp_equals_plain():
@@ -30,7 +31,7 @@ def test_tensor_parallel_mlp_equals_plain():
 
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
-        model = sm.distribute_module(_mlp(), mesh, _tensor_parallel)
+        model = distribute_module(_mlp(), mesh, _tensor_parallel)
         out = model(sm.device_put(x, mesh, sm.P("dp")))
         assert out.spec == sm.P("dp", None, unreduced={"tp"})
         out.square().sum().backward()
@@ -46,7 +47,7 @@ def test_tensor_parallel_mlp_equals_plain():
 def test_input_and_output_functions():
     def rank():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
-        model = sm.distribute_module(
+        model = distribute_module(
             nn.Linear(3, 3),
             mesh,
             input_fn=lambda module, inputs, mesh: (sm.device_put(inputs[0], mesh, sm.P("dp")),),
@@ -64,7 +65,7 @@ def test_buffers_and_frozen_parameters():
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("dp",))
         module = nn.BatchNorm1d(4)
         module.weight.requires_grad_(False)
-        sm.distribute_module(module, mesh)
+        distribute_module(module, mesh)
         assert isinstance(module.running_mean, sm.ShardedTensor)
         assert not module.weight.requires_grad
         assert isinstance(module.weight, nn.Parameter)
@@ -76,7 +77,7 @@ def test_buffers_and_frozen_parameters():
 def test_unknown_parameter_lists_the_known_ones():
     mesh = sm.simulate(1)(lambda: sm.init_device_mesh(DEVICE, (1,)))()[0]
     with pytest.raises(AttributeError, match=r"no parameter or buffer 'wieght'; it has \['weight', 'bias'\]"):
-        sm.shard_parameter(nn.Linear(2, 2), "wieght", mesh)
+        shard_parameter(nn.Linear(2, 2), "wieght", mesh)
 
 
 def _language_model():
@@ -98,9 +99,9 @@ def test_tied_parameters_stay_tied(where):
 
         def place(name, module, mesh):
             if name in where:
-                sm.shard_parameter(module, "weight", mesh, where[name])
+                shard_parameter(module, "weight", mesh, where[name])
 
-        model = sm.distribute_module(_language_model(), mesh, place)
+        model = distribute_module(_language_model(), mesh, place)
         assert model[0].weight is model[1].weight
         assert isinstance(model[0].weight, nn.Parameter)
         assert model[0].weight.spec == next(iter(where.values()), sm.P(None, None)).padded(2)
@@ -118,9 +119,9 @@ def test_tied_parameters_placed_in_two_ways_are_an_error():
 
         def place(name, module, mesh):
             if name in specs:
-                sm.shard_parameter(module, "weight", mesh, specs[name])
+                shard_parameter(module, "weight", mesh, specs[name])
 
         with pytest.raises(ValueError, match=r"\['weight', 'weight'\] share was sharded as .*P\('tp', None\).* and "):
-            sm.distribute_module(_language_model(), mesh, place)
+            distribute_module(_language_model(), mesh, place)
 
     sm.simulate(2)(rank)()

@@ -8,24 +8,34 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P, Shard
+from shardmesh.parallel import (
+    colwise,
+    data_parallel,
+    distribute_module,
+    fully_shard,
+    materialize,
+    parallelize,
+    rowwise,
+    shard_parameter,
+)
 from tests.sharding.ranks import every_rank, on_mesh
 
 
 def _distribute(model, mesh):
-    return sm.distribute_module(model, mesh)
+    return distribute_module(model, mesh)
 
 
 def _shard_parameter(model, mesh):
-    sm.shard_parameter(model[0], "weight", mesh, [Shard(0)])
+    shard_parameter(model[0], "weight", mesh, [Shard(0)])
     return model
 
 
 REPLACING = {
-    "fully_shard": sm.fully_shard,
-    "units": lambda model, mesh: sm.fully_shard(model, mesh, units=nn.Linear),
-    "data_parallel": sm.data_parallel,
-    "parallelize": lambda model, mesh: sm.parallelize(model, mesh, {"0": sm.colwise(), "1": sm.rowwise()}),
-    "parallelize_module": lambda model, mesh: sm.parallelize_module(model, mesh, {"0": sm.ColwiseParallel()}),
+    "fully_shard": fully_shard,
+    "units": lambda model, mesh: fully_shard(model, mesh, units=nn.Linear),
+    "data_parallel": data_parallel,
+    "parallelize": lambda model, mesh: parallelize(model, mesh, {"0": colwise(), "1": rowwise()}),
+    "parallelize_module": lambda model, mesh: sm.compat.parallelize_module(model, mesh, {"0": sm.compat.ColwiseParallel()}),
     "distribute_module": _distribute,
     "shard_parameter": _shard_parameter,
 }
@@ -52,19 +62,19 @@ def test_an_optimizer_made_too_early(replace):
 @every_rank(2)
 def test_an_optimizer_of_parameters_on_meta(mesh):
     with torch.device("meta"):
-        made = sm.fully_shard(model(), mesh)
+        made = fully_shard(model(), mesh)
     optimizer = torch.optim.SGD(made.parameters())
-    sm.materialize(made)
+    materialize(made)
     with pytest.raises(RuntimeError, match="is no longer in its module"):
         optimizer.step()
 
 
 @every_rank(2)
 def test_between_two_calls(mesh):
-    made = sm.parallelize(model(), mesh, {"0": sm.colwise()})
+    made = parallelize(model(), mesh, {"0": colwise()})
     optimizer = torch.optim.SGD(list(made[0].parameters()), lr=0.1)
     before = made[0].weight
-    sm.parallelize(made, mesh, {"0": sm.colwise()})
+    parallelize(made, mesh, {"0": colwise()})
     assert made[0].weight is before
     optimizer.step()  # nothing was replaced
 
@@ -73,7 +83,7 @@ def test_between_two_calls(mesh):
 def test_other_optimizers_step(mesh):
     plain = nn.Linear(2, 2)
     early = torch.optim.SGD(model().parameters(), lr=0.1)
-    sm.fully_shard(model(), mesh)
+    fully_shard(model(), mesh)
     plain(torch.ones(1, 2)).sum().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     early.step()

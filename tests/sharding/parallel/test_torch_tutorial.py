@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    Replicate,
-    RowwiseParallel,
-    SequenceParallel,
-    Shard,
-    fully_shard,
-    init_device_mesh,
-    parallelize_module,
-)
+from shardmesh import Replicate, Shard, init_device_mesh
+from shardmesh.compat import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from shardmesh.parallel import fully_shard
 from tests.device import DEVICE
 
 

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.mesh.errors import MeshError, PeerError
+from shardmesh.parallel import distribute_module
 from shardmesh.sharding.parallel.batch_counts import check_lengths
-from shardmesh.sharding.parallel.uneven_inputs import join
+from shardmesh.sharding.parallel.uneven_inputs import uneven_inputs
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
@@ -100,7 +101,7 @@ def train_sharded(mesh, feed, how):
         for name, w in first_weights().items()
     }
     losses = []
-    for batch in join(feed[mesh.get_local_rank("a")], mesh, axes="a", mode="empty"):
+    for batch in uneven_inputs(feed[mesh.get_local_rank("a")], mesh, axes="a", mode="empty"):
         x, y = (sm.make_array_from_process_local_data(mesh, P("a"), t) for t in batch)
         gathered = {name: sm.reshard(w, used.get(name, P())) for name, w in weights.items()}
         loss = F.cross_entropy(logits_of(gathered, x), y)
@@ -137,7 +138,7 @@ def train_in_parts(mesh, feed, how):
         return {name: w - RATE * grads[name] for name, w in weights.items()}, value
 
     losses = []
-    for batch, weight in join(feed[mesh.get_local_rank("a")], mesh, axes="a", mode="shadow"):
+    for batch, weight in uneven_inputs(feed[mesh.get_local_rank("a")], mesh, axes="a", mode="shadow"):
         parts = (*batch, torch.tensor([weight], dtype=torch.float64))
         parts = (sm.make_array_from_process_local_data(mesh, P("a"), part) for part in parts)
         weights, loss = step(weights, *parts)
@@ -167,7 +168,7 @@ def test_a_language_model_on_short_and_missing_batches():
         reshard = train_lm.leave if mesh is None else train_lm.reshard
         model = train_lm.GPT(dataclasses.replace(size, s=8), reshard).double()
         if mesh is not None:
-            sm.distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)
+            distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)
         losses = []
         for batch in batches:
             ids = batch if mesh is None else sm.make_array_from_process_local_data(mesh, P("fsdp"), batch)
@@ -178,7 +179,7 @@ def test_a_language_model_on_short_and_missing_batches():
 
     def rank():
         mesh = sm.init_device_mesh("cpu", (3, 2), axis_names=("fsdp", "tp"))
-        return train(join(feed[mesh.get_local_rank("fsdp")], mesh, axes="fsdp", mode="empty"), mesh)
+        return train(uneven_inputs(feed[mesh.get_local_rank("fsdp")], mesh, axes="fsdp", mode="empty"), mesh)
 
     expected = train([torch.cat([feed[0][0], feed[1][0]]), feed[1][1]], None)
     for found in sm.simulate(6)(rank)():
@@ -202,7 +203,7 @@ def firsts(batches):
 def test_stop_is_zip(lengths):
     def program(mesh):
         mine = batches_of(mesh.get_rank(), lengths)
-        given = list(join(iter(mine), mesh))
+        given = list(uneven_inputs(iter(mine), mesh))
         assert all(got is own for got, own in zip(given, mine, strict=False))
         return len(given)
 
@@ -214,8 +215,8 @@ def test_stop_is_zip(lengths):
 def test_shadows_take_all_steps(lengths):
     def program(mesh):
         rank = mesh.get_rank()
-        mine, shadows = batches_of(rank, lengths), list(join(batches_of(rank, lengths), mesh, mode="shadow"))
-        empty = list(join(batches_of(rank, lengths), mesh, mode="empty"))
+        mine, shadows = batches_of(rank, lengths), list(uneven_inputs(batches_of(rank, lengths), mesh, mode="shadow"))
+        empty = list(uneven_inputs(batches_of(rank, lengths), mesh, mode="empty"))
         assert [len(batch) for batch in empty] == [2] * len(mine) + [0] * (max(lengths) - len(mine))
         assert {tuple(batch.shape[1:]) for batch in empty} <= {(3,)}
         first = firsts(mine)[:1] or [10.0 * next(r for r, n in enumerate(lengths) if n)] if shadows else []
@@ -231,8 +232,8 @@ def test_shadows_take_all_steps(lengths):
 def test_loops_without_end():
     def program(mesh):
         endless = (torch.ones(1) * i for i in count())
-        assert len(list(join([torch.ones(1)] * 3 if mesh.get_rank() == 1 else endless, mesh))) == 3
-        shadowing = join([torch.ones(1)] if mesh.get_rank() == 1 else endless, mesh, mode="shadow")
+        assert len(list(uneven_inputs([torch.ones(1)] * 3 if mesh.get_rank() == 1 else endless, mesh))) == 3
+        shadowing = uneven_inputs([torch.ones(1)] if mesh.get_rank() == 1 else endless, mesh, mode="shadow")
         return [weight for _, weight in islice(shadowing, 3)]
 
     assert on_mesh((2,), program) == [[1.0, 2.0, 2.0], [1.0, 0.0, 0.0]]
@@ -244,7 +245,7 @@ def test_batches_of_any_kind_and_loops_that_change_them():
     def program(mesh):
         batch = {"x": torch.ones(2, 3), "name": ["p", "q"], "n": np.arange(2), "mask": torch.eye(3), "scale": torch.tensor(2.0)}
         found = []
-        for got, _ in join([batch] * [3, 1, 0][mesh.get_rank()], mesh, mode="shadow"):
+        for got, _ in uneven_inputs([batch] * [3, 1, 0][mesh.get_rank()], mesh, mode="shadow"):
             found.append((got["name"], *(got[key].tolist() for key in ("x", "n", "mask", "scale"))))
             if mesh.get_rank():
                 got.pop("name")
@@ -261,7 +262,7 @@ def test_batches_of_any_kind_and_loops_that_change_them():
 def test_only_rows_are_left_out_of_an_empty_batch():
     def program(mesh):
         batch = {"x": torch.ones(2, 3), "n": np.arange(2), "mask": torch.eye(3), "scale": 2.0}
-        *_, last = join([batch] * (1 + mesh.get_rank()), mesh, mode="empty")
+        *_, last = uneven_inputs([batch] * (1 + mesh.get_rank()), mesh, mode="empty")
         return {key: tuple(getattr(value, "shape", ())) for key, value in last.items()}
 
     assert on_mesh((2,), program)[0] == {"x": (0, 3), "n": (0,), "mask": (3, 3), "scale": ()}
@@ -270,7 +271,7 @@ def test_only_rows_are_left_out_of_an_empty_batch():
 def test_stand_ins_do_not_copy_what_batches_are_views_of():
     def program(mesh):
         batches = torch.ones(1000, 3).split(2)
-        *_, (last, _) = islice(join(batches[: 1 + mesh.get_rank()], mesh, mode="shadow"), 2)
+        *_, (last, _) = islice(uneven_inputs(batches[: 1 + mesh.get_rank()], mesh, mode="shadow"), 2)
         return last.untyped_storage().nbytes()
 
     assert on_mesh((2,), program)[0] == 2 * 3 * 4
@@ -283,14 +284,14 @@ def test_count_says_what_a_batch_weighs():
 
     def program(mesh):
         batches = [Batch(tokens) for tokens in ([3, 2], [1])[mesh.get_rank()]]
-        return [(b.tokens, w) for b, w in join(batches, mesh, mode="shadow", count=lambda batch: batch.tokens)]
+        return [(b.tokens, w) for b, w in uneven_inputs(batches, mesh, mode="shadow", count=lambda batch: batch.tokens)]
 
     assert on_mesh((2,), program) == [[(3, 1.5), (2, 2.0)], [(1, 0.5), (1, 0.0)]]
 
 
 def test_batches_that_count_for_nothing():
     def program(mesh):
-        return [weight for _, weight in join([torch.ones(0, 2)], mesh, mode="shadow")]
+        return [weight for _, weight in uneven_inputs([torch.ones(0, 2)], mesh, mode="shadow")]
 
     assert on_mesh((2,), program) == [[0.0], [0.0]]
 
@@ -298,11 +299,11 @@ def test_batches_that_count_for_nothing():
 def test_leaving_the_loop_early():
     def program(mesh):
         x = torch.ones(1)
-        for step, _ in enumerate(join([x] * (4 + mesh.get_rank()), mesh)):
+        for step, _ in enumerate(uneven_inputs([x] * (4 + mesh.get_rank()), mesh)):
             if step == 2:
                 break
         mesh.group().all_reduce(x)
-        return step, x.item(), len(list(join([x] * 2, mesh)))
+        return step, x.item(), len(list(uneven_inputs([x] * 2, mesh)))
 
     assert on_mesh((2,), program) == [(2, 2.0, 2)] * 2
 
@@ -310,7 +311,7 @@ def test_leaving_the_loop_early():
 def test_one_small_collective_a_step():
     def program(mesh):
         with collectives() as records:
-            for _ in join([torch.ones(2)] * 3, mesh, axes=("a", "b")):
+            for _ in uneven_inputs([torch.ones(2)] * 3, mesh, axes=("a", "b")):
                 pass
         return launched(records), {record.bytes_sent for record in records}
 
@@ -319,8 +320,8 @@ def test_one_small_collective_a_step():
 
 def test_what_stopping_leaves_out_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="shardmesh"):
-        on_mesh((3,), lambda mesh: list(join(batches_of(mesh.get_rank(), [4, 2, 3]), mesh)))
-        on_mesh((2,), lambda mesh: list(join(batches_of(mesh.get_rank(), [2, 2]), mesh)))
+        on_mesh((3,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [4, 2, 3]), mesh)))
+        on_mesh((2,), lambda mesh: list(uneven_inputs(batches_of(mesh.get_rank(), [2, 2]), mesh)))
     assert {record.getMessage() for record in caplog.records} == {
         "join: rank 1 had 2 batches, after which all ranks stop; ranks 0, 2 had more"
     }
@@ -328,7 +329,7 @@ def test_what_stopping_leaves_out_is_logged(caplog):
 
 def test_a_mesh_that_is_set_and_one_rank():
     with sm.set_mesh(sm.init_device_mesh(DEVICE, (1,))):
-        assert [weight for _, weight in join([torch.ones(2)] * 2, mode="shadow")] == [1.0, 1.0]
+        assert [weight for _, weight in uneven_inputs([torch.ones(2)] * 2, mode="shadow")] == [1.0, 1.0]
         assert check_lengths([1, 2, 3]) == 3
     dist.destroy_process_group()  # or later tests would find themselves in a job
 
@@ -336,9 +337,9 @@ def test_a_mesh_that_is_set_and_one_rank():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("mode", ["stop", "empty", "shadow"])
 def test_a_rank_that_is_alone_with_its_counts(device, mode):
-    with sm.null_world(64, rank=5):
+    with sm.debug.null_world(64, rank=5):
         mesh = sm.init_device_mesh(device, (8, 8), axis_names=("a", "b"))
-        given = list(join([torch.ones(2)] * 2, mesh, axes="a", mode=mode))
+        given = list(uneven_inputs([torch.ones(2)] * 2, mesh, axes="a", mode=mode))
         assert check_lengths([1, 2], mesh) == 2
     assert len(given) == 2
     if mode == "shadow":
@@ -358,11 +359,11 @@ def caught_by(mesh, mode, spoilt_ranks):
     """What a rank whose loader may be spoilt gets, and what it catches; then goes on."""
     given, caught, rank = 0, None, mesh.get_rank()
     try:
-        for _ in join(spoilt([torch.ones(1)] * 3) if rank in spoilt_ranks else [torch.ones(1)] * 5, mesh, mode=mode):
+        for _ in uneven_inputs(spoilt([torch.ones(1)] * 3) if rank in spoilt_ranks else [torch.ones(1)] * 5, mesh, mode=mode):
             given += 1
     except (OSError, PeerError) as error:
         caught = error
-    assert len(list(join([torch.ones(1)], mesh))) == 1
+    assert len(list(uneven_inputs([torch.ones(1)], mesh))) == 1
     return given, caught
 
 
@@ -374,11 +375,11 @@ def test_an_error_in_a_loader_reaches_all_ranks_at_the_same_step(mode, spoilt_ra
         assert steps == 2
         if rank in spoilt_ranks:
             assert type(error) is OSError
-            assert "for step 2 of sm.join" in error.__notes__[0]
+            assert "for step 2 of sm.parallel.uneven_inputs" in error.__notes__[0]
             continue
         assert isinstance(error, PeerError)
         assert error.ranks == spoilt_ranks
-        assert "for step 2 of sm.join" in str(error)
+        assert "for step 2 of sm.parallel.uneven_inputs" in str(error)
         assert "in spoilt" in str(error)  # the traceback
         assert error.verdict.kind == "raised"
         for seen in error.verdict.seen:
@@ -391,7 +392,7 @@ def test_what_is_no_loader_or_cannot_be_counted():
         kinds = []
         for loader, mode in ((7, "stop"), (["text"], "empty"), ([3.0], "shadow")):
             with pytest.raises((TypeError, PeerError)) as caught:
-                list(join(loader if mesh.get_rank() else [torch.ones(1)], mesh, mode=mode))
+                list(uneven_inputs(loader if mesh.get_rank() else [torch.ones(1)], mesh, mode=mode))
             kinds.append((caught.type.__name__, str(caught.value)))
         return kinds
 
@@ -414,7 +415,7 @@ def test_what_is_no_loader_or_cannot_be_counted():
 )
 def test_ranks_that_must_have_the_same_batches(rows, mode, words):
     def program(mesh):
-        list(join([torch.ones(n) for n in rows[mesh.get_rank()]], mesh, axes="a", mode=mode))
+        list(uneven_inputs([torch.ones(n) for n in rows[mesh.get_rank()]], mesh, axes="a", mode=mode))
 
     text = same_error((2, 2), program, ValueError, silent=False)
     assert words in text
@@ -436,7 +437,7 @@ def test_ranks_that_must_have_the_same_batches(rows, mode, words):
     ],
 )
 def test_wrong_arguments(arguments, kind, words):
-    text = same_error((2, 2), lambda mesh: join([], **{"mesh": mesh, **arguments}), kind)
+    text = same_error((2, 2), lambda mesh: uneven_inputs([], **{"mesh": mesh, **arguments}), kind)
     for word in words:
         assert word in text
 
@@ -447,7 +448,10 @@ def test_wrong_arguments(arguments, kind, words):
 @pytest.mark.parametrize(
     ("lengths", "words"),
     [
-        ([100, 100, 97, 100], ["rank 2 has 97, ranks 0, 1, 3 have 100", "after 97", "run 100 steps", "sm.join(loader, mesh)"]),
+        (
+            [100, 100, 97, 100],
+            ["rank 2 has 97, ranks 0, 1, 3 have 100", "after 97", "run 100 steps", "sm.parallel.uneven_inputs(loader, mesh)"],
+        ),
         ([3, 4], ["rank 0 has 3, rank 1 has 4"]),
         ([5, 5, 6, 7], ["rank 2 has 6, rank 3 has 7, ranks 0, 1 have 5"]),
     ],
@@ -462,7 +466,7 @@ def test_lengths():
     assert on_mesh((2, 2), lambda mesh: check_lengths(torch.utils.data.DataLoader(torch.arange(7), batch_size=2), mesh)) == [4] * 4
     text = same_error((3,), lambda mesh: check_lengths([] if mesh.get_rank() == 1 else iter([]), mesh), TypeError, silent=False)
     assert "no len() on ranks 0, 2," in text
-    assert "sm.join(loader, mesh)" in text
+    assert "sm.parallel.uneven_inputs(loader, mesh)" in text
 
 
 # -- real processes ------------------------------------------------------------------------------------------------------
@@ -473,8 +477,8 @@ def on_a_rank(rows):
     feed = feed_of(rows)
     trained = [train_sharded(mesh, feed, "fsdp"), train_in_parts(mesh, feed, "dp")]
     lengths, rank = [len(place) for place in rows], mesh.get_rank()
-    stopped = len(list(join(batches_of(rank, lengths), mesh)))
-    for _ in join(batches_of(rank, [3, 4, 5, 6]), mesh):
+    stopped = len(list(uneven_inputs(batches_of(rank, lengths), mesh)))
+    for _ in uneven_inputs(batches_of(rank, [3, 4, 5, 6]), mesh):
         break
     given, error = caught_by(mesh, "shadow", (3,))
     with pytest.raises(ValueError, match="check_lengths") as uneven:

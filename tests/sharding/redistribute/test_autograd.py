@@ -152,7 +152,7 @@ def test_plan_is_pure_and_counts_exactly(move):
         local = reference.local_part(reference.contributions(mesh, src.spec, shape), src)
         redistribute_local(local, src, dst)
         abstract = sm.AbstractMesh(mesh_shape, mesh.axis_names)
-        predicted = sm.plan(
+        predicted = sm.debug.plan(
             sm.Layout.of(abstract, before, shape, torch.float64),
             sm.Layout.of(abstract, after, shape, torch.float64),
             mesh.topology,

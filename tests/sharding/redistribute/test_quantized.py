@@ -61,8 +61,8 @@ def test_any_move(case):
         mine = int(np.ravel_multi_index([mesh.coordinate[axis] for axis in axes], sizes)) if axes else 0
         local = shares[mine][tuple(slice(*interval) for interval in layout.box)].clone()
         x = sm.ShardedTensor.from_local(local, mesh, src, shape=shape)
-        limit = {"max_bytes": sm.explain(layout, dst).peak_bytes} if small and not dst.unreduced else {}
-        plan = sm.explain(layout, dst, transport=transport)
+        limit = {"max_bytes": sm.debug.explain(layout, dst).peak_bytes} if small and not dst.unreduced else {}
+        plan = sm.debug.explain(layout, dst, transport=transport)
         with collectives() as records:
             y = x.redistribute(dst, transport=transport)
         assert sm.typeof(y).spec == sm.typeof(x.redistribute(dst)).spec
@@ -91,7 +91,7 @@ def test_bytes(mesh):
     """1.03 bytes an element, and no more than the records of the boxes."""
     x = sm.distribute_tensor(numbers((64, 512)), mesh, P("a"), src_data_rank=None)
     for dst, boxes in ((P(), 3 * [16 * 512]), (P(None, "a"), 3 * [16 * 128])):
-        explained = sm.explain(sm.typeof(x), dst, transport="int8")
+        explained = sm.debug.explain(sm.typeof(x), dst, transport="int8")
         with collectives() as records:
             x.redistribute(dst, transport="int8")
         received = sum(r.bytes_received for r in records)

@@ -94,7 +94,7 @@ def any_move(folder, seed):
         before, after = (sm.Layout.of(shared, spec, shape, dtype) for spec in (src, dst))
         other = [sm.Layout.of(plain, on_plain(spec), shape, dtype) for spec in (src, dst)]
         local = reference.local_part(reference.contributions(shared, before.spec, shape, seed), before).to(dtype)
-        explained = sm.explain(before, after)
+        explained = sm.debug.explain(before, after)
         moves = [step for step in explained.steps if not step.is_local]
         assert all(step.symmetric is not None for step in moves)
         assert not moves or "in shared memory" in str(explained)
@@ -123,7 +123,9 @@ def buckets_and_gradients(folder):
     with collectives() as records:
         whole = sm.redistribute_many(xs, [P(None, "s")] * 3)
     assert launched(records) == ["all_to_all"]
-    assert records[0].bytes_received == sum(plan_bytes_received(sm.explain(sm.typeof(x), P(None, "s")).plan, shared.coordinate) for x in xs)
+    assert records[0].bytes_received == sum(
+        plan_bytes_received(sm.debug.explain(sm.typeof(x), P(None, "s")).plan, shared.coordinate) for x in xs
+    )
     assert all(torch.equal(w.full_tensor(), t) for w, t in zip(whole, tensors, strict=True))
     sum((w * w).sum() for w in whole).backward()
     assert all(torch.equal(x.grad.full_tensor(), 2 * t) for x, t in zip(xs, tensors, strict=True))
@@ -156,7 +158,7 @@ def options(folder):
     low = pending.redistribute(P("s"), forward_dtype=torch.bfloat16)
     assert torch.equal(low._local, (2 * t.bfloat16())[sm.typeof(low).box[0][0] : sm.typeof(low).box[0][1]])
     large = sm.Layout.of(shared, P("s"), (1 << 13, 1 << 13), torch.float32)
-    assert all(step.symmetric is None for step in sm.plan(large, large.replace(P(None, "s"))).steps)  # too large to stage
+    assert all(step.symmetric is None for step in sm.debug.plan(large, large.replace(P(None, "s"))).steps)  # too large to stage
     return True
 
 
@@ -166,10 +168,10 @@ def test_options(world4, folder):
 
 def calibrated(folder):
     share_cpu_memory(folder)
-    sys.modules[sm.calibrate.__module__]._LARGEST["cpu"] = 1 << 14  # the interpreter is slow
+    sys.modules[sm.topology.calibrate.__module__]._LARGEST["cpu"] = 1 << 14  # the interpreter is slow
     again = sm.init_device_mesh("cpu", (2, 2), axis_names=("u", "v"))
     assert again.topology.symmetric is None
-    sm.calibrate(again, seconds=0.05)
+    sm.topology.calibrate(again, seconds=0.05)
     assert again.topology.symmetric is not None
     assert "shared memory" in str(again.topology)
     return again.topology

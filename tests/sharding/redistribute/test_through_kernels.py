@@ -125,7 +125,7 @@ def test_a_bucket_of_several_dtypes(mesh):
 def test_draws(mesh):
     found = []
     for use in (True, False):
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         with using_kernels(use):
             drawn = sm.rand((5, 7), device_mesh=mesh, placements=P("a", "b"))
             kept = torch.nn.functional.dropout(sm.randn((6, 4), device_mesh=mesh, placements=P(None, "a")), 0.25)

@@ -51,11 +51,11 @@ def test_a_tree_and_specs_for_its_upper_part(mesh):
 @every_rank(4)
 def test_tensors_travel_together_and_are_asked_for(mesh):
     tree = [sm.ones((4, 4), mesh, P("a")) for _ in range(3)]
-    with sm.implicit("forbid"), sm.comm_budget(launches=1, bytes=3 * 48) as used:
+    with sm.ops.implicit_comm("forbid"), sm.debug.comm_budget(launches=1, bytes=3 * 48) as used:
         out = with_sharding_constraint(tree, P())
     assert used.by_operator == {"with_sharding_constraint": (1, 144)}
     assert all(sm.typeof(x).is_fully_replicated for x in out)
-    with sm.comm_budget(launches=0):
+    with sm.debug.comm_budget(launches=0):
         assert all(a is b for a, b in zip(with_sharding_constraint(tree, P("a")), tree, strict=True))
 
 
@@ -95,7 +95,7 @@ def test_errors_are_the_same_on_every_rank():
             ([x, x], [P(), P("z")], ValueError, "names axis 'z'"),
             (x, P("a", "b", "c"), ValueError, "names axis 'c'"),
         ]:
-            with sm.comm_budget(launches=0), pytest.raises(error, match=text) as raised:
+            with sm.debug.comm_budget(launches=0), pytest.raises(error, match=text) as raised:
                 with_sharding_constraint(tree, spec)
             texts.append(str(raised.value))
         return texts

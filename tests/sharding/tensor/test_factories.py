@@ -23,7 +23,7 @@ def _everywhere(make):
 
     def rank(shape, spec):
         mesh = sm.init_device_mesh(DEVICE, shape, axis_names=("a", "b")[: len(shape)])
-        sm.manual_seed(7)
+        sm.random.manual_seed(7)
         return make(mesh, spec).full_tensor()
 
     for shape, spec in PLACES:

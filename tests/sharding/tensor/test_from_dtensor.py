@@ -15,6 +15,7 @@ from torch.distributed.tensor import parallel
 
 import shardmesh as sm
 from shardmesh import P, Replicate, Shard
+from shardmesh.parallel import colwise, data_parallel, distribute_module, fully_shard, parallelize, rowwise
 from shardmesh.sharding.tensor.from_dtensor import from_dtensor
 from tests.pool import Pool
 from tests.sharding.ranks import collectives
@@ -37,11 +38,11 @@ def _meshes() -> None:
         "distribute_tensor": sm.distribute_tensor(whole, mesh, placements),
         "device_put": sm.device_put(whole, mesh, spec),
         "from_local": sm.from_local(part, mesh, placements),
-        "DTensor.from_local": sm.DTensor.from_local(part, device_mesh=mesh, placements=placements),
+        "DTensor.from_local": sm.compat.DTensor.from_local(part, device_mesh=mesh, placements=placements),
         "redistribute": sm.device_put(whole, ours).redistribute(mesh, placements),
         "redistribute by name": sm.device_put(whole, ours).redistribute(device_mesh=mesh, placements=placements),
         "shard_map": sm.shard_map(lambda x: x.clone(), mesh=mesh, in_specs=(spec,), out_specs=spec)(sm.device_put(whole, ours, spec)),
-        "local_map": sm.local_map(lambda x: x.clone(), placements, (placements,), device_mesh=mesh)(sm.device_put(whole, ours, spec)),
+        "local_map": sm.compat.local_map(torch.clone, placements, (placements,), device_mesh=mesh)(sm.device_put(whole, ours, spec)),
         "from_callback": sm.make_array_from_callback((4, 6), mesh, spec, lambda index: whole[index]),
     }
     with sm.set_mesh(mesh) as current:
@@ -65,17 +66,17 @@ def _modules() -> None:
         return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 
     expected = model()(x)
-    plan = {"0": sm.ColwiseParallel(), "1": sm.RowwiseParallel()}
+    plan = {"0": sm.compat.ColwiseParallel(), "1": sm.compat.RowwiseParallel()}
     for made in (
-        sm.parallelize_module(model(), mesh["tp"], plan),
-        sm.parallelize(model(), mesh["tp"], {"0": sm.colwise(), "1": sm.rowwise()}),
-        sm.fully_shard(model(), mesh=mesh["dp"]),
-        sm.data_parallel(model(), mesh),
-        sm.distribute_module(model(), mesh),
+        sm.compat.parallelize_module(model(), mesh["tp"], plan),
+        parallelize(model(), mesh["tp"], {"0": colwise(), "1": rowwise()}),
+        fully_shard(model(), mesh=mesh["dp"]),
+        data_parallel(model(), mesh),
+        distribute_module(model(), mesh),
     ):
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             y = made(x)
-        torch.testing.assert_close(y.full_tensor() if isinstance(y, sm.DTensor) else y, expected)
+        torch.testing.assert_close(y.full_tensor() if isinstance(y, sm.compat.DTensor) else y, expected)
 
 
 def test_modules_on_torchs_mesh(world4: Pool) -> None:

@@ -45,7 +45,7 @@ def test_a_callback_is_asked_once_for_this_ranks_box(mesh):
             asked.append(index)
             return whole[index]
 
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             x = from_callback(shape, mesh, spec, part)
         assert asked == [tuple(slice(*interval) for interval in sm.typeof(x).box)]
         assert x.spec == sm.Layout.of(mesh, spec, shape).spec
@@ -136,7 +136,7 @@ def test_parts_of_any_lengths_make_up_a_tensor(mesh):
         x = from_local_data(mesh, spec, part.numpy())
         assert x.spec == sm.Layout.of(mesh, spec, shape).spec
         assert torch.equal(x.full_tensor(), whole)
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             assert sm.typeof(from_local_data(mesh, spec, part, shape)) is sm.typeof(x)
 
 
@@ -204,7 +204,7 @@ def test_a_tensor_is_taken_as_it_is(mesh):
     for spec, shape in everywhere():
         whole = numbers(*shape)
         part = whole[tuple(slice(*i) for i in sm.Layout.of(mesh, spec, shape).box)].clone().requires_grad_()
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             x = from_arrays(shape, mesh, spec, [part])
         assert torch.equal(x.full_tensor(), whole)
         assert x._local.data_ptr() == part.data_ptr()
@@ -265,7 +265,7 @@ def test_parts_make_up_the_tensor():
         found = []
         for spec, shape in everywhere():
             x = sm.distribute_tensor(numbers(*shape), mesh, spec, src_data_rank=None).requires_grad_()
-            with sm.comm_budget(launches=0):
+            with sm.debug.comm_budget(launches=0):
                 (shard,) = x.addressable_shards
             assert shard.data.data_ptr() == x._local.data_ptr()
             assert not shard.data.requires_grad

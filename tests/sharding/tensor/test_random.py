@@ -63,7 +63,7 @@ ASK = ("trunc_normal_",)  # torch looks whether any number is out of bounds
 
 def drawn(name, mesh, spec, shape, seed=3):
     """The whole of what the second of three draws gives."""
-    sm.manual_seed(seed)
+    sm.random.manual_seed(seed)
     x = sm.ones(shape, mesh, spec, dtype=torch.float64)
     with collectives() as records:
         _, y, _ = DRAWS[name](x), DRAWS[name](x), DRAWS[name](x)
@@ -109,7 +109,7 @@ def test_processes_draw_what_one_rank_draws(world4):
 @pytest.mark.parametrize("name", DRAWS)
 def test_replicas_are_equal_and_draws_differ(name):
     def program(mesh):
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         x = sm.ones((6, 5), mesh, P("b"), dtype=torch.float64)
         return [DRAWS[name](x).to_local() for _ in range(2)]
 
@@ -123,14 +123,14 @@ def test_replicas_are_equal_and_draws_differ(name):
 
 def after(n, seed=1):
     """As after n draws."""
-    sm.manual_seed(seed)
-    first = sm.get_rng_state().view(torch.uint64)
-    sm.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))
+    sm.random.manual_seed(seed)
+    first = sm.random.get_rng_state().view(torch.uint64)
+    sm.random.set_rng_state(torch.tensor([first[0].item(), n], dtype=torch.uint64).view(torch.uint8))
 
 
 def test_a_thousand_draws_one_by_one():
     def program(mesh):
-        sm.manual_seed(1)
+        sm.random.manual_seed(1)
         for _ in range(999):
             sm.rand(1, device_mesh=mesh)
         late = sm.rand(4, device_mesh=mesh)
@@ -170,7 +170,7 @@ def test_operators_without_a_rule_draw_alike_too():
 
     def program(mesh):
         torch.manual_seed(mesh.world.rank)
-        sm.manual_seed(8)
+        sm.random.manual_seed(8)
         x = place(mesh, whole, Shard(0))
         return [F.fractional_max_pool2d(x, 2, output_size=5).full_tensor() for _ in range(4)]
 
@@ -183,13 +183,13 @@ def test_operators_without_a_rule_draw_alike_too():
 @every_rank(2)
 def test_torch_manual_seed_has_no_part_in_it(mesh):
     """Ranks may well seed torch differently, for their data."""
-    sm.manual_seed(0)
+    sm.random.manual_seed(0)
     torch.manual_seed(mesh.world.rank)
     before = torch.get_rng_state()
     x = place(mesh, torch.ones(8), Shard(0))
     y = torch.rand_like(x), F.dropout(x), nn.init.trunc_normal_(x.clone())
     assert torch.equal(torch.get_rng_state(), before)
-    sm.manual_seed(0)
+    sm.random.manual_seed(0)
     torch.manual_seed(99)
     assert torch.equal(torch.rand_like(x).full_tensor(), y[0].full_tensor())
 
@@ -198,7 +198,7 @@ def test_ranks_outside_the_mesh_keep_step():
     """A mesh of some ranks draws; afterwards all ranks still draw the same."""
 
     def program():
-        sm.manual_seed(5)
+        sm.random.manual_seed(5)
         some = sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
         x = sm.randn(4, device_mesh=some, placements=[Shard(0)])
         F.dropout(torch.rand_like(x)).normal_()
@@ -211,47 +211,50 @@ def test_ranks_outside_the_mesh_keep_step():
 
 @every_rank(2)
 def test_the_state_is_saved_and_restored(mesh):
-    sm.manual_seed(2**64 - 1)
+    sm.random.manual_seed(2**64 - 1)
     x = sm.ones(5, device_mesh=mesh, placements=[Shard(0)])
     torch.rand_like(x)
-    state = sm.get_rng_state()
+    state = sm.random.get_rng_state()
     first = torch.rand_like(x).full_tensor()
-    with sm.fork_rng():
-        sm.manual_seed(7)
+    with sm.random.fork_rng():
+        sm.random.manual_seed(7)
         torch.rand_like(x)
     second = torch.rand_like(x).full_tensor()
-    sm.set_rng_state(state)
+    sm.random.set_rng_state(state)
     assert torch.equal(torch.rand_like(x).full_tensor(), first)
     assert torch.equal(torch.rand_like(x).full_tensor(), second)
     with pytest.raises(ValueError, match="16 bytes"):
-        sm.set_rng_state(torch.get_rng_state())
+        sm.random.set_rng_state(torch.get_rng_state())
 
 
 def test_a_fork_ends_with_an_error_too():
     def program(mesh):
-        sm.manual_seed(0)
-        state = sm.get_rng_state()
-        with pytest.raises(KeyError), sm.fork_rng():
+        sm.random.manual_seed(0)
+        state = sm.random.get_rng_state()
+        with pytest.raises(KeyError), sm.random.fork_rng():
             sm.rand(3, device_mesh=mesh)
             raise KeyError
-        assert torch.equal(sm.get_rng_state(), state)
+        assert torch.equal(sm.random.get_rng_state(), state)
 
     on_mesh((1,), program)
 
 
-@pytest.mark.parametrize("apart", [lambda r, mesh: sm.manual_seed(r), lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)]])
+@pytest.mark.parametrize(
+    "apart",
+    [lambda r, mesh: sm.random.manual_seed(r), lambda r, mesh: [sm.rand(1, device_mesh=mesh) for _ in range(r)]],
+)
 def test_ranks_apart_are_found(apart):
     def program(mesh):
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         with collectives() as records:
-            sm.check_rng_state(mesh)
+            sm.random.check_rng_state(mesh)
         assert len(records) <= 1
         apart(mesh.world.rank, mesh)
-        sm.check_rng_state(mesh)
+        sm.random.check_rng_state(mesh)
 
     text = same_error((2,), program, RuntimeError, silent=False)
     assert "rank 1: seed" in text
-    assert "sm.manual_seed" in text
+    assert "sm.random.manual_seed" in text
 
 
 def test_parameters_of_random_integers():
@@ -280,7 +283,7 @@ def test_moments():
     n = 40_000
 
     def program(mesh):
-        sm.manual_seed(11)
+        sm.random.manual_seed(11)
         x = sm.zeros(n, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64)
         uniform, normal = torch.rand_like(x), torch.randn_like(x)
         kept = F.dropout(torch.ones_like(x), 0.25)
@@ -304,7 +307,7 @@ def test_moments():
 
 def test_dropout_and_its_gradient_follow_one_mask():
     def program(mesh):
-        sm.manual_seed(2)
+        sm.random.manual_seed(2)
         x = place(mesh, torch.ones(6, 5, dtype=torch.float64), Shard(1), grad=True)
         y = F.dropout(x, 0.5)
         y.sum().backward()
@@ -331,10 +334,10 @@ def test_a_checkpoint_replays_its_random_numbers(spec):
         return f(*args)
 
     def checkpointed(f, *args):  # a checkpoint inside another one closes over its sharded arguments
-        return checkpoint(lambda: f(*args), use_reentrant=False, context_fn=sm.replay_random)
+        return checkpoint(lambda: f(*args), use_reentrant=False, context_fn=sm.random.replay_random)
 
     def gradients(mesh, outer, inner):
-        sm.manual_seed(4)
+        sm.random.manual_seed(4)
         x = place(mesh, torch.ones(6, 5, dtype=torch.float64), Shard(0))
         w = sm.device_put(torch.arange(25.0, dtype=torch.float64).view(5, 5) / 25, mesh, spec).requires_grad_()
         y = outer(deep, x, w, inner)
@@ -361,7 +364,7 @@ def test_a_checkpoint_that_would_draw_other_numbers_is_an_error():
         checkpoint(lambda t: F.dropout(t.sin(), 0.5), x, use_reentrant=False).sum().backward()
 
     text = same_error((2,), program, RuntimeError)
-    assert "context_fn=sm.replay_random" in text
+    assert "context_fn=sm.random.replay_random" in text
 
 
 @every_rank(2)
@@ -390,7 +393,7 @@ def test_hooks_may_draw(mesh):
     ("draw", "words"),
     [
         (lambda x: x.normal_(), ["P(None, unreduced={'a'})", "pending", "redistribute it first"]),
-        (lambda x: x.redistribute(P()).normal_(generator=torch.Generator()), ["sm.manual_seed"]),
+        (lambda x: x.redistribute(P()).normal_(generator=torch.Generator()), ["sm.random.manual_seed"]),
         (lambda x: F.dropout(x, -0.1), ["-0.1", "between 0 and 1"]),
         (lambda x: sm.rand(3, device_mesh=x.mesh, placements=[Partial()]), ["pending"]),
     ],

@@ -22,7 +22,7 @@ def drawn(draw, *shape, spec=None, seed=1):
     """What `draw` makes of zeros on three ranks, whole."""
 
     def program(mesh):
-        sm.manual_seed(seed)
+        sm.random.manual_seed(seed)
         x = sm.zeros(*(shape or (N,)), device_mesh=mesh, placements=spec or P("a"), dtype=torch.float64)
         return draw(x).full_tensor().double()
 
@@ -120,7 +120,7 @@ def test_chi_square(name):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_uniform_numbers_are_never_one(dtype):
     def program(mesh):
-        sm.manual_seed(2)
+        sm.random.manual_seed(2)
         x = sm.rand(400_000, device_mesh=mesh, placements=P("a"), dtype=dtype)
         return float(x.min()), float(x.max())
 
@@ -162,7 +162,7 @@ def test_dropout_masks_of_neighbouring_calls_and_channels_are_independent():
 
 def test_every_permutation_is_equally_likely():
     def program(mesh):
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         return [tuple(sm.randperm(4, mesh, P("a")).tolist()) for _ in range(1200)]
 
     orders, *_ = ranks = on_mesh((2,), program)

@@ -67,7 +67,7 @@ def test_many_are_as_each_alone(case):
             assert other.shape == dst.local_shape
             torch.testing.assert_close(*whole, rtol=1e-12, atol=1e-12)
         assert all(torch.equal(a, b) for a, b in zip(parts, kept, strict=True))
-        expected = sum(plan_bytes_received(sm.plan(*pair), mesh.coordinate) for pair in pairs)
+        expected = sum(plan_bytes_received(sm.debug.plan(*pair), mesh.coordinate) for pair in pairs)
         rounding = 2 * len(records)  # of 2(n-1)/n of an all_reduce
         assert abs(sum(r.bytes_received for r in records) - expected) <= rounding + 8 * len(pairs)
 
@@ -272,8 +272,8 @@ def test_what_donate_and_out_refuse():
 @every_rank(2, 2)
 def test_rounds(mesh):
     x, dst = place(mesh, P("a", "b")), P(("b", "a"))
-    one, limit = sm.explain(sm.typeof(x), dst), 300
-    explained = sm.explain(sm.typeof(x), dst, max_bytes=limit)
+    one, limit = sm.debug.explain(sm.typeof(x), dst), 300
+    explained = sm.debug.explain(sm.typeof(x), dst, max_bytes=limit)
     assert one.peak_bytes > limit >= explained.peak_bytes
     assert explained.launches > 1
     with collectives() as records:
@@ -297,9 +297,9 @@ def test_an_impossible_limit_names_the_smallest():
     text = same_error((4,), program, ValueError)
     least = int(text.rpartition("max_bytes=")[2].split()[0])
     src = sm.Layout.of(sm.AbstractMesh((4,), ("a",)), P("a"), X.shape, X.dtype)
-    assert sm.explain(src, P(None, "a"), max_bytes=least).peak_bytes <= least
+    assert sm.debug.explain(src, P(None, "a"), max_bytes=least).peak_bytes <= least
     with pytest.raises(ValueError, match="pass max_bytes"):
-        sm.explain(src, P(None, "a"), max_bytes=least - 1)
+        sm.debug.explain(src, P(None, "a"), max_bytes=least - 1)
 
 
 # -- sums of 16-bit floats ---------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_sums_of_16_bit_floats_in_fp32(mesh):
         assert torch.equal(y.full_tensor(), torch.full((8, 2), 264.0, dtype=torch.bfloat16))
         assert {record.dtype for record in records} == {torch.bfloat16}
         assert launched(records)[0] == "all_to_all"
-        explained = sm.explain(sm.typeof(x), spec, accumulate_dtype=torch.float32)
+        explained = sm.debug.explain(sm.typeof(x), spec, accumulate_dtype=torch.float32)
         assert sum(r.bytes_received for r in records) == plan_bytes_received(explained.plan, mesh.coordinate)
 
 

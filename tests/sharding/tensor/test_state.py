@@ -94,7 +94,7 @@ def test_buffers_of_every_kind(mesh):
     """BatchNorm's state: running statistics and a 0-d integer counter."""
     state = nn.BatchNorm1d(4).state_dict()
     state["num_batches_tracked"] = torch.tensor(7)
-    module = sm.distribute_module(nn.BatchNorm1d(4), mesh)
+    module = sm.parallel.distribute_module(nn.BatchNorm1d(4), mesh)
     module.load_state_dict(state)
     assert int(module.num_batches_tracked) == 7
     assert module.running_var.is_fully_replicated
@@ -191,5 +191,5 @@ def test_torch_save_of_a_part_warns_once():
 
     (text,) = on_mesh((2, 1), program)[0]
     assert "writes only this rank's part" in text
-    assert "sm.save(tree, folder)" in text
-    assert "sm.full_state_dict(model)" in text
+    assert "sm.checkpoint.save(tree, folder)" in text
+    assert "sm.checkpoint.full_state_dict(model)" in text

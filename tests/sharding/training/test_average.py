@@ -23,7 +23,7 @@ def plain_model(dtype=torch.float32):
 def place(model, mesh, specs=SPECS):
     for path, spec in specs.items():
         module, name = path.split(".")
-        sm.shard_parameter(model[int(module)], name, mesh, spec, src_data_rank=None)
+        sm.parallel.shard_parameter(model[int(module)], name, mesh, spec, src_data_rank=None)
     return model
 
 
@@ -47,7 +47,7 @@ def test_equals_torchs_average_without_communication():
 
     def program(mesh):
         model = place(plain_model(), mesh)
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             ema = EMA(model, 0.8)
             for step in range(3):
                 train_step(model, step)
@@ -71,7 +71,7 @@ def test_swapping_there_and_back(mesh):
     before = {path: part.clone() for path, part in parts.items()}
     averages = {path: x._local.clone() for path, x in ema.average.items()}
     assert all(x.dtype == torch.float32 for x in averages.values())
-    with pytest.raises(ZeroDivisionError), sm.comm_budget(launches=0), ema.swapped():
+    with pytest.raises(ZeroDivisionError), sm.debug.comm_budget(launches=0), ema.swapped():
         for path, p in model.named_parameters():
             assert p._local is parts[path]
             assert torch.equal(p._local, averages[path].to(p.dtype))

@@ -41,7 +41,7 @@ def whole(x):
 
 
 def run_on(mesh, kind, rows, spec):
-    model = convert_sync_batchnorm(sm.distribute_module(model_of(kind), mesh, src_data_rank=None))
+    model = convert_sync_batchnorm(sm.parallel.distribute_module(model_of(kind), mesh, src_data_rank=None))
     found = trained(model, lambda x: sm.distribute_tensor(x, mesh, spec, src_data_rank=None), rows)
     return {name: whole(x).cpu() for name, x in found.items()}
 

@@ -103,7 +103,7 @@ def test_an_epoch(length, mesh_shape, size, drop_last, loader_drops, workers):
         sampler = DistributedSampler(Rows(length), mesh=mesh, axes="a", drop_last=drop_last)
         data = batches(loader_of(sampler, size, drop_last=loader_drops, num_workers=workers), mesh, P("a"))
         steps = len(data)
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             found = list(data)
         assert len(found) == steps
         assert (sampler.epoch, sampler.consumed) == (1, 0)

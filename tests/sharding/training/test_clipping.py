@@ -13,7 +13,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
-from shardmesh.sharding.training.norms import norms
+from shardmesh.sharding.training.norms import tensor_norms
 from tests.device import DEVICE
 from tests.sharding.ranks import AXES, collectives, every_rank, launched, on_mesh, same_error
 from tests.sharding.strategies import ragged_specs
@@ -57,7 +57,7 @@ def test_equals_one_process_and_is_one_collective(order):
 
     def program(mesh):
         params = sharded(mesh, grads, SPECS)
-        with sm.comm_budget(launches=1) as used:
+        with sm.debug.comm_budget(launches=1) as used:
             total = clip_grad_norm_(params, 1.5, order)
         assert type(total) is torch.Tensor
         assert total.dtype == torch.float32
@@ -86,7 +86,7 @@ def test_any_layouts(data):
         params = sharded(mesh, grads, specs)
         with collectives() as records:
             total = clip_grad_norm_(params, 0.5, order)
-            by_path = norms({str(i): p for i, p in enumerate(params)}, "grad", order)
+            by_path = tensor_norms({str(i): p for i, p in enumerate(params)}, "grad", order)
         assert len(records) <= 2
         torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
         together = torch.linalg.vector_norm(torch.tensor(list(by_path.values()), dtype=torch.float64, device=DEVICE), order)
@@ -98,9 +98,9 @@ def test_any_layouts(data):
 def test_axes_that_split_nothing_take_no_part():
     def program(mesh):
         params = sharded(mesh, [drawn(4, 2), drawn(3)], [P("b"), P()])
-        with sm.comm_report() as used:
+        with sm.debug.comm_report() as used:
             clip_grad_norm_(params, 1.0)
-        with sm.comm_budget(launches=0):
+        with sm.debug.comm_budget(launches=0):
             get_total_norm([drawn(4), put(drawn(3), mesh, P())])
             clip_grad_norm_(sharded(mesh, [drawn(4, 2), drawn(3)], [P(), None]), 1.0)
         return used.by_axis
@@ -134,7 +134,7 @@ def test_several_meshes_of_all_ranks():
         one = sm.init_device_mesh(DEVICE, (4,), axis_names=("a",))
         two = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("ep", "tp"))
         params = [*sharded(one, grads[:1], [P("a")]), *sharded(two, grads[1:], [P("tp"), P()])]
-        with sm.comm_budget(launches=1):
+        with sm.debug.comm_budget(launches=1):
             return clip_grad_norm_(params, 1.0)
 
     for total in sm.simulate(4)(program)():
@@ -149,7 +149,7 @@ def test_stages_on_meshes_of_their_own():
     def program():
         stages = [sm.DeviceMesh(DEVICE, ranks, axis_names=("x",)) for ranks in ([0, 1], [2, 3])]
         params = [*sharded(stages[0], grads[:1], [P("x")]), *sharded(stages[1], grads[1:], [P("x"), P()])]
-        with sm.comm_budget(launches=1):
+        with sm.debug.comm_budget(launches=1):
             total = clip_grad_norm_(params, 1.0)
         for p, g in zip(params, grads, strict=True):
             if p.mesh.coordinate is not None:
@@ -168,7 +168,7 @@ def test_parts_of_one_mesh():
     def program(mesh):
         parts = [(mesh["a"], P("a")), (mesh["b"], P("b")), (mesh, P())]
         params = [with_grad(torch.zeros_like(x), x) for g, (m, s) in zip(grads, parts, strict=True) for x in [put(g, m, s)]]
-        with sm.comm_budget(launches=1):
+        with sm.debug.comm_budget(launches=1):
             return clip_grad_norm_(params, 1.0)
 
     for total in on_mesh((2, 2), program):
@@ -215,7 +215,7 @@ def test_gradients_that_are_pending_are_refused():
             (w * x).sum().backward()
             use([w])
 
-    for use in (lambda ws: clip_grad_norm_(ws, 1.0), lambda ws: clip_grad_value_(ws, 1.0), lambda ws: norms([("w", ws[0])], "grad")):
+    for use in (lambda ws: clip_grad_norm_(ws, 1.0), lambda ws: clip_grad_value_(ws, 1.0), lambda ws: tensor_norms([("w", ws[0])], "grad")):
         text = same_error((2,), lambda mesh, use=use: program(mesh, use), ValueError)
         assert "accumulate_grads() block" in text
         assert "('a',)" in text
@@ -225,7 +225,7 @@ def test_gradients_that_are_pending_are_refused():
 @pytest.mark.parametrize("order", [0, -1.0, -math.inf, math.nan])
 def test_orders_that_are_refused(order):
     assert repr(order) in same_error((2,), lambda mesh: clip_grad_norm_([], 1.0, order), ValueError)
-    assert "positive" in same_error((2,), lambda mesh: norms({"x": torch.ones(2)}, ord=order), ValueError)
+    assert "positive" in same_error((2,), lambda mesh: tensor_norms({"x": torch.ones(2)}, ord=order), ValueError)
 
 
 @every_rank(2)
@@ -246,7 +246,7 @@ def test_dtypes_sums_and_nothing(mesh):
 def test_clip_grad_value(mesh):
     grads = [drawn(*shape, seed=i) for i, shape in enumerate(GRADS)]
     params = sharded(mesh, grads, SPECS)
-    with sm.comm_budget(launches=0):
+    with sm.debug.comm_budget(launches=0):
         clip_grad_value_(params, 0.3)
     for p, g in zip(params, grads, strict=True):
         torch.testing.assert_close(whole(p.grad), g.clamp(-0.3, 0.3))
@@ -257,19 +257,21 @@ def test_norms_by_path(mesh):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     expected = {path: p.detach().norm().item() for path, p in module.named_parameters()}
-    sm.distribute_module(module, mesh, lambda name, m, mesh: name == "0" and sm.shard_parameter(m, "weight", mesh, P("a", "b")))
-    with sm.comm_budget(launches=1) as used:
-        found = norms(module)
+    sm.parallel.distribute_module(
+        module, mesh, lambda name, m, mesh: name == "0" and sm.parallel.shard_parameter(m, "weight", mesh, P("a", "b"))
+    )
+    with sm.debug.comm_budget(launches=1) as used:
+        found = tensor_norms(module)
     assert used.bytes_received == 2 * 3 * 8 * len(expected) // 4
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, rel=1e-6)
-    assert norms(module, of="grad") == {}
+    assert tensor_norms(module, of="grad") == {}
     module[0].weight.grad = torch.ones_like(module[0].weight.detach())
-    assert norms(module, of="grad") == {"0.weight": pytest.approx(15**0.5)}
+    assert tensor_norms(module, of="grad") == {"0.weight": pytest.approx(15**0.5)}
     counts = {"steps": put(torch.tensor([3, -4]), mesh, P("a"))}
-    assert norms(counts, ord=1) == {"steps": 7.0}
+    assert tensor_norms(counts, ord=1) == {"steps": 7.0}
     with pytest.raises(ValueError, match="gradient"):
-        norms(module, of="gradient")
+        tensor_norms(module, of="gradient")
 
 
 def _on_processes():

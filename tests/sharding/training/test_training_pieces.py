@@ -19,7 +19,7 @@ from shardmesh.sharding.parallel.data.fully_shard import data_parallel, fully_sh
 from shardmesh.sharding.training.average import EMA
 from shardmesh.sharding.training.batches import batches
 from shardmesh.sharding.training.clipping import clip_grad_norm_
-from shardmesh.sharding.training.norms import norms
+from shardmesh.sharding.training.norms import tensor_norms
 from shardmesh.sharding.training.sampler import DistributedSampler
 from shardmesh.sharding.training.scaler import GradScaler
 from tests.device import DEVICE
@@ -67,7 +67,7 @@ def expected():
         found.append(pieces.step(loss_of(pieces.model(x), y)))
     with pieces.average.swapped():
         evaluated = loss_of(pieces.model(x), y).item()
-    return found, norms(pieces.model), evaluated
+    return found, tensor_norms(pieces.model), evaluated
 
 
 @pytest.mark.one_in(2)
@@ -85,7 +85,7 @@ def test_as_one_process(form, plain):
             if plain:  # each rank has a loss of its own
                 found = sum(mesh.group().all_gather_object(found)) / mesh.size()
             assert (found, total) == pytest.approx((loss, norm), rel=1e-10)
-        assert norms(pieces.model) == pytest.approx(sizes, rel=1e-9)
+        assert tensor_norms(pieces.model) == pytest.approx(sizes, rel=1e-9)
         with pieces.average.swapped():
             found = loss_of(pieces.model(x), y).item()
         if plain:
@@ -119,7 +119,7 @@ def test_saved_and_gone_on_with_on_another_mesh(kind, shape, where, tmp_path):
             losses.append(loss.item())
             if step == 2:
                 save({"model": state_dict(model, optimizer), "average": average.state_dict()}, tmp_path, step=step)
-        return losses, norms(average.average)
+        return losses, tensor_norms(average.average)
 
     losses, sizes = on_mesh((2, 2), lambda mesh: program(mesh, "tp and fsdp", resume=False))[0]
     found, found_sizes = on_mesh(shape, lambda mesh: program(mesh, where, resume=True))[0]

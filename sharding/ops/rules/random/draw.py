@@ -46,7 +46,7 @@ def _bounds(*bounds: int, low: int = 0, high: int | None = None) -> tuple[int, i
 def _no_generator(generator: Any) -> None:
     if generator is not None:
         raise NotImplementedError(
-            "a torch.Generator does not seed the random numbers of ShardedTensors; drop generator= and call sm.manual_seed"
+            "a torch.Generator does not seed the random numbers of ShardedTensors; drop generator= and call sm.random.manual_seed"
         )
 
 

@@ -18,7 +18,7 @@ from shardmesh.__main__ import main
 from shardmesh.mesh import current_world, init_device_mesh, null_world, simulate
 from shardmesh.mesh.monitor.ledger.ledger import Ledger, LedgerEntry, ledger, mark_step, read_buffer
 from shardmesh.mesh.monitor.recording.trace_buffer import RECORD_WORDS, RECORDS, RING, Header, TraceBuffer
-from shardmesh.mesh.monitor.settings import guard, settings
+from shardmesh.mesh.monitor.settings import collective_check, settings
 from tests.mesh.monitor.four_ranks import SIZE, every_collective, ledger_of
 from tests.pool import Pool
 
@@ -106,14 +106,14 @@ def test_steps() -> None:
 
 def test_off_notes_nothing_down() -> None:
     before = settings().mode
-    guard("off")
+    collective_check("off")
     try:
         with null_world(2) as world:
             world.group([0, 1]).barrier()
             assert ledger().entries == ()
             assert str(ledger()).endswith("0 collectives")
     finally:
-        guard(before)
+        collective_check(before)
 
 
 def test_it_can_be_read_while_the_rank_goes_on() -> None:

@@ -18,7 +18,7 @@ from shardmesh.mesh.errors import CollectiveError
 from shardmesh.mesh.monitor import thread_errors
 from shardmesh.mesh.monitor.diagnosis import verdict_text
 from shardmesh.mesh.monitor.recording.trace_buffer import TraceBuffer
-from shardmesh.mesh.monitor.settings import guard, settings
+from shardmesh.mesh.monitor.settings import collective_check, settings
 from tests.sharding.ranks import every_rank, on_mesh
 
 Start = Callable[[Group, Tensor], Any]
@@ -28,9 +28,9 @@ Start = Callable[[Group, Tensor], Any]
 def full() -> Iterator[None]:
     """The monitor compares inputs with a copy."""
     before = settings().mode
-    guard("full")
+    collective_check("full")
     yield
-    guard(before)
+    collective_check(before)
 
 
 STARTS: dict[str, Start] = {

@@ -18,8 +18,7 @@ from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
-from shardmesh.mesh.monitor.settings import guard as set_guard
-from shardmesh.mesh.monitor.settings import settings
+from shardmesh.mesh.monitor.settings import collective_check, settings
 from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
 from tests.mesh.monitor.hands import played
 
@@ -148,28 +147,28 @@ def test_groups_beyond_the_table_are_recorded(tmp_path: Path) -> None:
     assert first.group == last.group >= GROUPS
 
 
-# -- guard("off") ------------------------------------------------------------------------------------------------------
+# -- collective_check("off") -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def guard() -> Iterator[Callable[[str], None]]:
+def set_check() -> Iterator[Callable[[str], None]]:
     before = settings().mode
-    yield set_guard
-    set_guard(before)
+    yield collective_check
+    collective_check(before)
 
 
-def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group, guard: Callable[[str], None]) -> None:
-    guard("off")
+def test_off_notes_nothing_and_on_begins_where_it_is(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+    set_check("off")
     group.all_reduce(torch.ones(4))
     assert world.trace_buffer.words[Header.RECORDS] == 0
-    guard("on")
+    set_check("on")
     group.barrier()
     assert [record.call.split("\t")[0] for record in world.trace_buffer.records()] == ["barrier"]
 
 
-def test_off_still_tells_observers(world: World, group: Group, guard: Callable[[str], None]) -> None:
-    guard("off")
-    with sm.comm_budget() as used:
+def test_off_still_tells_observers(world: World, group: Group, set_check: Callable[[str], None]) -> None:
+    set_check("off")
+    with sm.debug.comm_budget() as used:
         group.all_reduce(torch.ones(4))
     assert used.launches == 1
 

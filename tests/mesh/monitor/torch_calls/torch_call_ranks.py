@@ -28,7 +28,7 @@ def world() -> Any:
 
 def own_calls() -> list[tuple[str, str, int]]:
     """(group, call, sequence number) of what this rank has called on torch's groups."""
-    return [(e.group, e.text, e.sequence) for e in sm.ledger().ranks[rank()].entries if "torch's" in e.group]
+    return [(e.group, e.text, e.sequence) for e in sm.monitor.ledger().ranks[rank()].entries if "torch's" in e.group]
 
 
 def notes_everything_down() -> None:
@@ -42,9 +42,9 @@ def notes_everything_down() -> None:
     model(torch.ones(1, 2)).sum().backward()
     work = dist.all_reduce(t, async_op=True)
     assert work is not None
-    is_under_way = sm.ledger().ranks[rank()].entries[-1].end is None
+    is_under_way = sm.monitor.ledger().ranks[rank()].entries[-1].end is None
     work.wait()
-    is_over = sm.ledger().ranks[rank()].entries[-1].end is not None
+    is_over = sm.monitor.ledger().ranks[rank()].entries[-1].end is not None
     if rank() == 0:
         dist.send(t, 1, tag=3)
     else:
@@ -87,7 +87,7 @@ def shares_a_mesh_of_torchs() -> None:
     for _ in range(3):
         mesh.group("dp").all_reduce(x)
     dist.all_reduce(x, group=group)
-    print("library", len(sm.ledger().ranks[rank()].entries) - len(own_calls()), "torch", len(own_calls()), theirs.ndim)
+    print("library", len(sm.monitor.ledger().ranks[rank()].entries) - len(own_calls()), "torch", len(own_calls()), theirs.ndim)
 
 
 def compiles() -> None:

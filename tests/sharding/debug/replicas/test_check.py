@@ -207,7 +207,7 @@ def test_a_rank_outside_the_mesh_takes_no_part(mesh):
 
 
 def test_a_world_without_values():
-    with sm.null_world(64):
+    with sm.debug.null_world(64):
         mesh = sm.init_device_mesh("meta", (8, 8), axis_names=("a", "b"))
         assert_replicated([sm.empty((16,), mesh, P("a")), 1])
 
@@ -215,7 +215,7 @@ def test_a_world_without_values():
 def trained(mesh):
     """A module with buffers and its optimizer, after a step."""
     torch.manual_seed(0)
-    model = sm.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh, src_data_rank=None)
+    model = sm.parallel.distribute_module(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh, src_data_rank=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, optimizer
 

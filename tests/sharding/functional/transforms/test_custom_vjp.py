@@ -167,7 +167,7 @@ def test_inside_of_grad_inside(mesh: sm.DeviceMesh) -> None:
 
 @every_rank(2, 1)
 def test_with_global_axes_and_recomputation(mesh: sm.DeviceMesh) -> None:
-    f = sm.checkpoint(lambda x: sm.psum(EXP(x).sum(), "a"))
+    f = sm.remat(lambda x: sm.psum(EXP(x).sum(), "a"))
     for axes in ({"a"}, {"a", "b"}):
         mapped = sm.shard_map(f, mesh=mesh, in_specs=P("a"), out_specs=P(), axis_names=axes)
         for _ in range(2):
@@ -236,6 +236,6 @@ def test_types_of_gradients_inside() -> None:
         mapped = sm.shard_map(lambda x: rule(x.square().sum()), mesh=mesh, in_specs=P("a"), out_specs=P())
         sm.grad(mapped)(X)
 
-    text = same_error((2,), program, sm.ShardingTypeError, silent=False)
+    text = same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
     assert "bwd of custom_vjp(total): the gradient of argument 'x' is pending over 'a', and the argument varies over 'a'" in text
     assert "test_custom_vjp.py:" in text

@@ -346,7 +346,7 @@ def test_losses_inside_that_are_not_replicated(name):
     def program(mesh):
         inside(mesh, f, P())(put(mesh, W), put(mesh, X, P("a")))
 
-    found = same_error((2,), program, sm.ShardingTypeError)
+    found = same_error((2,), program, sm.errors.ShardingTypeError)
     assert text in found
     assert "psum(loss, 'a')" in found
 

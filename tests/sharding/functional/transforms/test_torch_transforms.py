@@ -101,7 +101,7 @@ def test_one_collective_for_the_whole_batch(mesh):
 @every_rank(2)
 def test_types_under_vmap(mesh):
     wrong = sm.shard_map(lambda x, w: vmap(lambda c: (x @ c).sum(), in_dims=1)(w), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    with pytest.raises(sm.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"):
+    with pytest.raises(sm.errors.ShardingTypeError, match=r"varies over 'a'.*test_torch_transforms.py:\d+"):
         wrong(put(mesh, X, P("a")), put(mesh, W))
     shares = lambda x: vmap(lambda r: sm.pcast(r, "a", to="unreduced"))(x)  # noqa: E731
     twice(mesh, shares, (X,), X, in_specs=(P(),), out_specs=P(unreduced="a"))
@@ -126,7 +126,7 @@ def test_a_share_of_the_gradient(mesh):
     wanted = grad(lambda w: (X @ w).sin().sum())(W)
     twice(mesh, f, (X, W), wanted, out_specs=P(unreduced="a"))
     twice(mesh, lambda x, w: sm.psum(f(x, w), "a"), (X, W), wanted, out_specs=P())
-    with pytest.raises(sm.ShardingTypeError, match="is pending over 'a'"):
+    with pytest.raises(sm.errors.ShardingTypeError, match="is pending over 'a'"):
         twice(mesh, f, (X, W), wanted, out_specs=P("a"))
 
 
@@ -146,7 +146,7 @@ def test_a_collective_under_grad(mesh):
     """torch.func starts from 1 on each rank: the gradient is that of the sum of all ranks' losses."""
     twice(mesh, lambda x: grad(total)(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
     twice(mesh, lambda x: vmap(grad(total))(x), (X,), gradient_of_the_totals(X), in_specs=(P("a"),))
-    with pytest.raises(sm.ShardingTypeError, match=r"loss that is replicated over 'a'.*sm.grad"):
+    with pytest.raises(sm.errors.ShardingTypeError, match=r"loss that is replicated over 'a'.*sm.grad"):
         twice(mesh, lambda x: grad(lambda x: sm.psum(x.sin(), "a").sum())(x), (X,), X, in_specs=(P("a"),))
 
 
@@ -181,12 +181,12 @@ def test_checkpoint(how):
         return sm.psum((x @ w).tanh().square().sum(), "a")
 
     def outer(x, w):
-        return sm.checkpoint(body)(x, w) * 2 - sm.checkpoint(body)(x, w)
+        return sm.remat(body)(x, w) * 2 - sm.remat(body)(x, w)
 
     def f(x, w):
         if how == "torch":
             return checkpoint(body, x, w, use_reentrant=False)
-        return sm.checkpoint(body if how == "sm" else outer)(x, w)
+        return sm.remat(body if how == "sm" else outer)(x, w)
 
     def program(mesh):
         with_gradients(mesh, f, lambda x, w: (x @ w).tanh().square().sum())
@@ -198,14 +198,14 @@ def test_checkpoint(how):
 
 @every_rank(2)
 def test_checkpoint_draws_the_same_numbers_again(mesh):
-    key = sm.random_key(3)
+    key = sm.random.key(3)
 
     def body(x, w):
-        with sm.seeded(sm.fold_in(key, sm.axis_index("a"))):
+        with sm.random.seeded(sm.random.fold_in(key, sm.axis_index("a"))):
             return torch.nn.functional.dropout(x @ w, 0.5).square()
 
     plain = sm.shard_map(lambda x, w: sm.psum(body(x, w).sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-    again = sm.shard_map(lambda x, w: sm.psum(sm.checkpoint(body)(x, w).sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
+    again = sm.shard_map(lambda x, w: sm.psum(sm.remat(body)(x, w).sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
         grads = []
         for mapped in (plain, again):
@@ -220,13 +220,13 @@ def test_checkpoint_of_a_mapped_function(mesh):
     mapped = sm.shard_map(lambda x, w: sm.psum((x @ w).tanh().sum(), "a"), mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
     for _ in range(2):
         x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
-        same_gradients([x, w], [px, pw], sm.checkpoint(mapped)(x, w), (px @ pw).tanh().sum())
+        same_gradients([x, w], [px, pw], sm.remat(mapped)(x, w), (px @ pw).tanh().sum())
 
 
 @every_rank(2)
 def test_grad_of_a_checkpointed_piece_inside(mesh):
     def f(x, w):
-        return sm.grad(lambda w: sm.psum(sm.checkpoint(lambda x, w: (x @ w).tanh())(x, w).sum(), "a"))(w)
+        return sm.grad(lambda w: sm.psum(sm.remat(lambda x, w: (x @ w).tanh())(x, w).sum(), "a"))(w)
 
     pw = leaf(W)
     wanted = torch.autograd.grad((X @ pw).tanh().sum(), [pw])[0]
@@ -263,7 +263,7 @@ def test_compiled_local_body(backend, fresh_dynamo):
             x, w, px, pw = put(mesh, X, P("a"), grad=True), put(mesh, W, grad=True), leaf(X), leaf(W)
             same_gradients([x, w], [px, pw], mapped(x, w).sum(), local_body(px, pw).sum())
         wrong = sm.shard_map(compiled, mesh=mesh, in_specs=(P("a"), P()), out_specs=P())
-        with pytest.raises(sm.ShardingTypeError, match=r"matmul|tanh|square"):
+        with pytest.raises(sm.errors.ShardingTypeError, match=r"matmul|tanh|square"):
             wrong(x, w)
 
     on_mesh((2,), program)

@@ -60,7 +60,7 @@ def test_no_communication_without_redistribution(mesh):
 
 @every_rank(2)
 def test_redistributing_arguments_is_implicit_communication(mesh):
-    with sm.implicit("forbid"), pytest.raises(sm.ImplicitCommError, match="vmap"):
+    with sm.ops.implicit_comm("forbid"), pytest.raises(sm.errors.ImplicitCommError, match="vmap"):
         sm.vmap(f, (0, None), spmd_axis_name=())(put(mesh, X, P("a")), put(mesh, W))
 
 
@@ -212,7 +212,7 @@ def test_a_captured_tensor_that_requires_grad_raises():
         sm.vmap(lambda x: f(x, w * 1))(x)
 
     match = r"test_vmap.py:\d+: a tensor of shape \[8, 3\] that requires grad and is not an argument"
-    refused((2,), call, sm.ShardingTypeError, match, silent=False)
+    refused((2,), call, sm.errors.ShardingTypeError, match, silent=False)
 
 
 @every_rank(2)

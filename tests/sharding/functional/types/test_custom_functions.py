@@ -75,7 +75,7 @@ def refused(f: Any, calls_before: int = 0, **more: Any) -> str:
             mapped(*args)
         mapped(*args).backward()
 
-    return same_error((2,), program, sm.ShardingTypeError, silent=False)
+    return same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_identity_with_sum_backward() -> None:
 
 def test_by_grad_inside_and_when_recomputed() -> None:
     assert "backward of Sum" in refused(lambda w, x: sm.grad(lambda x: Sum.apply(x.square().sum()))(x).sum() * 0 + w.sum())
-    assert "backward of Sum" in refused(sm.checkpoint(lambda w, x: Sum.apply((w * x).square().sum())))
+    assert "backward of Sum" in refused(sm.remat(lambda w, x: Sum.apply((w * x).square().sum())))
 
 
 def test_of_the_last_value_of_a_nested_function() -> None:
@@ -108,7 +108,7 @@ def test_of_the_last_value_of_a_nested_function() -> None:
         outer = sm.shard_map(lambda x: inner(x), mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"b"})
         sm.grad(outer)(put(mesh, X, P("a")))
 
-    assert "backward of Sum" in same_error((2, 2), program, sm.ShardingTypeError, silent=False)
+    assert "backward of Sum" in same_error((2, 2), program, sm.errors.ShardingTypeError, silent=False)
 
 
 def test_operators_that_are_not_linear_in_a_share() -> None:
@@ -129,7 +129,7 @@ RIGHT = {
     "exp": (lambda w, x: sm.psum(Exp.apply(x * w).sum(), "a"), lambda w, x: (x * w).exp().sum()),
     "clipped": (lambda w, x: sm.psum(Clipped.apply(x * w).sum(), "a"), lambda w, x: (x * w).sum()),
     "nothing": (lambda w, x: sm.psum((w * x).sum(), "a") + Nothing.apply(w).sum(), lambda w, x: (w * x).sum() + 0 * w.sum()),
-    "recomputed": (sm.checkpoint(lambda w, x: sm.psum(Exp.apply(w * x).sum(), "a")), lambda w, x: (w * x).exp().sum()),
+    "recomputed": (sm.remat(lambda w, x: sm.psum(Exp.apply(w * x).sum(), "a")), lambda w, x: (w * x).exp().sum()),
 }
 
 

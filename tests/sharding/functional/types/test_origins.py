@@ -116,7 +116,7 @@ def test_error_names_the_origin_of_a_type(body):
         first = put(mesh, X, P("a")).sum(0) if in_specs is PENDING else put(mesh, X, P("a"))
         sm.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P())(first, put(mesh, W))
 
-    text = same_error((2, 2), program, sm.ShardingTypeError, silent=False)
+    text = same_error((2, 2), program, sm.errors.ShardingTypeError, silent=False)
     assert re.search(match, re.sub(r"\S*/(test_origins\.py)", r"\1", text)), text
 
 
@@ -130,5 +130,5 @@ def test_error_names_a_branch_on_a_varying_value():
     def program(mesh):
         sm.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P())(put(mesh, X, P("a")))
 
-    text = same_error((2,), program, sm.ShardingTypeError, silent=False)
+    text = same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
     assert re.search(r"since __bool__, after which control flow may differ between ranks .*test_origins\.py:\d+", text), text

@@ -19,17 +19,17 @@ X, W = values(6, 4), values(4, 4, seed=1)
 
 
 def test_random_numbers_from_keys():
-    key = sm.random_key(7)
+    key = sm.random.key(7)
 
     def together(x, w):
-        with sm.seeded(key):
+        with sm.random.seeded(key):
             return F.dropout(w + torch.rand(4), 0.5)
 
     first, *others = accepted(together)
     assert all(torch.equal(first, other) for other in others)
 
     def own(x, w):
-        with sm.seeded(sm.fold_in(key, sm.axis_index("a"))):
+        with sm.random.seeded(sm.random.fold_in(key, sm.axis_index("a"))):
             return torch.rand(1, 4)
 
     assert "varies over 'a'" in refused(own)
@@ -38,13 +38,13 @@ def test_random_numbers_from_keys():
 
 
 def test_keys_of_numbers():
-    key = sm.random_key(1)
-    assert sm.fold_in(key, 3) == sm.fold_in(key, torch.tensor(3)) != sm.fold_in(key, 4)
-    assert sm.random_key(1) == key != sm.random_key(2)
-    with sm.seeded(key):
+    key = sm.random.key(1)
+    assert sm.random.fold_in(key, 3) == sm.random.fold_in(key, torch.tensor(3)) != sm.random.fold_in(key, 4)
+    assert sm.random.key(1) == key != sm.random.key(2)
+    with sm.random.seeded(key):
         one = torch.rand(3)
     before = torch.get_rng_state()
-    with sm.seeded(key):
+    with sm.random.seeded(key):
         assert torch.equal(torch.rand(3), one)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -116,5 +116,5 @@ def test_lengths_of_uneven_parts():
         same(mapped(put(mesh, X, P("a")), W), W * 2)
         mapped(put(mesh, values(4, 4), P("a")), W)
 
-    text = same_error((3,), program, sm.ShardingTypeError, silent=False)
+    text = same_error((3,), program, sm.errors.ShardingTypeError, silent=False)
     assert "read from shapes of parts" in text

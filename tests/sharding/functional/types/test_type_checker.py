@@ -38,11 +38,11 @@ def refused(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> str:
     def program(mesh):
         mapped = over(mesh, f, out_specs, **more)
         for _ in range(2):
-            with pytest.raises(sm.ShardingTypeError):
+            with pytest.raises(sm.errors.ShardingTypeError):
                 mapped(put(mesh, X, P("a")), put(mesh, W))
         mapped(put(mesh, X, P("a")), put(mesh, W))
 
-    return same_error((3,), program, sm.ShardingTypeError, silent=False)
+    return same_error((3,), program, sm.errors.ShardingTypeError, silent=False)
 
 
 def accepted(f: Callable[..., Any], out_specs: Any = P(), **more: Any) -> list[Any]:
@@ -192,7 +192,7 @@ def test_error_names_the_argument_in_a_tree():
         mapped = sm.shard_map(lambda tree: tree["x"][1] * 2, mesh=mesh, in_specs=({"x": (P(), P("a")), "y": P()},), out_specs=P())
         mapped({"x": (X, X), "y": X})
 
-    assert "argument 0['x'][1]" in same_error((2,), program, sm.ShardingTypeError, silent=False)
+    assert "argument 0['x'][1]" in same_error((2,), program, sm.errors.ShardingTypeError, silent=False)
 
 
 def test_error_names_the_result_in_a_tree():

@@ -128,7 +128,7 @@ def test_a_plain_tensor_beside_a_sharded_one_is_an_error():
         ):
             with pytest.raises(RuntimeError, match=r"plain tensor .* distribute_tensor"):
                 call()
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             assert torch.equal((x + ROW).full_tensor(), X + ROW)
 
     on_mesh((2,), program)
@@ -184,7 +184,7 @@ def test_functions_that_draw_give_the_same_everywhere():
     p = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25], [0.3, 0.3, 0.4], [0.8, 0.1, 0.1]])
 
     def program(mesh):
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         torch.manual_seed(mesh.world.rank)
         x = sm.distribute_tensor(p, mesh, P("a"))
         before = torch.get_rng_state()
@@ -256,5 +256,5 @@ def test_a_rule_for_a_users_own_operator():
     library.define("scaled_product(Tensor x, Tensor w) -> Tensor")
     library.impl("scaled_product", lambda x, w: 2 * x @ w, "CompositeImplicitAutograd")
     func = torch.ops.shardmesh_test.scaled_product
-    sm.register_rule(func, "m k, k n -> m n", linear=((0,), (1,)))
+    sm.ops.register_rule(func, "m k, k n -> m n", linear=((0,), (1,)))
     assert check_rule(func, X, f(3, 5)) == 236

@@ -235,7 +235,7 @@ def test_random_fills_do_not_depend_on_the_layout():
     def program(mesh):
         filled = []
         for spec in (ROWS, P()):
-            sm.manual_seed(1)
+            sm.random.manual_seed(1)
             x = laid_out(mesh, (8, 4), spec)
             torch.nn.init.normal_(x)
             filled.append(F.dropout(x, 0.5).full_tensor())

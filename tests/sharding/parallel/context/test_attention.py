@@ -243,7 +243,7 @@ def test_it_is_evaluated_without_data():
     """On a mesh of 8 ranks that is not here: a rank needs its parts and two blocks, and scores of some queries at a time."""
     mesh = sm.AbstractMesh((8,), ("a",))
     x = sm.Layout.of(mesh, SEQUENCE, (1, 8, 1 << 15, 64), torch.bfloat16)
-    found = sm.eval_shape(lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x)
+    found = sm.debug.eval_shape(lambda x: context_parallel_attention(x, x, x, axis="a", is_causal=True, balanced=True), x)
     part = 8 * 4096 * 64 * 2
     assert found.result is x
     assert found.report.by_op == {"permute": (7, 7 * 2 * part)}
@@ -345,7 +345,7 @@ def test_a_model_unchanged(method, again):
     def program(mesh):
         x = sm.distribute_tensor(X, mesh, P(None, "a"), src_data_rank=None).requires_grad_()
         w = place(mesh, WEIGHT, grad=True)
-        with context_parallel("a", method=method, balanced=True), sm.implicit("forbid"):
+        with context_parallel("a", method=method, balanced=True), sm.ops.implicit_comm("forbid"):
             lying = balance_sequence(x, 1, "a")
             with collectives() as records:
                 out = checkpoint(_model, lying, w, use_reentrant=False) if again else _model(lying, w)
@@ -366,7 +366,7 @@ def test_a_language_model_with_rotary_positions():
     loss.backward()
 
     def program(mesh):
-        model = sm.distribute_module(gpt(config), mesh)
+        model = sm.parallel.distribute_module(gpt(config), mesh)
         x, y = (balance_sequence(sm.distribute_tensor(t, mesh, P("b", "a"), src_data_rank=None), 1, "a") for t in (inputs, targets))
         model.cos, model.sin = (balance_sequence(table, 0, "a") for table in (model.cos, model.sin))
         with context_parallel("a", balanced=True), collectives() as records:

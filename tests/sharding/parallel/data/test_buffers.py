@@ -8,6 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import colwise, fully_shard, parallelize, rowwise
 from tests.device import DEVICE
 from tests.sharding.parallel.data.training import gradients, same
 from tests.sharding.ranks import on_mesh
@@ -52,12 +53,12 @@ def _expected():
 @pytest.mark.parametrize("split", [False, True])
 def test_buffers_of_a_model_with_tensor_parallelism(plan_on, inputs, split):
     def program(mesh):
-        made, plan = _model(), {"up": sm.colwise(axis="b"), "down": sm.rowwise(axis="b")}
+        made, plan = _model(), {"up": colwise(axis="b"), "down": rowwise(axis="b")}
         if split:
             plan["scale"] = P("b")
-        sm.parallelize(made, mesh if plan_on == "whole mesh" else mesh["b"], plan)
+        parallelize(made, mesh if plan_on == "whole mesh" else mesh["b"], plan)
         at_rest = {name: x._layout for name, x in made.named_buffers()}
-        sm.fully_shard(made, mesh, axes="a")
+        fully_shard(made, mesh, axes="a")
         x = _rows().chunk(2)[mesh.coordinate[0]] if inputs == "plain" else sm.device_put(_rows(), mesh, P("a"))
         for _ in range(2):
             made.zero_grad()
@@ -74,8 +75,8 @@ def test_buffers_of_a_model_with_tensor_parallelism(plan_on, inputs, split):
 
 def test_where_no_parameter_is_split_sharded_buffers_are_plain_in_use():
     def program(mesh):
-        made = sm.parallelize(_model(), mesh, {})
-        sm.fully_shard(made, mesh, axes=mesh.axis_names)
+        made = parallelize(_model(), mesh, {})
+        fully_shard(made, mesh, axes=mesh.axis_names)
         y = made(_rows().chunk(4)[mesh.get_rank()])
         assert type(y) is torch.Tensor
         assert type(made.scale) is type(made.last) is sm.ShardedTensor

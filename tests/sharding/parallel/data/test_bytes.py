@@ -10,6 +10,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.grads import grad_bucketing
 from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.parallel.data.schedule import unit_of
@@ -54,7 +55,7 @@ def _used(shape, shard, steps=1, micro_batches=1):
         shard(made, mesh)
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         for step in range(2):
-            with sm.comm_budget() as used:
+            with sm.debug.comm_budget() as used:
                 for _ in range(steps):
                     _step(made, micro_batches)
                     optimizer.step()
@@ -102,14 +103,14 @@ def _expected(gathers, reduces, sums, n=N):
 @pytest.mark.parametrize("form", TABLE)
 def test_a_step(form):
     axes, *numbers = TABLE[form]
-    assert _used((N,), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes)) == _expected(*numbers)
+    assert _used((N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes)) == _expected(*numbers)
 
 
 @pytest.mark.parametrize(("reshard", "again"), [(None, BLOCKS), (True, BLOCKS), (False, 0)])
 def test_fully_shard(reshard, again):
     """Gathered again for backward: what was let go after forward, and is needed. The outermost unit's is not: its input has no gradient."""
     expected = _expected((UNITS + again, ALL + again * BLOCK), (UNITS, ALL), (0, 0))
-    assert _used((N,), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)) == expected
+    assert _used((N,), lambda m, mesh: fully_shard(m, mesh, units=_Block, reshard_after_forward=reshard)) == expected
 
 
 def test_reshard_after_forward_to_part_of_the_mesh():
@@ -118,7 +119,7 @@ def test_reshard_after_forward_to_part_of_the_mesh():
         "all_gather": (UNITS + BLOCKS, _gathered(4) + _gathered(2, BLOCKS * BLOCK)),
         "reduce_scatter": (UNITS, _reduced(4)),
     }
-    assert _used((2, 2), lambda m, mesh: sm.fully_shard(m, mesh, axes=("dp", "fsdp"), units=_Block, reshard_after_forward=2)) == expected
+    assert _used((2, 2), lambda m, mesh: fully_shard(m, mesh, axes=("dp", "fsdp"), units=_Block, reshard_after_forward=2)) == expected
 
 
 def test_hsdp():
@@ -128,7 +129,7 @@ def test_hsdp():
         "reduce_scatter": (UNITS, _reduced(2)),
         "all_reduce": (UNITS, _summed(2, ALL // 2)),
     }
-    assert _used((2, 2), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block)) == expected
+    assert _used((2, 2), lambda m, mesh: fully_shard(m, mesh, units=_Block)) == expected
 
 
 def test_hybrid():
@@ -138,7 +139,7 @@ def test_hybrid():
         "reduce_scatter": (UNITS, _reduced(4)),
     }
     axes = {"parameter": "fsdp", "optimizer": ("dp", "fsdp"), "gradient": ("dp", "fsdp")}
-    assert _used((2, 2), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes)) == expected
+    assert _used((2, 2), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes)) == expected
 
 
 @pytest.mark.parametrize("form", TABLE)
@@ -152,7 +153,7 @@ def test_micro_batches(form):
         reduces = (times * UNITS, times * ALL)
     if form == "ddp":
         sums = (1, ALL)  # at the end of the block
-    found = _used((N,), lambda m, mesh: sm.data_parallel(m, mesh, units=_Block, **axes), micro_batches=times)
+    found = _used((N,), lambda m, mesh: data_parallel(m, mesh, units=_Block, **axes), micro_batches=times)
     assert found == _expected(gathers, reduces, sums)
 
 
@@ -170,8 +171,8 @@ def test_frozen_parameters_have_no_sums():
             return self.base(x) + self.up(self.down(x))
 
     def program(mesh):
-        made = sm.fully_shard(Adapted().double(), mesh)
-        with sm.comm_budget() as used:
+        made = fully_shard(Adapted().double(), mesh)
+        with sm.debug.comm_budget() as used:
             made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
         assert made.base.weight.grad is None
         return used.by_op
@@ -185,8 +186,8 @@ def test_frozen_parameters_have_no_sums():
 
 def test_bytes_of_other_dtypes():
     """Gathered in bfloat16, summed in float32: a quarter and a half of the bytes of float64."""
-    policy = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    found = _used((N,), lambda m, mesh: sm.fully_shard(m, mesh, units=_Block, mp_policy=policy))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = _used((N,), lambda m, mesh: fully_shard(m, mesh, units=_Block, mp_policy=policy))
     assert found == {
         "all_gather": (UNITS + BLOCKS, _gathered(N, ALL + BLOCKS * BLOCK) // 4),
         "reduce_scatter": (UNITS, _reduced(N) // 2),
@@ -195,8 +196,8 @@ def test_bytes_of_other_dtypes():
 
 def test_evaluation_gathers_once():
     def program(mesh):
-        made = sm.fully_shard(_model(), mesh, units=_Block, reshard_after_forward=False)
-        with torch.no_grad(), sm.comm_budget() as used:
+        made = fully_shard(_model(), mesh, units=_Block, reshard_after_forward=False)
+        with torch.no_grad(), sm.debug.comm_budget() as used:
             for _ in range(3):
                 made(torch.ones(1, D, dtype=torch.float64))
         return used.by_op
@@ -209,8 +210,8 @@ def test_uneven_rows_cost_what_the_longest_piece_does():
     d, f, n = 5, 7, 4
 
     def program(mesh):
-        made = sm.fully_shard(nn.Sequential(nn.Linear(d, f), nn.Linear(f, d)).double(), mesh)
-        with sm.comm_budget() as used:
+        made = fully_shard(nn.Sequential(nn.Linear(d, f), nn.Linear(f, d)).double(), mesh)
+        with sm.debug.comm_budget() as used:
             made(torch.ones(1, d, dtype=torch.float64)).sum().backward()
         return used.by_op
 
@@ -225,8 +226,8 @@ def test_scalars_are_summed_together():
 
     def program(mesh):
         made = nn.Sequential(*[_Scaled() for _ in range(3)]).double()
-        sm.fully_shard(made, mesh, units=_Scaled)
-        with sm.comm_budget() as used:
+        fully_shard(made, mesh, units=_Scaled)
+        with sm.debug.comm_budget() as used:
             made(torch.ones(2, D, dtype=torch.float64)).sum().backward()
         return used.by_op["all_reduce"], made[0].g.spec
 
@@ -251,9 +252,9 @@ def test_replicated_parameters_are_summed_while_backward_goes_on(form, monkeypat
     monkeypatch.setattr(grad_bucketing, "BUCKET_BYTES", 1)
 
     def program(mesh):
-        made = sm.data_parallel(_model(), mesh, units=_Block) if form == "ddp" else sm.fully_shard(_model(), mesh, units=_Block)
+        made = data_parallel(_model(), mesh, units=_Block) if form == "ddp" else fully_shard(_model(), mesh, units=_Block)
         x = torch.ones(2, D, dtype=torch.float64)
-        with sm.comm_budget() as used:
+        with sm.debug.comm_budget() as used:
             y = made[1](made[0](x))
             seen = []
             y.register_hook(lambda _: seen.append(used.by_op.get("all_reduce", (0, 0))[0]))
@@ -275,10 +276,10 @@ def test_small_units_are_summed_together_without_packing(monkeypatch):
         return _model()
 
     def program(mesh):
-        module, buffers, calls = sm.data_parallel(made(), mesh, units=_Block), [], []
+        module, buffers, calls = data_parallel(made(), mesh, units=_Block), [], []
         for _ in range(3):
             module.zero_grad()
-            with sm.comm_budget() as used:
+            with sm.debug.comm_budget() as used:
                 module(torch.ones(2, D, dtype=torch.float64)).sum().backward()
             calls.append(used.by_op["all_reduce"][0])
             of_blocks = [p.grad.to_local() for block in list(module)[1:] for p in block.parameters()]
@@ -312,7 +313,7 @@ def test_in_backward_the_next_unit_is_gathered_when_less_is_in_memory(find, monk
         return put(placing, number, *given)
 
     def program(mesh):
-        made = sm.fully_shard(_model(), mesh, units=_Block, find_unused_parameters=find)
+        made = fully_shard(_model(), mesh, units=_Block, find_unused_parameters=find)
         schedule = unit_of(made).schedule
         log = logs[id(schedule)] = []
         for _ in range(2):
@@ -347,7 +348,7 @@ def test_units_that_change_their_order_are_summed_all_the_same(monkeypatch):
     orders, x = [(0, 1, 2), (0, 1, 2), (1, 0, 2), (2, 2, 0), (1,), (0, 1, 2)], torch.ones(2, D, dtype=torch.float64)
 
     def program(mesh):
-        module, found = sm.data_parallel(Shuffled(), mesh, units=_Block), []
+        module, found = data_parallel(Shuffled(), mesh, units=_Block), []
         for order in orders:
             module.zero_grad()
             module(x, order).backward()
@@ -370,7 +371,7 @@ def test_a_penalty_on_the_parameters_beside_the_loss():
         torch.manual_seed(0)
         made = _model()
         if split:
-            sm.data_parallel(made, mesh, units=_Block)
+            data_parallel(made, mesh, units=_Block)
         x, total = torch.ones(2, D, dtype=torch.float64), sum(p.square().sum() for p in made.parameters())
         total = total.to_local() if split else total
         (made(x).sum() + made(2 * x).sum() + total).backward()

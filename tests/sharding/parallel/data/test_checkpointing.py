@@ -80,7 +80,7 @@ def test_units_are_gathered_as_often_as_without():
     def program(mesh, place):
         made = FORMS["fsdp"](model(), mesh) if place is None else place("fsdp", mesh, False)
         for _ in range(2):
-            with sm.comm_budget() as used:
+            with sm.debug.comm_budget() as used:
                 loss_of(made, *batch(mesh, False)).backward()
         return used.by_op
 
@@ -124,7 +124,7 @@ def test_sharded_arguments_that_require_grad_or_not(needs_grad):
         made(x).square().sum().backward()
         expected, input_grad = gradients(made), x.grad
         made.zero_grad()
-        sm.fully_shard(made, mesh, units=_Checkpointing)
+        sm.parallel.fully_shard(made, mesh, units=_Checkpointing)
         x = sm.device_put(x.detach(), mesh, P("dp")).requires_grad_(needs_grad)
         made(x).square().sum().backward()
         same({**gradients(made), "x": whole(x.grad)}, {**expected, "x": input_grad})

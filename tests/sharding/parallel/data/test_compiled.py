@@ -10,14 +10,15 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.sharding.ranks import on_mesh
 
 FORMS = {
-    "fsdp": lambda m, mesh: sm.fully_shard(m, mesh, units=Block),
-    "each": lambda m, mesh: sm.fully_shard(_each(m, mesh), mesh),
-    "ddp": lambda m, mesh: sm.data_parallel(m, mesh, units=Block),
-    "zero1": lambda m, mesh: sm.data_parallel(m, mesh, optimizer="a", units=Block),
+    "fsdp": lambda m, mesh: fully_shard(m, mesh, units=Block),
+    "each": lambda m, mesh: fully_shard(_each(m, mesh), mesh),
+    "ddp": lambda m, mesh: data_parallel(m, mesh, units=Block),
+    "zero1": lambda m, mesh: data_parallel(m, mesh, optimizer="a", units=Block),
 }
 
 
@@ -41,7 +42,7 @@ class Tail(nn.Module):
 
 def _each(model, mesh):
     for block in model[:-1]:
-        sm.fully_shard(block, mesh)
+        fully_shard(block, mesh)
     return model
 
 
@@ -138,7 +139,7 @@ def test_blocks_are_full_graphs(how, order):
     def main(mesh):
         sizes = []
         made = model() if order == "after" else HOW[how](model(), counting(sizes), True)
-        made = sm.fully_shard(made, mesh, units=Block)
+        made = fully_shard(made, mesh, units=Block)
         made = made if order == "before" else HOW[how](made, counting(sizes), True)
         check_steps(made, mesh, "plain", steps=1)
         first = len(sizes)
@@ -157,7 +158,7 @@ def test_layers_of_torch_compiled_before(full):
         sizes = []
         layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)]
         made = nn.Sequential(*(torch.compile(layer, backend=counting(sizes), fullgraph=full) for layer in layers))
-        sm.fully_shard(made, mesh, units=nn.TransformerEncoderLayer)
+        fully_shard(made, mesh, units=nn.TransformerEncoderLayer)
         made(torch.randn(2, 5, 8)).sum().backward()
         return max(sizes, default=0)
 
@@ -173,7 +174,7 @@ def check_steps_again(made, mesh):
 @pytest.mark.parametrize("how", ["block.compile()", "torch.compile(block)", "model.compile()"])
 def test_sharded_rows_run_eagerly(how):
     def main(mesh):
-        made = sm.fully_shard(HOW[how](model(), "eager", False), mesh, units=Block)
+        made = fully_shard(HOW[how](model(), "eager", False), mesh, units=Block)
         check_steps(made, mesh, "sharded", steps=2)
 
     on_mesh((2,), main)
@@ -181,7 +182,7 @@ def test_sharded_rows_run_eagerly(how):
 
 def test_fullgraph_of_the_whole_model_says_what_breaks_it():
     def main(mesh):
-        made = torch.compile(sm.fully_shard(model(), mesh, units=Block), backend="eager", fullgraph=True)
+        made = torch.compile(fully_shard(model(), mesh, units=Block), backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="fully_shard and data_parallel gather a unit's parameters here"):
             made(torch.randn(2, 7, dtype=torch.float64))
 
@@ -192,7 +193,7 @@ def test_gathered_parameters_are_not_kept_for_backward():
     """AOTAutograd saves what autograd would: places in the gathered buffers."""
 
     def main(mesh):
-        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "aot_eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=Block), "aot_eager", True)
         x = torch.randn(4, 7, dtype=torch.float64)
         for _ in range(2):
             loss = made(x).mean()
@@ -206,7 +207,7 @@ def test_gathered_parameters_are_not_kept_for_backward():
 
 def test_a_compiled_block_after_an_exception():
     def main(mesh):
-        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=Block), "eager", True)
         with pytest.raises(Exception, match=r"shape|size"):
             made(torch.randn(2, 5, dtype=torch.float64))
         check_steps(made, mesh, "plain", steps=2)
@@ -216,7 +217,7 @@ def test_a_compiled_block_after_an_exception():
 
 def test_copies_of_compiled_models_are_compiled_no_more():
     def main(mesh):
-        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "eager", True)
+        made = _in_place(fully_shard(model(), mesh, units=Block), "eager", True)
         check_steps(copy.deepcopy(made), mesh, "plain", steps=2)
         check_steps(made, mesh, "plain", steps=2)
 
@@ -225,7 +226,7 @@ def test_copies_of_compiled_models_are_compiled_no_more():
 
 def test_inductor():
     def main(mesh):
-        made = _in_place(sm.fully_shard(model(), mesh, units=Block), "inductor", True)
+        made = _in_place(fully_shard(model(), mesh, units=Block), "inductor", True)
         check_steps(made, mesh, "plain", steps=2)
 
     on_mesh((2,), main)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shardmesh as sm
+from shardmesh.parallel import fully_shard
 from shardmesh.sharding.tensor.autograd import engine_hooks
 from tests.sharding.parallel.data.training import (
     FORMS,
@@ -81,7 +82,7 @@ def test_an_interrupt_in_a_hook_of_the_outermost_module():
     """Its own hooks run outside of its forward."""
 
     def program(mesh):
-        made = sm.fully_shard(model(), mesh, units=Block)
+        made = fully_shard(model(), mesh, units=Block)
         hook = made.blocks[0].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             loss_of(made, *batch(mesh, False))
@@ -141,7 +142,7 @@ def test_unused_on_all_ranks(form):
 def test_unused_on_one_rank_is_an_error_that_names_it(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
-        with pytest.raises(sm.CollectiveMismatchError) as caught:
+        with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
             _partly(made, *batch(mesh, False), there=mesh.get_rank() != 2).backward()
         return str(caught.value)
 
@@ -204,7 +205,7 @@ def test_whole_units_left_out_on_some_ranks(accumulate):
 def test_a_unit_left_out_on_one_rank_is_an_error(form):
     def program(mesh):
         made = FORMS[form](model(), mesh)
-        with pytest.raises(sm.CollectiveMismatchError) as caught:
+        with pytest.raises(sm.errors.CollectiveMismatchError) as caught:
             loss_of(made, *batch(mesh, False), skip=(1,) if mesh.get_rank() == 0 else ()).backward()
         return str(caught.value)
 
@@ -270,9 +271,9 @@ def test_parameters_tied_across_units(form):
 def test_a_tie_across_calls_is_refused():
     def program(mesh):
         made = _tied_blocks()
-        sm.fully_shard(made.blocks[0], mesh)
+        fully_shard(made.blocks[0], mesh)
         with pytest.raises(ValueError, match=r"weight is tied to a\.weight, which is in a unit of its own; shard both in one call"):
-            sm.fully_shard(made.blocks[1], mesh)
+            fully_shard(made.blocks[1], mesh)
 
     on_ranks((2,), program)
 
@@ -281,7 +282,7 @@ def test_ignored_parameters_stay():
     def program(mesh):
         plain = model()
         kept = [plain.blocks[0].a.weight]
-        made = sm.fully_shard(plain, mesh, units=Block, ignored_params=kept)
+        made = fully_shard(plain, mesh, units=Block, ignored_params=kept)
         assert made.blocks[0].a.weight is kept[0]
         loss_of(made, *batch(mesh, False)).backward()
         assert type(kept[0].grad) is torch.Tensor  # of this rank's part of the batch

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy
 from shardmesh.sharding.parallel.data.schedule import units_in
 from tests.sharding.parallel.data.training import (
@@ -117,7 +118,7 @@ def test_more_ranks_than_rows():
     """Ranks that hold nothing of a unit take part all the same."""
 
     def program(mesh):
-        made = sm.fully_shard(nn.Linear(3, 2, dtype=torch.float64), mesh)
+        made = fully_shard(nn.Linear(3, 2, dtype=torch.float64), mesh)
         made(torch.ones(1, 3, dtype=torch.float64) * mesh.get_rank()).sum().backward()
         torch.testing.assert_close(whole(made.weight.grad), torch.full((2, 3), 2.5, dtype=torch.float64))
 
@@ -126,7 +127,7 @@ def test_more_ranks_than_rows():
 
 def test_the_default_axis_is_the_last_of_two():
     def program(mesh):
-        return sm.fully_shard(model(), mesh).blocks[0].a.weight.spec.axes
+        return fully_shard(model(), mesh).blocks[0].a.weight.spec.axes
 
     assert on_ranks((2, 2), program)[0] == ("fsdp",)
     with pytest.raises(ValueError, match=r"give axes=\.\.\."):
@@ -136,7 +137,7 @@ def test_the_default_axis_is_the_last_of_two():
 @pytest.mark.parametrize("wanted", [1, 2, 4])
 def test_reshard_after_forward_to_a_number(wanted):
     def program(mesh):
-        check_gradients(sm.fully_shard(model(), mesh, axes=("dp", "fsdp"), units=Block, reshard_after_forward=wanted), mesh)
+        check_gradients(fully_shard(model(), mesh, axes=("dp", "fsdp"), units=Block, reshard_after_forward=wanted), mesh)
 
     on_ranks((2, 2), program)
 
@@ -218,7 +219,7 @@ def test_ranks_without_a_part_know_that_values_were_written(write):
     def program(mesh):
         made, reference = nn.Linear(3, 1, bias=False), nn.Linear(3, 1, bias=False)
         reference.load_state_dict(made.state_dict())
-        made = sm.data_parallel(made, mesh, optimizer=mesh.axis_names)  # the one row is on one rank
+        made = data_parallel(made, mesh, optimizer=mesh.axis_names)  # the one row is on one rank
         for _ in range(2):
             torch.testing.assert_close(made(torch.ones(2, 3)), reference(torch.ones(2, 3)))
             with torch.no_grad():
@@ -299,7 +300,7 @@ def test_gradients_of_gradients(form):
     def program(mesh):
         x = torch.randn(8, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
         block = copy.deepcopy(model().blocks[0])
-        made = sm.fully_shard(copy.deepcopy(block), mesh) if form == "fsdp" else FORMS[form](copy.deepcopy(block), mesh, units=None)
+        made = fully_shard(copy.deepcopy(block), mesh) if form == "fsdp" else FORMS[form](copy.deepcopy(block), mesh, units=None)
         (4 * penalty(made, mine(mesh, x).requires_grad_())).backward()  # the mean over ranks is a quarter of the sum
         penalty(block, x.requires_grad_()).backward()
         same(gradients(made), gradients(block), 1e-11)
@@ -388,7 +389,7 @@ def test_many_inputs_and_outputs():
         return m(x, y={"in": x * 2})["sum"].square().mean()
 
     def program(mesh):
-        made = sm.fully_shard(copy.deepcopy(plain), mesh)
+        made = fully_shard(copy.deepcopy(plain), mesh)
         loss(made, mine(mesh, x)).backward()
         same(gradients(made), reference_gradients(lambda m: loss(m, x), plain))
 
@@ -403,7 +404,7 @@ def test_an_rnn():
         return m(x)[0].square().mean()
 
     def program(mesh):
-        made = sm.fully_shard(copy.deepcopy(plain), mesh)
+        made = fully_shard(copy.deepcopy(plain), mesh)
         for _ in range(2):
             made.zero_grad()
             loss(made, mine(mesh, x)).backward()
@@ -452,7 +453,7 @@ def test_parametrizations(form):
 )  # fmt: skip
 def test_ways_to_name_units(units):
     def program(mesh):
-        made = sm.fully_shard(model(), mesh, units=units)
+        made = fully_shard(model(), mesh, units=units)
         assert [unit.name for unit in units_in(made)] == ["", "blocks.0", "blocks.1"]
         check_gradients(made, mesh)
 
@@ -465,18 +466,18 @@ def test_ways_to_name_units(units):
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda m, mesh: sm.fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
-        (lambda m, mesh: sm.fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of Model; its modules are \['"),
-        (lambda m, mesh: sm.fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is not the size of .*'fsdp': 2}"),
-        (lambda m, mesh: sm.data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
-        (lambda m, mesh: sm.data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
-        (lambda m, mesh: sm.fully_shard(sm.fully_shard(m, mesh), mesh), r"Model is a unit already"),
+        (lambda m, mesh: fully_shard(m, mesh, axes="tp"), r"parameter=\('tp',\) on .*: give axes of the mesh, each once, from \('dp', "),
+        (lambda m, mesh: fully_shard(m, mesh, units="layers.*"), r"units='layers.\*' matches no module of Model; its modules are \['"),
+        (lambda m, mesh: fully_shard(m, mesh, reshard_after_forward=3), r"reshard_after_forward=3 is not the size of .*'fsdp': 2}"),
+        (lambda m, mesh: data_parallel(m, mesh, parameter="dp"), r"write optimizer=\('dp',\)"),
+        (lambda m, mesh: data_parallel(m, mesh, gradient="dp", optimizer="fsdp"), r"write gradient=\('fsdp',\) or gradient=\(\)"),
+        (lambda m, mesh: fully_shard(fully_shard(m, mesh), mesh), r"Model is a unit already"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, text):
     def program(mesh):
         made = model()
-        with sm.comm_budget() as used, pytest.raises(ValueError, match=text) as caught:
+        with sm.debug.comm_budget() as used, pytest.raises(ValueError, match=text) as caught:
             call(made, mesh)
         del used
         return str(caught.value)
@@ -500,7 +501,7 @@ def test_an_input_on_another_mesh_is_refused():
 
 def _on_torch_mesh():
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    made = sm.fully_shard(model(), mesh, units=Block)
+    made = fully_shard(model(), mesh, units=Block)
     assert made.blocks[0].a.weight.spec.axes == ("shard",)
     check_gradients(made, made.norm.weight.mesh)
 
@@ -514,11 +515,11 @@ def test_policies_of_torch():
 
     def program(mesh):
         policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        made = sm.fully_shard(model(), mesh, units=Block, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
-        with sm.comm_budget() as used:
+        made = fully_shard(model(), mesh, units=Block, mp_policy=policy, offload_policy=fsdp.OffloadPolicy())
+        with sm.debug.comm_budget() as used:
             loss_of(made, *batch(mesh, False)).backward()
-        plain = sm.fully_shard(model(), mesh, units=Block)
-        with sm.comm_budget() as without:
+        plain = fully_shard(model(), mesh, units=Block)
+        with sm.debug.comm_budget() as without:
             loss_of(plain, *batch(mesh, False)).backward()
         assert used.by_op["all_gather"][1] * 4 == without.by_op["all_gather"][1]
         assert used.by_op["reduce_scatter"][1] * 2 == without.by_op["reduce_scatter"][1]
@@ -530,7 +531,7 @@ def test_offloading_on_a_mesh_of_cpus_changes_nothing():
     def program(mesh):
         found = []
         for policy in (CPUOffloadPolicy(), None):
-            made = sm.fully_shard(model(), mesh, units=Block, offload_policy=policy)
+            made = fully_shard(model(), mesh, units=Block, offload_policy=policy)
             check_gradients(made, mesh)
             found.append(gradients(made))
         assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
@@ -542,12 +543,12 @@ def test_offloading_on_a_mesh_of_cpus_changes_nothing():
 def test_offloading_replicated_parameters_is_refused():
     def program(mesh):
         with pytest.raises(ValueError, match=r"replicated over \['dp'\] of .*; split over all axes, axes=\('dp', 'fsdp'\)"):
-            sm.fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
+            fully_shard(model(), mesh, offload_policy=CPUOffloadPolicy())
 
     on_ranks((2, 2), program)
 
 
-@pytest.mark.parametrize(("layer", "argument"), [(sm.fully_shard, "axes"), (sm.data_parallel, "parameter")])
+@pytest.mark.parametrize(("layer", "argument"), [(fully_shard, "axes"), (data_parallel, "parameter")])
 @pytest.mark.parametrize("axes", ["dp", ("dp", "fsdp")])
 def test_axes_in_the_place_of_the_mesh(layer, argument, axes):
     with pytest.raises(TypeError, match="the second argument is the mesh") as error:

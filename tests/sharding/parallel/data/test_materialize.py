@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardmesh as sm
+from shardmesh.parallel import colwise, fully_shard, parallelize
 from shardmesh.sharding.parallel.data.materialize import materialize
 from tests.sharding.parallel.data.training import FORMS, Block, Model, batch, loss_of, on_ranks, values
 
@@ -37,7 +38,7 @@ def _reset(module):
 
 def _values(shape, form):
     def program(mesh):
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         made = materialize(FORMS[form](_made(), mesh))
         assert not made.shift.is_meta
         assert type(made.shift) is torch.Tensor
@@ -57,7 +58,7 @@ def test_values_are_the_same_on_every_mesh():
 
 def test_it_trains_and_the_parts_lie_where_they_are_gathered_from():
     def program(mesh):
-        made = materialize(sm.fully_shard(_made(), mesh, units=Block))
+        made = materialize(fully_shard(_made(), mesh, units=Block))
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         losses = []
         for _ in range(8):
@@ -79,7 +80,7 @@ def test_tied_parameters_stay_tied():
         made = _made()
         made.blocks[1].a.weight = made.blocks[0].a.weight
         ignored = made.norm.weight
-        sm.fully_shard(made, mesh, units=Block, ignored_params=[ignored])
+        fully_shard(made, mesh, units=Block, ignored_params=[ignored])
         materialize(made)
         assert made.blocks[1].a.weight is made.blocks[0].a.weight
         assert type(made.norm.weight) is nn.Parameter
@@ -90,7 +91,7 @@ def test_tied_parameters_stay_tied():
 
 def test_an_initialiser():
     def program(mesh):
-        made = sm.fully_shard(nn.Sequential(_on_meta(_Scaled), nn.LayerNorm(3, device="meta")), mesh)
+        made = fully_shard(nn.Sequential(_on_meta(_Scaled), nn.LayerNorm(3, device="meta")), mesh)
         materialize(made, lambda module: [x.fill_(2.0) for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))])
         assert made[0].seen.item() == 2.0
         assert values(made)["1.weight"].tolist() == [2.0] * 3
@@ -109,8 +110,8 @@ def test_modules_of_torch(kind):
     options = {"padding_idx": 1} if kind is nn.Embedding else {}
 
     def program(mesh):
-        sm.manual_seed(0)
-        made = materialize(sm.fully_shard(kind(*arguments, device="meta", **options), mesh))
+        sm.random.manual_seed(0)
+        made = materialize(fully_shard(kind(*arguments, device="meta", **options), mesh))
         assert all(torch.isfinite(x).all() for x in made.state_dict().values())
         return {name: x.full_tensor() if isinstance(x, sm.ShardedTensor) else x for name, x in made.state_dict().items()}
 
@@ -122,7 +123,7 @@ def test_errors_name_the_modules():
     def program(mesh):
         with pytest.raises(ValueError, match=r"LayerNorm is not sharded, .*; call fully_shard first"):
             materialize(nn.LayerNorm(3, device="meta"))
-        made = sm.fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
+        made = fully_shard(nn.Sequential(nn.LayerNorm(3, device="meta"), _on_meta(_Scaled)), mesh)
         with pytest.raises(ValueError, match=r"no reset_parameters\(\) to initialise .* on meta of 1 \(_Scaled\); define it, or pass"):
             materialize(made)
 
@@ -153,8 +154,8 @@ class _HasMany(nn.Module):
 def test_what_a_model_initialises_its_modules_with(shard):
     def program(mesh):
         made = nn.Sequential(_on_meta(_HasMany), _on_meta(lambda: nn.LayerNorm(3)))
-        plan = {"0.inner": sm.colwise()}
-        materialize(sm.fully_shard(made, mesh) if shard == "fully_shard" else sm.parallelize(made, mesh, plan))
+        plan = {"0.inner": colwise()}
+        materialize(fully_shard(made, mesh) if shard == "fully_shard" else parallelize(made, mesh, plan))
         found = values(made)
         assert found["0.inner.weight"].tolist() == [[2.0] * 4] * 4
         assert found["0.inner.bias"].tolist() == [3.0] * 4
@@ -175,9 +176,9 @@ class _Forgets(nn.Linear):
 
 def test_what_no_initialiser_writes_is_an_error():
     def program(mesh):
-        made = sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
+        made = fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh)
         with pytest.raises(ValueError, match=r"no initialiser writes 0\.bias, which were on meta"):
             materialize(made)
-        materialize(sm.fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)  # to be loaded
+        materialize(fully_shard(nn.Sequential(_Forgets(3, 2, device="meta")), mesh), lambda _: None)  # to be loaded
 
     on_ranks((3,), program)

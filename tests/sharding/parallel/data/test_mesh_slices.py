@@ -7,16 +7,18 @@ import torch
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import ColwiseParallel, P, RowwiseParallel, ShardedTensor
+from shardmesh import P, ShardedTensor
+from shardmesh.compat import ColwiseParallel, RowwiseParallel
 from shardmesh.mesh.device_mesh import common_mesh
+from shardmesh.parallel import data_parallel, fully_shard
 from tests.sharding.ranks import every_rank, on_mesh
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 WRAP = {
-    "fully_shard": lambda model, mesh: sm.fully_shard(model, mesh),
-    "HSDP": lambda model, mesh: sm.fully_shard(model, mesh),
-    "ZeRO-1": lambda model, mesh: sm.data_parallel(model, mesh, optimizer=mesh.axis_names[-1]),
-    "DDP": lambda model, mesh: sm.data_parallel(model, mesh),
+    "fully_shard": lambda model, mesh: fully_shard(model, mesh),
+    "HSDP": lambda model, mesh: fully_shard(model, mesh),
+    "ZeRO-1": lambda model, mesh: data_parallel(model, mesh, optimizer=mesh.axis_names[-1]),
+    "DDP": lambda model, mesh: data_parallel(model, mesh),
 }
 
 
@@ -32,7 +34,7 @@ def test_slices_of_one_mesh(form):
     def main(mesh):
         dp, tp = mesh[data], mesh[mesh.axis_names[-1]]
         made, plain, x = make(), make(), torch.randn(8, 5, dtype=torch.float64)
-        sm.parallelize_module(made, tp, PLAN)
+        sm.compat.parallelize_module(made, tp, PLAN)
         WRAP[form](made, dp)
         place, places = dp.index_along(dp.axis_names), dp.size()
         for _ in range(2):
@@ -47,10 +49,10 @@ def test_slices_of_one_mesh(form):
 
 @every_rank(2, 2)
 def test_meshes_that_are_slices_of_no_common_one(mesh):
-    made = sm.parallelize_module(make(), mesh["b"], PLAN)
+    made = sm.compat.parallelize_module(make(), mesh["b"], PLAN)
     other = sm.DeviceMesh(mesh.device_type, [[0, 1], [2, 3]], axis_names=("x", "y"))["x"]
     with pytest.raises(ValueError, match="pass the mesh that has the axes of both"):
-        sm.fully_shard(made, other)
+        fully_shard(made, other)
 
 
 @every_rank(2, 2, 2)

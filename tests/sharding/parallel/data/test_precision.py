@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 import shardmesh as sm
+from shardmesh.parallel import MixedPrecisionPolicy, data_parallel, fully_shard
 from tests.sharding.parallel.data.training import gradients, mine, on_ranks
 
 N, X = 4, torch.linspace(-1, 1, 8 * 6).view(8, 6)
-BF16 = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def _model():
@@ -36,7 +37,7 @@ def _close(actual, expected, tolerance):
         torch.testing.assert_close(actual[name], x, rtol=tolerance, atol=tolerance)
 
 
-def _found(policy, shard=sm.fully_shard, **options):
+def _found(policy, shard=fully_shard, **options):
     def program(mesh):
         made = shard(_model(), mesh, mp_policy=policy, **options)
         made(mine(mesh, X)).float().square().mean().backward()
@@ -49,12 +50,12 @@ def _found(policy, shard=sm.fully_shard, **options):
 def test_gathered_in_bfloat16_and_summed_in_float32(reduce_dtype):
     """The only rounding is that of each rank's own computation in bfloat16."""
     expected = _by_hand(torch.bfloat16, torch.float64)
-    for found in _found(sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)):
+    for found in _found(MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)):
         _close(found, expected, 1e-6)
 
 
 def test_sums_in_bfloat16_are_rounded():
-    policy = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     expected = _by_hand(torch.bfloat16, torch.float64)
     for found in _found(policy):
         _close(found, expected, 4e-3)
@@ -63,7 +64,7 @@ def test_sums_in_bfloat16_are_rounded():
 
 def test_zero1():
     expected = _by_hand(torch.bfloat16, torch.float64)
-    for found in _found(BF16, sm.data_parallel, optimizer="dp"):
+    for found in _found(BF16, data_parallel, optimizer="dp"):
         _close(found, expected, 1e-6)
 
 
@@ -71,7 +72,7 @@ def test_sums_in_float16_do_not_overflow():
     """Each rank's gradient is scaled before the sum: four of 40000 would not fit, their mean does."""
 
     def program(mesh):
-        made = sm.fully_shard(nn.Linear(2, 2, bias=False), mesh, mp_policy=sm.MixedPrecisionPolicy(reduce_dtype=torch.float16))
+        made = fully_shard(nn.Linear(2, 2, bias=False), mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
         (made(torch.full((1, 2), 200.0)) * 200.0).sum().backward()
         return gradients(made)["weight"]
 
@@ -94,10 +95,10 @@ class _Sees(nn.Module):
 
 @pytest.mark.parametrize("cast", [True, False])
 def test_inputs_and_outputs(cast):
-    policy = sm.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=cast)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64, cast_forward_inputs=cast)
 
     def program(mesh):
-        made = sm.fully_shard(_Sees(), mesh, mp_policy=policy)
+        made = fully_shard(_Sees(), mesh, mp_policy=policy)
         x, tokens = made(torch.ones(3), torch.arange(3), mask={"m": torch.ones(3)})
         entered = torch.bfloat16 if cast else torch.float32
         assert made.seen == [entered, torch.int64, entered, torch.bfloat16]
@@ -119,7 +120,7 @@ def test_training_in_bfloat16_is_near_training_in_float32():
         return torch.tensor(losses)
 
     def program(mesh):
-        return train(sm.fully_shard(_model(), mesh, mp_policy=BF16), mine(mesh, X))
+        return train(fully_shard(_model(), mesh, mp_policy=BF16), mine(mesh, X))
 
     found = torch.stack(on_ranks((N,), program)).mean(0)
     expected = train(_model(), X)
@@ -132,8 +133,8 @@ def test_quantised_transport():
 
     def program(mesh):
         torch.manual_seed(0)
-        made = sm.fully_shard(nn.Linear(64, 64, bias=False), mesh, transport="int8")
-        with sm.comm_budget() as used:
+        made = fully_shard(nn.Linear(64, 64, bias=False), mesh, transport="int8")
+        with sm.debug.comm_budget() as used:
             made(torch.ones(2, 64)).square().mean().backward()
         exact = nn.Linear(64, 64, bias=False)
         torch.manual_seed(0)

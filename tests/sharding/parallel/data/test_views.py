@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import fully_shard
 from tests.sharding.parallel.data.training import Block, batch, loss_of, mesh_of, model, on_ranks
 
 D, LAYERS = 32, 4
@@ -47,7 +48,7 @@ def _unit(module):
 
 def test_parameters_in_use_are_views_of_one_buffer():
     def program(mesh):
-        made, seen = sm.fully_shard(model(), mesh, units=Block), []
+        made, seen = fully_shard(model(), mesh, units=Block), []
         made.blocks[0].a.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
         made.blocks[0].b.register_forward_hook(lambda m, *_: seen.extend(x.untyped_storage().data_ptr() for x in m.parameters()))
         loss_of(made, *batch(mesh, False))
@@ -59,7 +60,7 @@ def test_parameters_in_use_are_views_of_one_buffer():
 
 def test_parameters_at_rest_and_their_gradients_are_views_of_one_piece():
     def program(mesh):
-        made = sm.fully_shard(model(), mesh, units=Block)
+        made = fully_shard(model(), mesh, units=Block)
         loss_of(made, *batch(mesh, False)).backward()
         local = [x for x in made.blocks[0].parameters() if x.dim() and x._local.numel()]
         for tensors in ([x._local for x in local], [x.grad._local for x in local]):
@@ -69,7 +70,7 @@ def test_parameters_at_rest_and_their_gradients_are_views_of_one_piece():
 
 
 def _copied_by_gathering():
-    made, x = sm.fully_shard(_layers(), mesh_of(4), units=nn.Linear), torch.ones(1, D)
+    made, x = fully_shard(_layers(), mesh_of(4), units=nn.Linear), torch.ones(1, D)
     with torch.no_grad():
         made(x)
         for layer in made:
@@ -85,7 +86,7 @@ def test_gathering_copies_nothing(world4):
 
 
 def _copied_by_summing():
-    loss = sm.fully_shard(_layers(), mesh_of(4), units=nn.Linear)(torch.ones(1, D)).sum()
+    loss = fully_shard(_layers(), mesh_of(4), units=nn.Linear)(torch.ones(1, D)).sum()
     with _Copies() as copies:
         loss.backward()
     return copies.elements
@@ -108,7 +109,7 @@ def test_at_most_two_units_are_whole(directly):
     """The one that runs and the next one, forward and backward, also where the layers are called one by one."""
 
     def program(mesh):
-        made, seen = sm.fully_shard(_layers(), mesh, units=nn.Linear), {"forward": [], "backward": []}
+        made, seen = fully_shard(_layers(), mesh, units=nn.Linear), {"forward": [], "backward": []}
 
         def watch(layer, args):
             seen["forward"].append(_whole_buffers(made))
@@ -157,7 +158,7 @@ class _Live(TorchDispatchMode):
 
 def _peak(layers, reshard_after_forward=True):
     made = nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(layers)])
-    made = sm.fully_shard(made, mesh_of(4), units=nn.Linear, reshard_after_forward=reshard_after_forward)
+    made = fully_shard(made, mesh_of(4), units=nn.Linear, reshard_after_forward=reshard_after_forward)
     x = torch.ones(2, D)
     made(x).sum().backward()
     made.zero_grad()
@@ -179,7 +180,7 @@ def test_nothing_is_left_after_a_step():
     """No whole parameter, no gradient buffer and no graph is alive, without the garbage collector's help."""
 
     def program(mesh):
-        made = sm.fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
+        made = fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
         gc.collect()
         gc.disable()
         try:
@@ -198,7 +199,7 @@ def test_nothing_is_left_after_a_step():
 
 def test_a_forward_without_backward_leaves_nothing():
     def program(mesh):
-        made = sm.fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
+        made = fully_shard(_layers(), mesh, units=nn.Linear, reshard_after_forward=True)
         for _ in range(2):
             made(torch.ones(1, D))
         return _whole_buffers(made)
@@ -208,7 +209,7 @@ def test_a_forward_without_backward_leaves_nothing():
 
 def test_the_model_can_go():
     def program(mesh):
-        made = sm.fully_shard(_layers(), mesh, units=nn.Linear)
+        made = fully_shard(_layers(), mesh, units=nn.Linear)
         made(torch.ones(1, D)).sum().backward()
         gone = weakref.ref(made[0].weight)
         del made
@@ -225,7 +226,7 @@ def _gathers(program):
     """The paths of the units, in the order in which their gathers are launched."""
 
     def rank(mesh):
-        made = sm.fully_shard(model(blocks=3), mesh, units=Block)
+        made = fully_shard(model(blocks=3), mesh, units=Block)
         order = []
         for name in ("", "blocks.0", "blocks.1", "blocks.2"):
             for bucket in _unit(made.get_submodule(name))._buckets:
@@ -301,7 +302,7 @@ def test_parameters_split_over_another_axis(spec, on, sharded):
         made = nn.Linear(5, 7, bias=False).double()
         there = mesh if on == "mesh" else mesh["tp"]
         made.weight = nn.Parameter(sm.distribute_tensor(whole.weight.detach(), there, spec, src_data_rank=None))
-        sm.fully_shard(made, mesh)
+        fully_shard(made, mesh)
         assert set(made.weight.spec.axes) == {"dp", "tp"}
         if sharded:
             given = sm.distribute_tensor(x, mesh, P("dp"), src_data_rank=None)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import data_parallel, fully_shard
 from tests.device import DEVICE, made_here
 
 AXES = ("dp", "fsdp", "more")
@@ -80,13 +81,13 @@ Shard = Callable[..., nn.Module]
 
 
 def _fully(**options: Any) -> Shard:
-    return lambda m, mesh, **more: sm.fully_shard(m, mesh, **{"units": Block} | options | more)
+    return lambda m, mesh, **more: fully_shard(m, mesh, **{"units": Block} | options | more)
 
 
 def _one_by_one(m: Any, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
     for block in m.blocks:
-        sm.fully_shard(block, mesh, **options)
-    return sm.fully_shard(m, mesh, **options)
+        fully_shard(block, mesh, **options)
+    return fully_shard(m, mesh, **options)
 
 
 def _placed(**wanted: Any) -> Shard:
@@ -94,7 +95,7 @@ def _placed(**wanted: Any) -> Shard:
 
     def shard(m: nn.Module, mesh: sm.DeviceMesh, **options: Any) -> nn.Module:
         axes = {what: mesh.axis_names if over == "all" else over for what, over in wanted.items()}
-        return sm.data_parallel(m, mesh, **{"units": Block} | axes | options)
+        return data_parallel(m, mesh, **{"units": Block} | axes | options)
 
     return shard
 

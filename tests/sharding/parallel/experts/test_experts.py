@@ -290,7 +290,7 @@ def test_experts_train_as_in_one_process(shape, spec):
     def program(mesh):
         sharded, ones = _layer()
         sharded.experts = Experts(ones, mesh, axis="a")
-        sm.distribute_module(sharded.router, mesh)
+        sm.parallel.distribute_module(sharded.router, mesh)
         names = dict(sharded.named_parameters())
         assert list(names) == ["router.weight", "router.bias", *[f"experts.each.{n}" for n in ("0.weight", "0.bias", "2.weight")]]
         assert names["experts.each.0.weight"].spec == P("a", None, None)

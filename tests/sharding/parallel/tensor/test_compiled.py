@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import shardmesh as sm
-from shardmesh import ColwiseParallel, P, RowwiseParallel, ShardedTensor
+from shardmesh import P, ShardedTensor
+from shardmesh.compat import ColwiseParallel, RowwiseParallel
+from shardmesh.parallel import colwise, parallelize, rowwise
 from tests.sharding.ranks import on_mesh
 
 
@@ -27,11 +29,11 @@ def model():
 
 def _torch_styles(made, mesh):
     plan = {f"{i}.{name}": style for i in range(2) for name, style in (("up", ColwiseParallel()), ("down", RowwiseParallel()))}
-    return sm.parallelize_module(made, mesh, plan)
+    return sm.compat.parallelize_module(made, mesh, plan)
 
 
 def _by_pattern(made, mesh):
-    return sm.parallelize(made, mesh, {"*.norm.*": P(), "*.up": sm.colwise(), "*.down": sm.rowwise()})
+    return parallelize(made, mesh, {"*.norm.*": P(), "*.up": colwise(), "*.down": rowwise()})
 
 
 def _in_place(made, backend):

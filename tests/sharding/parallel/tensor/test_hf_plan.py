@@ -8,6 +8,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import colwise, parallelize
 from tests.sharding.parallel.plans import on_axes
 from tests.sharding.ranks import on_mesh
 
@@ -82,8 +83,8 @@ def test_a_model_with_a_plan_of_its_own(plan, tied):
 
     def program(mesh):
         model = made()
-        given = {"auto": "auto", "own": model._tp_plan, "mixed": {**model._tp_plan, "head": sm.colwise(out=P())}}[plan]
-        sm.parallelize(model, mesh, given)
+        given = {"auto": "auto", "own": model._tp_plan, "mixed": {**model._tp_plan, "head": colwise(out=P())}}[plan]
+        parallelize(model, mesh, given)
         out = model(sm.device_put(IDS, mesh))
         assert out.spec == P(None, None, None)
         out.square().mean().backward()
@@ -113,7 +114,7 @@ def test_strings_for_one_layer(given):
         model = nn.Sequential(nn.Linear(4, 6)).double()
         x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(2, 3, 4)
         expected = model(x)
-        sm.parallelize(model, mesh, {"0": given})
+        parallelize(model, mesh, {"0": given})
         torch.testing.assert_close(model(sm.device_put(x, mesh)).full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
     on_mesh((2,), program)
@@ -131,7 +132,7 @@ def test_strings_for_one_layer(given):
 def test_errors(model, plan, text):
     def program(mesh):
         with pytest.raises(ValueError, match=text):
-            sm.parallelize(model(), mesh, plan)
+            parallelize(model(), mesh, plan)
 
     on_mesh((2,), program)
 

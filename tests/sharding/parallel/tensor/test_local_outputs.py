@@ -128,7 +128,7 @@ def test_calls_of_four_blocks(residual, input_grad):
     expected = step(seeded(lambda: blocks(residual)), inputs())[2]
 
     def program(mesh):
-        model = sm.parallelize_module(seeded(lambda: blocks(residual)), mesh, PLAN)
+        model = sm.compat.parallelize_module(seeded(lambda: blocks(residual)), mesh, PLAN)
         for checks in ({("all_reduce", 40 * 2 * 3 // 4): 4}, {}):
             model.zero_grad()
             forward, backward, found = step(model, inputs())
@@ -144,7 +144,7 @@ def test_calls_of_a_transformer():
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
 
     def program(mesh):
-        model = sm.parallelize_module(seeded(Transformer), mesh, TRANSFORMER_PLAN)
+        model = sm.compat.parallelize_module(seeded(Transformer), mesh, TRANSFORMER_PLAN)
         for _ in range(2):
             model.zero_grad()
             forward, backward, found = step(model, TOKENS.to(DEVICE))
@@ -158,10 +158,10 @@ def test_calls_of_a_transformer():
 def test_one_entry_for_q_k_and_v():
     """A prepared input of the attention, as a ShardedTensor: the gradients of q, k and v are summed before they are reduced."""
     expected = step(seeded(Transformer), TOKENS.to(DEVICE))[2]
-    whole_input = sm.PrepareModuleInput(input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate())
+    whole_input = sm.compat.PrepareModuleInput(input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate())
 
     def program(mesh):
-        model = sm.parallelize_module(seeded(Transformer), mesh, {**TRANSFORMER_PLAN, "layers.*.attention": whole_input})
+        model = sm.compat.parallelize_module(seeded(Transformer), mesh, {**TRANSFORMER_PLAN, "layers.*.attention": whole_input})
         for _ in range(2):
             model.zero_grad()
             _, backward, found = step(model, TOKENS.to(DEVICE))
@@ -176,7 +176,7 @@ def beside_torch() -> None:
     mesh, theirs = sm.init_device_mesh(DEVICE, (4,), axis_names=("tp",)), init_device_mesh(DEVICE, (4,))
     x = X.clone().requires_grad_()
     for make, plan, given in ((lambda: blocks(hidden=12), PLAN, x), (lambda: Transformer(12), TRANSFORMER_PLAN, TOKENS)):
-        own, torchs = sm.parallelize_module(seeded(make), mesh, plan), torch_parallel.parallelize_module(seeded(make), theirs, plan)
+        own, torchs = sm.compat.parallelize_module(seeded(make), mesh, plan), torch_parallel.parallelize_module(seeded(make), theirs, plan)
         for _ in range(2):
             with warnings.catch_warnings(action="ignore"):  # of the hooks by which it follows modules
                 with CommDebugMode() as forward:
@@ -208,7 +208,7 @@ def test_accumulated_gradients():
 
     def program(mesh):
         for accumulating in (False, True):
-            model = sm.parallelize_module(seeded(lambda: blocks(residual=True)), mesh, PLAN)
+            model = sm.compat.parallelize_module(seeded(lambda: blocks(residual=True)), mesh, PLAN)
             for _ in range(2):
                 model.zero_grad()
                 counts, found = total(model, accumulating)
@@ -231,7 +231,7 @@ def test_second_derivatives():
     expected = second(seeded(blocks))
 
     def program(mesh):
-        model = sm.parallelize_module(seeded(blocks), mesh, PLAN)
+        model = sm.compat.parallelize_module(seeded(blocks), mesh, PLAN)
         check_same(second(model), expected)
 
     on_mesh((4,), program)
@@ -252,14 +252,14 @@ def test_a_block_inside_a_block():
         return nn.Sequential(Outer(), Outer())
 
     expected = step(seeded(make), X.clone().to(DEVICE).requires_grad_())[2]
-    style = sm.PrepareModuleInputOutput(
+    style = sm.compat.PrepareModuleInputOutput(
         input_layouts=sm.Replicate(), desired_input_layouts=sm.Replicate(), use_local_input=True,
         output_layouts=sm.Replicate(), desired_output_layouts=sm.Replicate(),
     )  # fmt: skip
 
     def program(mesh):
         plan = {"*": style, "*.inner.up": COLUMNS(), "*.inner.down": ROWWISE(), "*.down": ROWWISE(input_layouts=Replicate())}
-        model = sm.parallelize_module(seeded(make), mesh, plan)
+        model = sm.compat.parallelize_module(seeded(make), mesh, plan)
         for _ in range(2):
             model.zero_grad()
             x = X.clone().to(DEVICE).requires_grad_()
@@ -270,7 +270,7 @@ def test_a_block_inside_a_block():
 
 def test_ranks_that_use_an_output_differently_are_told():
     def program(mesh):
-        model = sm.parallelize_module(seeded(blocks), mesh, PLAN)
+        model = sm.compat.parallelize_module(seeded(blocks), mesh, PLAN)
         with pytest.raises(RuntimeError, match="differ between the replicas"):
             (model(X.to(DEVICE)) * (1 + mesh.world.rank)).sum().backward()
 

@@ -12,7 +12,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.tensor.plan import parallelize
-from shardmesh.sharding.parallel.tensor.styles import colwise, inputs, outputs, rowwise, shard
+from shardmesh.sharding.parallel.tensor.styles import colwise, prepare_inputs, prepare_outputs, rowwise, shard_params
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Config, gpt, loss_of, tokens
 from tests.sharding.parallel.plans import SPLIT, check_equal, expected, megatron, on_axes, step_on
@@ -73,7 +73,7 @@ def test_a_parameter_may_be_cut_further_over_the_data_axes():
             rows = ("tp", "fsdp") if "tp" in p.spec.dims[0] else "fsdp"
             cut = P(rows, *p.spec.dims[1:]) if p.ndim > 1 else P("fsdp", sizes={"fsdp": (16, 0)})
             owner, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            sm.shard_parameter(owner, leaf, mesh, cut)
+            sm.parallel.shard_parameter(owner, leaf, mesh, cut)
         check_equal(step_on(mesh, model), model, reference)
 
     on_axes((2, 2), ("fsdp", "tp"), program)
@@ -156,7 +156,7 @@ def test_vocabulary_parallel_embedding_and_loss_move_no_logits():
     def program(mesh, vocabulary):
         config = Config(layers=0, vocabulary=vocabulary)
         model = parallelize(gpt(config), mesh, {"embed_tokens": rowwise(), "lm_head": colwise()}, src_data_rank=None)
-        with sm.comm_budget() as used:
+        with sm.debug.comm_budget() as used:
             step_on(mesh, model)
         assert model.lm_head.weight.grad.spec == P("tp", None)
         return used.bytes_received
@@ -172,7 +172,7 @@ def test_inputs_of_a_module_travel_together():
             return (x + y) * scale
 
     def program(mesh):
-        plan = {"": [inputs(P(), P(), scale=P()), outputs(P("tp"))]}
+        plan = {"": [prepare_inputs(P(), P(), scale=P()), prepare_outputs(P("tp"))]}
         model = parallelize(Sum(), mesh, plan)
         x, y = (sm.device_put(torch.arange(8.0) + i, mesh, P("tp"), src_data_rank=None) for i in range(2))
         with collectives() as records:
@@ -253,7 +253,7 @@ def test_parameters_by_pattern():
 
     def program(mesh):
         model = nn.Sequential(Packed(), Packed())
-        parallelize(model, mesh, {"*.w_qkv": P("tp", None), "*.w_out": shard(sm.Shard(1)), "": outputs(P())})
+        parallelize(model, mesh, {"*.w_qkv": P("tp", None), "*.w_out": shard_params(sm.Shard(1)), "": prepare_outputs(P())})
         assert model[1].w_qkv.spec == P("tp", None)
         assert model[1].w_out.spec == P(None, "tp")
         assert model[1].scale.spec == P(None, None)
@@ -307,7 +307,7 @@ def test_copies_and_state():
 def test_repr_shows_how_activations_lie():
     def program(mesh):
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4, bias=False))
-        parallelize(model, mesh, {"0": colwise(), "1": inputs(P(None, "tp")), "2": rowwise(out=P("tp"))})
+        parallelize(model, mesh, {"0": colwise(), "1": prepare_inputs(P(None, "tp")), "2": rowwise(out=P("tp"))})
         return repr(model)
 
     assert on_axes((2,), ("tp",), program)[0] == (

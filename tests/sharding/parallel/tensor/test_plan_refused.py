@@ -9,7 +9,7 @@ from torch import nn
 import shardmesh as sm
 from shardmesh import P
 from shardmesh.sharding.parallel.tensor.plan import parallelize
-from shardmesh.sharding.parallel.tensor.styles import colwise, inputs, rowwise, shard
+from shardmesh.sharding.parallel.tensor.styles import colwise, prepare_inputs, rowwise, shard_params
 from tests.device import DEVICE
 from tests.sharding.parallel.models import Config, gpt
 from tests.sharding.parallel.plans import on_axes
@@ -78,26 +78,58 @@ def test_a_tied_parameter_placed_in_two_ways():
 
 
 def test_two_patterns_that_lay_out_the_inputs_of_one_module():
-    text = refused({"*.q_proj": colwise(), "*_proj": inputs(P())})
-    assert "colwise() of plan['*.q_proj'] and inputs(P()) of plan['*_proj'] both give layouts for its inputs" in text
+    text = refused({"*.q_proj": colwise(), "*_proj": prepare_inputs(P())})
+    assert "colwise() of plan['*.q_proj'] and prepare_inputs(P()) of plan['*_proj'] both give layouts for its inputs" in text
 
 
 @pytest.mark.parametrize(
     ("plan", "kind", "says"),
     [
         ({"*.q_proj": 7}, TypeError, "plan['*.q_proj'] is 7; write a style"),
-        ({"*.q_proj": "column"}, ValueError, "plan['*.q_proj'] is 'column', which is unknown; write one of 'all_reduce', "),
-        ({"*.q_proj.weight": colwise()}, ValueError, "is for modules, but the pattern matches only parameters; write P(...)"),
-        ({"*.q_proj": P("tp")}, ValueError, "is for parameters, but the pattern matches only modules; name its parameters"),
-        ({"*.q_proj": colwise(axis="cp")}, ValueError, "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'"),
+        (
+            {"*.q_proj": "column"},
+            ValueError,
+            "plan['*.q_proj'] is 'column', which is unknown; write one of 'all_reduce', ",
+        ),
+        (
+            {"*.q_proj.weight": colwise()},
+            ValueError,
+            "is for modules, but the pattern matches only parameters; write P(...)",
+        ),
+        (
+            {"*.q_proj": P("tp")},
+            ValueError,
+            "is for parameters, but the pattern matches only modules; name its parameters",
+        ),
+        (
+            {"*.q_proj": colwise(axis="cp")},
+            ValueError,
+            "is for axis 'cp'; DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp', 'tp'",
+        ),
         ({"*.mlp": colwise()}, ValueError, "of the parameters of MLP (none) have those is not known"),
-        ({"*.mlp": shard({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
+        ({"*.mlp": shard_params({"w": P()})}, ValueError, "MLP has no parameter or buffer 'w'"),
         ({"*.q_proj": colwise(units=3)}, ValueError, "units=3 does not divide the 16 features of weight"),
-        ({"*.q_proj": inputs(hidden=P())}, ValueError, "has a layout for the argument 'hidden', but forward takes 'input'"),
-        ({"*.q_proj": inputs(P(), P())}, ValueError, "has layouts for 2 arguments, but forward takes 1: input"),
-        ({"*.q_proj": shard({"weight": P(None, None, "tp")})}, ValueError, "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None"),
-        ({"*.q_proj": shard({"weight": P("tp", sizes={"tp": (3, 4)})})}, ValueError, "7 elements in total, but dim 0"),
-        ({"*.o_proj": rowwise(out=P("sp"))}, ValueError, "P('sp') has axis 'sp', but DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'"),
+        (
+            {"*.q_proj": prepare_inputs(hidden=P())},
+            ValueError,
+            "has a layout for the argument 'hidden', but forward takes 'input'",
+        ),
+        ({"*.q_proj": prepare_inputs(P(), P())}, ValueError, "has layouts for 2 arguments, but forward takes 1: input"),
+        (
+            {"*.q_proj": shard_params({"weight": P(None, None, "tp")})},
+            ValueError,
+            "'layers.0.self_attn.q_proj.weight', [16, 16]: P(None, None",
+        ),
+        (
+            {"*.q_proj": shard_params({"weight": P("tp", sizes={"tp": (3, 4)})})},
+            ValueError,
+            "7 elements in total, but dim 0",
+        ),
+        (
+            {"*.o_proj": rowwise(out=P("sp"))},
+            ValueError,
+            "P('sp') has axis 'sp', but DeviceMesh(cpu, fsdp=2, tp=2) has 'fsdp'",
+        ),
         ([colwise()], TypeError, "parallelize: plan must be a dict such as"),
     ],
 )

@@ -15,7 +15,15 @@ from shardmesh import P, Replicate, Shard
 from shardmesh.sharding.layout.layout import Layout
 from shardmesh.sharding.parallel.tensor.activations import along
 from shardmesh.sharding.parallel.tensor.plan import parallelize
-from shardmesh.sharding.parallel.tensor.styles import Style, colwise, inputs, outputs, rowwise, sequence, shard
+from shardmesh.sharding.parallel.tensor.styles import (
+    Style,
+    colwise,
+    prepare_inputs,
+    prepare_outputs,
+    rowwise,
+    sequence_parallel,
+    shard_params,
+)
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, place, same_error
 from tests.sharding.strategies import specs
@@ -50,7 +58,7 @@ KINDS = [
     (lambda: nn.Conv2d(4, 5, 2), (2, 4, 6, 6), rowwise(), {"weight": P(None, "a", None, None), "bias": P(None)}, ["all_reduce"]),
     (lambda: Conv1D(7, 6), (5, 6), colwise(), {"weight": COLUMNS, "bias": BIAS}, []),
     (lambda: Conv1D(5, 7), (4, 7), rowwise(), {"weight": ROWS, "bias": P(None)}, ["all_reduce"]),
-    (lambda: nn.LayerNorm(6), (4, 7, 6), sequence(), {"weight": P(None), "bias": P(None)}, []),
+    (lambda: nn.LayerNorm(6), (4, 7, 6), sequence_parallel(), {"weight": P(None), "bias": P(None)}, []),
 ]
 
 
@@ -133,7 +141,10 @@ def test_a_module_that_is_not_known(style):
             self.scale = nn.Parameter(torch.ones(3))
 
     text = same_error((2,), lambda mesh: parallelize(Scale(), mesh, {"": style}), ValueError)
-    assert "which dims of the parameters of Scale (scale [3]) have those is not known; give the layout of each: shard({'scale'" in text
+    assert (
+        "which dims of the parameters of Scale (scale [3]) have those is not known; give the layout of each: shard_params({'scale'"
+        in text
+    )
 
 
 def test_what_cannot_be_split_by_inputs():
@@ -145,7 +156,7 @@ def test_what_cannot_be_split_by_inputs():
 def test_shard_names_parameters_and_lays_out_activations():
     def program(mesh):
         module = nn.MultiheadAttention(4, 2, batch_first=True).double()
-        style = shard({"in_proj_weight": ROWS, "in_proj_bias": Shard(0)}, in_=P(), out=P("a"))
+        style = shard_params({"in_proj_weight": ROWS, "in_proj_bias": Shard(0)}, in_=P(), out=P("a"))
         parallelize(module, mesh, {"": style}, src_data_rank=None)
         assert module.in_proj_weight.spec == ROWS
         assert module.in_proj_bias.spec == BIAS
@@ -170,7 +181,7 @@ class Three(nn.Module):
 def test_inputs_and_outputs_of_every_kind():
     def program(mesh):
         x, y, z = (place(mesh, f64(4, 4) + i) for i in range(3))
-        plan = {"": [inputs(ROWS, None, scale=Replicate()), outputs(None, Shard(1))]}
+        plan = {"": [prepare_inputs(ROWS, None, scale=Replicate()), prepare_outputs(None, Shard(1))]}
         module = parallelize(Three(), mesh, plan)
         first, (pair, scale) = module(x, (y, "text"), z.redistribute(COLUMNS))
         assert first.spec == ROWS
@@ -186,7 +197,7 @@ def test_inputs_and_outputs_of_every_kind():
 
 def test_a_tree_of_inputs_travels_together():
     def program(mesh):
-        module = parallelize(Three(), mesh, {"": inputs(None, P())})
+        module = parallelize(Three(), mesh, {"": prepare_inputs(None, P())})
         parts = tuple(place(mesh, f64(4, 4) + i, Shard(0)) for i in range(2))
         with collectives() as records:
             _, (first, _) = module(1, parts)
@@ -198,13 +209,13 @@ def test_a_tree_of_inputs_travels_together():
 
 def test_another_number_of_results():
     def program(mesh):
-        parallelize(Three(), mesh, {"": outputs(P(), P(), P())})(1, (2, 3))
+        parallelize(Three(), mesh, {"": prepare_outputs(P(), P(), P())})(1, (2, 3))
 
     def alone(mesh):
-        parallelize(nn.Identity(), mesh, {"": outputs(P(), P())})(1)
+        parallelize(nn.Identity(), mesh, {"": prepare_outputs(P(), P())})(1)
 
     text = same_error((2,), program, ValueError)
-    assert text == "the module itself: outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module " + (
+    assert text == "the module itself: prepare_outputs(P(), P(), P()) of plan[''] has layouts for 3 outputs, but the module " + (
         "returned 2 of them; give one for each, or one for all"
     )
     assert "returned one int; give" in same_error((2,), alone, ValueError)
@@ -212,7 +223,7 @@ def test_another_number_of_results():
 
 def test_what_lies_so_already_is_not_touched():
     def program(mesh):
-        module = parallelize(nn.Identity(), mesh, {"": [inputs(ROWS), outputs(ROWS)]})
+        module = parallelize(nn.Identity(), mesh, {"": [prepare_inputs(ROWS), prepare_outputs(ROWS)]})
         x = place(mesh, f64(4, 4), Shard(0))
         assert module(x) is x
         assert module(x) is x  # the second time it is known
@@ -222,7 +233,7 @@ def test_what_lies_so_already_is_not_touched():
 
 def test_an_input_on_a_mesh_without_the_axis():
     def program(mesh):
-        module = parallelize(nn.Identity(), mesh, {"": inputs(P("b"), axis="b")})
+        module = parallelize(nn.Identity(), mesh, {"": prepare_inputs(P("b"), axis="b")})
         module(place(mesh["a"], f64(4)))
 
     assert "argument 0 is f64[4] @ P(None) on (a=2), on a mesh without the axis 'b'; place it on" in same_error((2, 2), program, ValueError)
@@ -258,17 +269,17 @@ def test_a_style_of_ones_own():
 def test_styles_show_what_was_said():
     assert repr(colwise()) == "colwise()"
     assert repr(rowwise(out=P(None, "tp", None), units=4)) == "rowwise(out=P(None, 'tp', None), units=4)"
-    assert repr(sequence(2, out=P())) == "sequence(dim=2, out=P())"
-    assert repr(shard({"w": P("tp")})) == "shard(specs={'w': P('tp')})"
-    assert repr(inputs(P(), None, mask=Shard(0))) == "inputs(P(), None, mask=Shard(0))"
-    assert repr(outputs(P())) == "outputs(P())"
+    assert repr(sequence_parallel(2, out=P())) == "sequence_parallel(dim=2, out=P())"
+    assert repr(shard_params({"w": P("tp")})) == "shard_params(specs={'w': P('tp')})"
+    assert repr(prepare_inputs(P(), None, mask=Shard(0))) == "prepare_inputs(P(), None, mask=Shard(0))"
+    assert repr(prepare_outputs(P())) == "prepare_outputs(P())"
 
 
 def test_what_is_no_spec():
     with pytest.raises(TypeError, match=r"inputs: expected P\(...\), Shard\(dim\), Replicate\(\) or None, got 'tp'"):
-        inputs("tp")
+        prepare_inputs("tp")
     with pytest.raises(TypeError, match="give one P"):
-        outputs()
+        prepare_outputs()
 
 
 # -- along an axis -----------------------------------------------------------------------------------------------------

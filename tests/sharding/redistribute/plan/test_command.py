@@ -22,7 +22,7 @@ MOVE = ("plan", *MESH, "P('dp','tp')", "P('tp','dp')")
 
 def explained(src, dst, dtype=torch.float32, **options):
     mesh = sm.AbstractMesh((2, 4), ("dp", "tp"))
-    return sm.explain(sm.Layout.of(mesh, src, (4096, 4096), dtype), dst, **options)
+    return sm.debug.explain(sm.Layout.of(mesh, src, (4096, 4096), dtype), dst, **options)
 
 
 def test_the_command_in_a_process_of_its_own():
@@ -58,11 +58,11 @@ def test_json(capsys):
 @pytest.mark.parametrize(
     ("arguments", "topology"),
     [
-        ((), sm.Topology.default("cuda")),
-        (("--device", "cpu"), sm.Topology.default("cpu")),
-        (("--node-size", "4"), sm.Topology.default("cuda", node_size=4)),
-        (("--crossing", "dp"), sm.Topology.default("cuda", crossing=("dp",))),
-        (("--crossing", "dp,tp", "--device", "cpu"), sm.Topology.default("cpu", crossing=("dp", "tp"))),
+        ((), sm.topology.Topology.default("cuda")),
+        (("--device", "cpu"), sm.topology.Topology.default("cpu")),
+        (("--node-size", "4"), sm.topology.Topology.default("cuda", node_size=4)),
+        (("--crossing", "dp"), sm.topology.Topology.default("cuda", crossing=("dp",))),
+        (("--crossing", "dp,tp", "--device", "cpu"), sm.topology.Topology.default("cpu", crossing=("dp", "tp"))),
     ],
 )
 def test_topology(arguments, topology, capsys):

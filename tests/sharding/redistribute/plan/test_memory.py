@@ -66,7 +66,7 @@ def allocated(run, local: torch.Tensor) -> int:
 def test_no_rank_holds_more_than_promised(case, rounds, rank):
     topology, move = case
     mesh_shape = move[0]
-    with sm.null_world(math.prod(mesh_shape), rank % math.prod(mesh_shape)):
+    with sm.debug.null_world(math.prod(mesh_shape), rank % math.prod(mesh_shape)):
         mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=AXES[: len(mesh_shape)])
         src, dst, candidates = all_candidates(mesh, move, topology, rounds)
         for steps in filter(None, candidates):
@@ -95,7 +95,7 @@ def test_no_more_than_both_parts_and_buffers():
         for after in (sm.P(), sm.P(("c", "b")), sm.P(None, "a"), sm.P("b", ("c", "a"))):
             src = sm.Layout.of(mesh, before, (64, 64))
             dst = src.replace(after)
-            explained = sm.explain(src, dst)
+            explained = sm.debug.explain(src, dst)
             largest = max(src.largest_local_numel, dst.largest_local_numel)
             for step in explained.steps:
                 assert step.dst.largest_local_numel <= largest

@@ -33,7 +33,7 @@ def as_text(plan):
 def test_steps_lead_from_one_layout_to_the_other(move):
     src, dst = layout_pair(move)
     at, sizes = src, dst.mesh.size
-    for step in sm.plan(src, dst).steps:
+    for step in sm.debug.plan(src, dst).steps:
         assert [box for _, box in step.src.boxes()] == [box for _, box in at.boxes()]
         assert set(step.axes) <= set(src.mesh.axis_names)
         assert step.is_local == (not step.axes) or step.op == "scale"
@@ -50,7 +50,7 @@ def test_no_more_bytes_than_gathering_everything(move):
     src, dst = layout_pair(move)
     everything = src.nbytes * math.prod(src.mesh.size(axis) for axis in src.pending)
     for coordinate, box in src.boxes():
-        assert plan_bytes_received(sm.plan(src, dst), coordinate) <= everything - box_size(box) * src.dtype.itemsize
+        assert plan_bytes_received(sm.debug.plan(src, dst), coordinate) <= everything - box_size(box) * src.dtype.itemsize
 
 
 @given(moves(()))
@@ -62,13 +62,13 @@ def test_moving_boxes_fetches_each_missing_element_once(move):
         own = 1
         for (a, b), (c, d) in zip(box, after, strict=True):
             own *= max(0, min(b, d) - max(a, c))
-        assert plan_bytes_received(sm.plan(src, dst), coordinate) == (box_size(after) - own) * 8
+        assert plan_bytes_received(sm.debug.plan(src, dst), coordinate) == (box_size(after) - own) * 8
 
 
 @given(moves(KINDS))
 def test_nothing_to_do_for_equal_layouts(move):
     src, _ = layout_pair(move)
-    plan = sm.plan(src, src)
+    plan = sm.debug.plan(src, src)
     assert plan.steps == ()
     assert plan.launches == 0
     assert "nothing to do" in repr(plan)
@@ -77,11 +77,11 @@ def test_nothing_to_do_for_equal_layouts(move):
 @given(moves(KINDS))
 def test_a_pure_function_of_the_layouts(move):
     """Every rank of a real mesh and an abstract mesh give the same steps; nothing communicates."""
-    topology = sm.Topology.default("cpu")
-    expected = as_text(sm.plan(*layout_pair(move), topology))
+    topology = sm.topology.Topology.default("cpu")
+    expected = as_text(sm.debug.plan(*layout_pair(move), topology))
 
     def program(mesh):
-        assert as_text(sm.plan(*layout_pair(move, mesh), topology)) == expected
+        assert as_text(sm.debug.plan(*layout_pair(move, mesh), topology)) == expected
 
     on_mesh(move[0], program)
 
@@ -94,7 +94,7 @@ def test_axes_of_one_rank_do_nothing(move, axis):
     dims = [("one", *before.dims[0]), *before.dims[1:]] if shape else []
     src = Layout.of(wider, P(*dims, unreduced=dict(before.unreduced)), shape, torch.float64)
     dst = Layout.of(wider, after, shape, torch.float64)
-    assert [step.op for step in sm.plan(src, dst).steps] == [step.op for step in sm.plan(*layout_pair(move)).steps]
+    assert [step.op for step in sm.debug.plan(src, dst).steps] == [step.op for step in sm.debug.plan(*layout_pair(move)).steps]
 
 
 @pytest.mark.parametrize(
@@ -123,19 +123,19 @@ def test_axes_of_one_rank_do_nothing(move, axis):
 )
 def test_the_collective_that_fits(before, after, ops):
     src, dst = layout_pair(((2, 4), (8, 8), before, after))
-    assert [step.op for step in sm.plan(src, dst).steps] == ops
+    assert [step.op for step in sm.debug.plan(src, dst).steps] == ops
 
 
 def test_uneven_parts_are_gathered_by_an_exchange_without_padding():
     src, dst = layout_pair(((4,), (5, 3), P("a"), P()))
-    plan = sm.plan(src, dst)
+    plan = sm.debug.plan(src, dst)
     assert [step.op for step in plan.steps] == ["all_to_all_v"]
     assert [plan_bytes_received(plan, c) for c, _ in src.boxes()] == [9 * 8, 9 * 8, 12 * 8, 15 * 8]
 
 
 def test_repr():
     src, dst = layout_pair(((2, 4), (8, 8), P(unreduced={"a"}), P("b", "a")))
-    assert repr(sm.plan(src, dst)) == (
+    assert repr(sm.debug.plan(src, dst)) == (
         "Plan(slice: P(None, None, unreduced={'a'}) -> P('b', None, unreduced={'a'}); "
         "reduce_scatter over a: P('b', None, unreduced={'a'}) -> P('b', 'a'))"
     )
@@ -144,7 +144,7 @@ def test_repr():
 def test_a_mesh_of_a_hundred_thousand_ranks():
     mesh = sm.AbstractMesh((4096, 8, 4), ("dp", "tp", "pp"))
     shape = (65536, 8192)
-    plan = sm.plan(Layout.of(mesh, P("dp", "tp"), shape), Layout.of(mesh, P(("tp", "dp")), shape))
+    plan = sm.debug.plan(Layout.of(mesh, P("dp", "tp"), shape), Layout.of(mesh, P(("tp", "dp")), shape))
     assert plan.launches == 1
     assert plan_bytes_received(plan, (5, 3, 1)) == 2 * 8192 * 4  # two rows, none of which it held
 
@@ -162,7 +162,7 @@ def test_layouts_that_do_not_fit(change, word):
     given = {"mesh": mesh, "where": P(), "shape": (4, 4), "dtype": torch.float32}
     src, dst = Layout.of(**given), Layout.of(**{**given, **change})
     with pytest.raises(ValueError, match=f"the {word} must be the same, got .* and ") as caught:
-        sm.plan(src, dst)
+        sm.debug.plan(src, dst)
     assert str(src) in str(caught.value)
     assert str(dst) in str(caught.value)
 
@@ -173,7 +173,7 @@ def test_layouts_that_were_tried_are_not_kept():
     pairs = [(P(unreduced={"a", "b"}), P("a")), (P("a", unreduced={"b"}), P(None, "b")), (P("a"), P(("b", "a")))]
     for rows in range(8, 808, 8):
         for before, after in pairs:
-            sm.plan(Layout.of(mesh, before, (rows, 8)), Layout.of(mesh, after, (rows, 8)))
+            sm.debug.plan(Layout.of(mesh, before, (rows, 8)), Layout.of(mesh, after, (rows, 8)))
     gc.collect()
     given = len(pairs) * 2 * 100
     assert len(mesh._layouts) <= 2 * given  # each as spelled and as padded

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardmesh as sm
 from shardmesh import P, Partial, Shard, ShardedTensor
+from shardmesh.parallel import distribute_module, shard_parameter
 from tests.sharding.ranks import collectives, every_rank, launched, on_mesh, place, same_error
 from tests.sharding.reference import equal, plain_grad
 
@@ -160,7 +161,7 @@ def test_a_reduction_that_fails_loses_no_gradient(mesh):
     """Here because nothing may be communicated; the gradient stays pending, and the next backward reduces both."""
     w = place(mesh, W, grad=True)
     x = place(mesh, X, Shard(0))
-    with pytest.raises(sm.CommBudgetError), sm.comm_budget(bytes=0):
+    with pytest.raises(sm.errors.CommBudgetError), sm.debug.comm_budget(bytes=0):
         (x @ w).tanh().sum().backward()
     (once,) = plain_grad(lambda w: (X @ w).tanh().sum(), W)
     assert sm.typeof(w.grad).pending == {"a": "sum"}
@@ -273,9 +274,9 @@ def test_a_model_equals_one_process(mesh_shape, first, second, batch):
 
     def program(mesh):
         model = mlp()
-        sm.shard_parameter(model[0], "weight", mesh, first)
-        sm.shard_parameter(model[3], "weight", mesh, second)
-        sm.distribute_module(model, mesh)
+        shard_parameter(model[0], "weight", mesh, first)
+        shard_parameter(model[3], "weight", mesh, second)
+        distribute_module(model, mesh)
         target = sm.device_put(torch.tensor([0, 1, 2, 3, 0]), mesh, P(*batch.dims[:1]))
         loss = nn.functional.cross_entropy(model(sm.device_put(X, mesh, batch)), target)
         loss.backward()

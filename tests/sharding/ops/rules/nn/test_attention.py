@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import distribute_module, shard_parameter
 from shardmesh.sharding.ops.rules.check import place
 from tests.sharding.ranks import collectives, on_mesh
 
@@ -89,7 +90,7 @@ def test_dropout_does_not_depend_on_the_mesh(name):
     mask[1] = False
 
     def program(mesh, spec):
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         leaves = [place(x, mesh, spec).requires_grad_() for x in (Q, K)]
         out = DROPPED[name](*leaves, place(mask, mesh, P()))
         grads = torch.autograd.grad(out.square().sum(), leaves, materialize_grads=True, allow_unused=True)
@@ -164,12 +165,12 @@ def megatron(name, module, mesh):
     """Projections split as tensor parallelism has them: into heads, and back."""
     for parameter, spec in (("in_proj_weight", P("b")), ("in_proj_bias", P("b")), ("q_proj_weight", P("b")), ("k_proj_weight", P("b"))):
         if isinstance(module, nn.MultiheadAttention) and getattr(module, parameter) is not None:
-            sm.shard_parameter(module, parameter, mesh, spec)
+            shard_parameter(module, parameter, mesh, spec)
     if name.endswith(("out_proj", "linear2")):
-        sm.shard_parameter(module, "weight", mesh, P(None, "b"))
+        shard_parameter(module, "weight", mesh, P(None, "b"))
     if name.endswith("linear1"):
-        sm.shard_parameter(module, "weight", mesh, P("b"))
-        sm.shard_parameter(module, "bias", mesh, P("b"))
+        shard_parameter(module, "weight", mesh, P("b"))
+        shard_parameter(module, "bias", mesh, P("b"))
 
 
 WAYS = [(P(None, "a"), None), (P(None, "a"), megatron), (P(None, None, "a"), None), (P(), megatron), (P("a"), None)]
@@ -201,7 +202,7 @@ def test_modules_run_unchanged(name):
         for spec, partition in WAYS:
             model = make().double()
             model.load_state_dict(start)
-            sm.distribute_module(model, mesh, partition)
+            distribute_module(model, mesh, partition)
             tensors = {key: place(t, mesh, P()) for key, t in TENSORS.items()}
             found = results(model, call, sm.distribute_tensor(X, mesh, spec, src_data_rank=None).requires_grad_(), tensors)
             for got, want in zip(found, wanted, strict=True):
@@ -214,7 +215,7 @@ def test_heads_stay_split_between_the_projections():
     """Tensor parallel attention: what is sent is the packed weight's way to its heads and the sum of the result."""
 
     def program(mesh):
-        model = sm.distribute_module(attention().double(), mesh, megatron)
+        model = distribute_module(attention().double(), mesh, megatron)
         with collectives() as records:
             out, _ = model(place(X, mesh, P()), place(X, mesh, P()), place(X, mesh, P()), need_weights=False)
         assert out.spec.unreduced == (("b", "sum"),)
@@ -229,8 +230,8 @@ def test_dropout_in_training():
 
     def program(mesh):
         torch.manual_seed(0)
-        model = sm.distribute_module(attention(dropout=0.5).double(), mesh)
-        sm.manual_seed(1)
+        model = distribute_module(attention(dropout=0.5).double(), mesh)
+        sm.random.manual_seed(1)
         x = place(X, mesh, P(None, "a"))
         return [y.detach().full_tensor() for y in model(x, x, x)]
 

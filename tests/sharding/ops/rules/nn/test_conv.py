@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import distribute_module, shard_parameter
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 from tests.tiers import examples
@@ -234,8 +235,8 @@ def network(padding_mode):
 
 def split_channels(name, module, mesh):
     if name in ("0", "2"):
-        sm.shard_parameter(module, "weight", mesh, P("b"))
-        sm.shard_parameter(module, "bias", mesh, P("b"))
+        shard_parameter(module, "weight", mesh, P("b"))
+        shard_parameter(module, "bias", mesh, P("b"))
 
 
 @pytest.mark.one_in(3)
@@ -250,7 +251,7 @@ def test_a_training_step(padding_mode, spec):
     optimizer.step()
 
     def program(mesh):
-        model = sm.distribute_module(network(padding_mode), mesh, split_channels)
+        model = distribute_module(network(padding_mode), mesh, split_channels)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ours = model(put(mesh, x, spec, False)).square().mean()
         torch.testing.assert_close(ours.detach().full_tensor(), loss.detach())

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import distribute_module, shard_parameter
 from shardmesh.sharding.ops.rules.check import place
 from tests.device import DEVICE
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
@@ -154,7 +155,7 @@ def test_modules_train_as_in_one_process(name, spec):
     def program(mesh):
         model = make().double()
         model.load_state_dict(start)
-        sm.distribute_module(model, mesh)
+        distribute_module(model, mesh)
         x = sm.distribute_tensor(value, mesh, spec, src_data_rank=None).requires_grad_()
         got, ours = trained(model, x, optimizer_of(model))
         torch.testing.assert_close(got.full_tensor(), want)
@@ -172,8 +173,8 @@ def test_sharded_running_statistics():
     def program(mesh):
         model = nn.BatchNorm2d(6).double()
         for name in ("weight", "bias", "running_mean", "running_var"):
-            sm.shard_parameter(model, name, mesh, P("b"))
-        sm.distribute_module(model, mesh)
+            shard_parameter(model, name, mesh, P("b"))
+        distribute_module(model, mesh)
         with collectives() as records:
             model(place(IMAGE, mesh, P("a", "b")))
         assert launched(records).count("all_gather") == 0

@@ -184,10 +184,10 @@ def test_random_windows_do_not_depend_on_the_mesh(call):
     def program(mesh):
         pooled = []
         for spec in (P(), P("a"), P(None, "a"), ROWS):
-            sm.manual_seed(3)
+            sm.random.manual_seed(3)
             pooled.append(call(put(mesh, x, spec), 2, output_ratio=(0.5, 0.6)).detach().full_tensor())
         assert all(torch.equal(pooled[0], p) for p in pooled)
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         assert call(put(mesh, x), 2, output_ratio=(0.7, 0.6)).shape == (4, 3, 6, 4)
         return pooled[0]
 
@@ -252,8 +252,8 @@ def test_bilinear():
     def program(mesh):
         torch.manual_seed(0)
         model = nn.Bilinear(3, 4, 5, dtype=torch.float64)
-        sm.shard_parameter(model, "weight", mesh, P("b"))
-        model = sm.distribute_module(model, mesh)
+        sm.parallel.shard_parameter(model, "weight", mesh, P("b"))
+        model = sm.parallel.distribute_module(model, mesh)
         model(put(mesh, x, P("a")), put(mesh, y, P("a"))).square().sum().backward()
         for p, grad in zip(model.parameters(), grads, strict=True):
             torch.testing.assert_close(p.grad.full_tensor(), grad)

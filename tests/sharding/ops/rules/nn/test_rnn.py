@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import shardmesh as sm
 from shardmesh import P
+from shardmesh.parallel import distribute_module, shard_parameter
 from tests.sharding.ranks import collectives, launched, on_mesh, same_error
 
 STEPS, BATCH, INPUT, HIDDEN = 4, 5, 3, 4
@@ -31,7 +32,7 @@ def built(make):
 def split_rows(name, module, mesh):
     """Every weight of a recurrent module, split over b in its rows."""
     for weight in [name for name, _ in module.named_parameters(recurse=False)]:
-        sm.shard_parameter(module, weight, mesh, P("b"))
+        shard_parameter(module, weight, mesh, P("b"))
 
 
 def flat(tree):
@@ -40,7 +41,7 @@ def flat(tree):
 
 def check_training(mesh, make, run, inputs, specs, partition=None):
     """Outputs, gradients of the inputs, and parameters after a step equal those of one process."""
-    plain, model = built(make), sm.distribute_module(built(make), mesh, partition)
+    plain, model = built(make), distribute_module(built(make), mesh, partition)
     theirs, ours = [x.clone().requires_grad_() for x in inputs], [put(mesh, *pair) for pair in zip(inputs, specs, strict=True)]
     made = []
     for module, tensors in ((plain, theirs), (model, ours)):
@@ -104,7 +105,7 @@ def test_one_sequence():
 
 def test_split_batch_needs_no_communication():
     def program(mesh):
-        model = sm.distribute_module(built(lambda: nn.LSTM(INPUT, HIDDEN, 2, dtype=torch.float64)), mesh)
+        model = distribute_module(built(lambda: nn.LSTM(INPUT, HIDDEN, 2, dtype=torch.float64)), mesh)
         with collectives() as records:
             out, (h, c) = model(put(mesh, numbers(STEPS, BATCH, INPUT), P(None, "a")))
         assert launched(records) == []
@@ -122,8 +123,8 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh():
     def program(mesh):
         outputs = []
         for spec in (P(), P(None, "a")):
-            model = sm.distribute_module(built(make), mesh)
-            sm.manual_seed(0)
+            model = distribute_module(built(make), mesh)
+            sm.random.manual_seed(0)
             out, (h, c) = model(put(mesh, x, spec))
             out.sum().backward()
             outputs.append([t.detach().full_tensor() for t in (out, h, c, model.weight_ih_l0.grad)])
@@ -166,7 +167,7 @@ def test_cells_on_split_rows_move_gates_and_no_weights():
     def program(mesh):
         cell = nn.LSTMCell(64, 64)
         for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"):
-            sm.shard_parameter(cell, name, mesh, P("a"))
+            shard_parameter(cell, name, mesh, P("a"))
         with collectives() as records:
             cell(put(mesh, numbers(2, 64).float()))
         return sum(record.bytes_received for record in records)
@@ -182,7 +183,7 @@ def test_packed_sequences_are_refused():
         pack_padded_sequence(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")), torch.tensor([4, 2]))
 
     def packed(mesh):
-        model = sm.distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh, src_data_rank=None)
+        model = distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh, src_data_rank=None)
         plain = pack_padded_sequence(numbers(STEPS, 2, INPUT), torch.tensor([4, 2]))
         model(plain._replace(data=put(mesh, plain.data, P("a"))))
 
@@ -195,7 +196,7 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
 
     def cell(mesh):
         torch.manual_seed(0)
-        return sm.distribute_module(nn.GRUCell(INPUT, HIDDEN), mesh, src_data_rank=None)
+        return distribute_module(nn.GRUCell(INPUT, HIDDEN), mesh, src_data_rank=None)
 
     def program(mesh):
         x, state = numbers(2, INPUT).float(), torch.ones(2, HIDDEN)
@@ -206,7 +207,7 @@ def test_a_plain_state_counts_as_replicated_if_it_is():
         cell(mesh)(put(mesh, numbers(2, INPUT).float(), P("a")), torch.full((2, HIDDEN), 1.0 + mesh.get_rank()))
 
     on_mesh((2,), program)
-    with pytest.raises(sm.ReplicaError, match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module"):
+    with pytest.raises(sm.errors.ReplicaError, match=r"a plain operand with a ShardedTensor counts as replicated inside a prepared module"):
         on_mesh((2,), different)
 
 
@@ -216,7 +217,7 @@ def test_weights_are_not_flattened(monkeypatch):
     monkeypatch.setattr(sm.ShardedTensor, "is_cuda", True)
 
     def program(mesh):
-        model = sm.distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh)
+        model = distribute_module(nn.LSTM(INPUT, HIDDEN, dtype=torch.float64), mesh)
         model.flatten_parameters()
         assert model(put(mesh, numbers(STEPS, 2, INPUT), P(None, "a")))[0].shape == (STEPS, 2, HIDDEN)
         with pytest.raises(RuntimeError, match="not one block of memory"):

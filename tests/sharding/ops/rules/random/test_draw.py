@@ -34,7 +34,7 @@ OF_TENSORS = {
 @pytest.mark.parametrize("name", OF_TENSORS)
 def test_the_same_on_any_mesh(name):
     def program(mesh, spec, unreduced=None):
-        sm.manual_seed(4)
+        sm.random.manual_seed(4)
         x = sm.device_put(WEIGHTS, mesh, spec)
         if unreduced:
             x = place_pending(WEIGHTS, mesh, P(*spec.dims, unreduced=unreduced))
@@ -129,9 +129,9 @@ def test_out_takes_what_is_drawn():
     def program(mesh):
         x, out = (sm.full((5,), 0.5, mesh, P("a"), dtype=torch.float64) for _ in range(2))
         for draw in (torch.bernoulli, torch.normal):
-            sm.manual_seed(2)
+            sm.random.manual_seed(2)
             expected = draw(x).full_tensor()
-            sm.manual_seed(2)
+            sm.random.manual_seed(2)
             assert draw(x, out=out) is out
             assert torch.equal(out.full_tensor(), expected)
 
@@ -156,7 +156,7 @@ def test_dtypes(name, dtype):
     """The mean over 3000 elements is near that of torch's own draw, clipped where it has none."""
 
     def program(mesh):
-        sm.manual_seed(1)
+        sm.random.manual_seed(1)
         x = sm.zeros(3000, device_mesh=mesh, placements=P("a"), dtype=dtype)
         assert DTYPES[name][0](x) is x
         return x.full_tensor()
@@ -180,7 +180,7 @@ def test_ranks_outside_the_mesh_keep_step():
     """Every kind of draw on a mesh of some ranks; afterwards all ranks still draw the same."""
 
     def program():
-        sm.manual_seed(5)
+        sm.random.manual_seed(5)
         some = sm.DeviceMesh(DEVICE, [1, 2], axis_names=("x",))
         x = sm.full((4, 3), 0.5, some, P("x"))
         for draw in (*OF_TENSORS.values(), *GRADIENTS_OF_ZERO.values()):
@@ -190,7 +190,7 @@ def test_ranks_outside_the_mesh_keep_step():
             draw(x.clone(), training=True, inplace=True)
         torch.native_dropout(x, 0.5, True)
         x.exponential_().random_(), torch.randint_like(x, 5), sm.randperm(5, some), sm.randint(5, (3,), some, P())
-        return sm.get_rng_state()
+        return sm.random.get_rng_state()
 
     states = sm.simulate(4)(program)()
     assert all(torch.equal(state, states[0]) for state in states)
@@ -200,7 +200,7 @@ def test_gumbel_softmax_is_a_sample_with_the_gradient_of_the_soft_one():
     weight = torch.linspace(-1, 2, 15, dtype=torch.float64).view(5, 3)
 
     def sample(mesh, spec, hard):
-        sm.manual_seed(7)
+        sm.random.manual_seed(7)
         x = sm.device_put(weight.cos(), mesh, spec).requires_grad_()
         y = F.gumbel_softmax(x, 0.7, hard)
         (y * sm.device_put(weight, mesh, spec)).sum().backward()
@@ -236,9 +236,9 @@ def test_gumbel_softmax_is_a_sample_with_the_gradient_of_the_soft_one():
         (lambda x: x.geometric_(1.0), ["0 < p < 1"]),
         (lambda x: x.cauchy_(0, 0), ["sigma"]),
         (lambda x: x.random_(3, 3), ["empty"]),
-        (lambda x: torch.poisson(x, torch.Generator()), ["sm.manual_seed"]),
-        (lambda x: torch.bernoulli(x, generator=torch.Generator()), ["sm.manual_seed"]),
-        (lambda x: torch.multinomial(x, 2, generator=torch.Generator()), ["sm.manual_seed"]),
+        (lambda x: torch.poisson(x, torch.Generator()), ["sm.random.manual_seed"]),
+        (lambda x: torch.bernoulli(x, generator=torch.Generator()), ["sm.random.manual_seed"]),
+        (lambda x: torch.multinomial(x, 2, generator=torch.Generator()), ["sm.random.manual_seed"]),
     ],
 )
 def test_draws_that_make_no_sense(draw, words):

@@ -30,7 +30,7 @@ def whole(shape, func, p=0.4, mesh_shape=(1,), spec=None, backward=False):
     """The whole results of two calls (or the gradients of their sum) on ones; every rank must agree, without communication."""
 
     def program(mesh):
-        sm.manual_seed(6)
+        sm.random.manual_seed(6)
         x = sm.ones(shape, mesh, spec, dtype=torch.float64, requires_grad=backward)
         with collectives() as records:
             results = [func(x, p, training=True) for _ in range(2)]
@@ -71,7 +71,7 @@ def test_alpha_dropout_is_torchs(func, p):
     torch.testing.assert_close(ours, theirs)
 
     def program(mesh):
-        sm.manual_seed(1)
+        sm.random.manual_seed(1)
         y = func(sm.randn(300, 300, device_mesh=mesh, dtype=torch.float64), p, True).full_tensor()
         return float(y.mean()), float(y.var())
 
@@ -90,11 +90,11 @@ def test_first_and_second_derivatives(func, in_place, spec):
 
     def program(mesh):
         def at(value):
-            sm.manual_seed(5)
+            sm.random.manual_seed(5)
             return func(sm.device_put(value, mesh, spec), training=True, **arguments).full_tensor()
 
         x = sm.device_put(whole_x, mesh, spec).requires_grad_()
-        sm.manual_seed(5)
+        sm.random.manual_seed(5)
         y = func(x * x - 1, training=True, inplace=in_place, **arguments)
         (first,) = torch.autograd.grad((y * y).sum(), [x], create_graph=True)
         first.sum().backward()
@@ -116,18 +116,18 @@ def test_pending_sums_stay_pending_and_other_pending_values_are_reduced():
     values = torch.arange(1.0, 13, dtype=torch.float64).view(3, 4)
 
     def program(mesh, kind):
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         expected = F.dropout(sm.device_put(values, mesh, P()), 0.5).full_tensor()
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         x = place_pending(values, mesh, P(None, "b", unreduced={"a": kind}))
         with collectives() as records:
             y = F.dropout(x, 0.5)
         assert (records == []) == (kind in ("sum", "avg"))
         assert bool(sm.typeof(y).pending) == (kind in ("sum", "avg"))
         torch.testing.assert_close(y.full_tensor(), expected)
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         expected = F.alpha_dropout(sm.device_put(values, mesh, P()), 0.5, True).full_tensor()
-        sm.manual_seed(0)
+        sm.random.manual_seed(0)
         torch.testing.assert_close(F.alpha_dropout(x, 0.5, True).full_tensor(), expected)
 
     for kind in ("sum", "avg", "max"):
@@ -138,13 +138,13 @@ def test_pending_sums_stay_pending_and_other_pending_values_are_reduced():
 def test_nothing_is_drawn_where_nothing_is_dropped(func):
     def program(mesh):
         x = sm.ones(4, 3, device_mesh=mesh, placements=P("a"))
-        state = sm.get_rng_state()
+        state = sm.random.get_rng_state()
         assert func(x, 0.5, training=False) is x
         assert func(x, 0.0, training=True) is x
         assert func(x, 0.0, training=True, inplace=True) is x
         empty = sm.ones(0, 3, device_mesh=mesh, placements=P("a"))
         assert func(empty, 0.5, training=True).shape == (0, 3)
-        assert torch.equal(sm.get_rng_state(), state)
+        assert torch.equal(sm.random.get_rng_state(), state)
         assert not func(x, 1.0, training=True).full_tensor().any()
         assert not func(x, 1, training=True, inplace=True).full_tensor().any()
 
@@ -167,7 +167,7 @@ def test_low_precision_keeps_the_mean():
 def test_modules(module):
     def program(mesh, spec):
         own = copy.deepcopy(module)
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         x = sm.randn(4, 6, 5, device_mesh=mesh, placements=spec)
         assert torch.equal(own.eval()(x).full_tensor(), own(x.full_tensor()))
         return own.train()(x).full_tensor()

@@ -38,7 +38,7 @@ CONVOLUTIONS = [
 def _filled(fill, arguments, shape, mesh_shape, spec):
     def rank():
         mesh = sm.init_device_mesh(DEVICE, mesh_shape, axis_names=("a", "b")[: len(mesh_shape)])
-        sm.manual_seed(3)
+        sm.random.manual_seed(3)
         parameter = torch.nn.Parameter(sm.zeros(shape, mesh, spec))
         assert fill(parameter, *arguments) is parameter
         assert parameter.requires_grad
@@ -95,7 +95,7 @@ def test_sparse_takes_rows_from_torchs_generator_and_asks_for_a_word():
         with pytest.raises(RuntimeError, match="implicit_replication"):
             init.sparse_(x, 0.5)
         torch.manual_seed(1)
-        with sm.implicit_replication():
+        with sm.ops.implicit_replication():
             init.sparse_(x, 0.5)
         assert torch.equal((x == 0).sum(0).full_tensor(), torch.full((4,), 3))
         return x.full_tensor()

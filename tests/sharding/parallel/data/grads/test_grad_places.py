@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardmesh as sm
+from shardmesh.parallel import data_parallel, fully_shard
 from shardmesh.sharding.parallel.data.grads.grad_places import GradWriter
 from shardmesh.sharding.redistribute.packed_collectives import contiguous_memory
 
@@ -58,9 +59,9 @@ class _Operators(TorchDispatchMode):
 
 
 FORMS = {
-    "ddp": lambda model, mesh: sm.data_parallel(model, mesh),
-    "zero1": lambda model, mesh: sm.data_parallel(model, mesh, optimizer="a"),
-    "fsdp": lambda model, mesh: sm.fully_shard(model, mesh),
+    "ddp": lambda model, mesh: data_parallel(model, mesh),
+    "zero1": lambda model, mesh: data_parallel(model, mesh, optimizer="a"),
+    "fsdp": lambda model, mesh: fully_shard(model, mesh),
 }
 
 

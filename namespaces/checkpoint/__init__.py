@@ -1,0 +1,31 @@
+"""Checkpoints that load on any mesh, state dicts and safetensors.
+
+    sm.checkpoint.save("run/step_100", {"model": model, "optim": optimizer})
+    sm.checkpoint.load("run/step_100", {"model": model, "optim": optimizer})      on another number of ranks, too
+"""
+
+from shardmesh.sharding.checkpoint.full_state import full_state_dict, load_full_state_dict
+from shardmesh.sharding.checkpoint.load import load
+from shardmesh.sharding.checkpoint.random_state import RandomState
+from shardmesh.sharding.checkpoint.safetensors import load_safetensors, save_safetensors
+from shardmesh.sharding.checkpoint.save import AsyncSave, async_save, save
+from shardmesh.sharding.checkpoint.state import load_state_dict, state_dict
+from shardmesh.sharding.checkpoint.storage.folder import Checkpoint, latest
+from shardmesh.sharding.checkpoint.tree import PerRank
+
+__all__ = [
+    "AsyncSave",
+    "Checkpoint",
+    "PerRank",
+    "RandomState",
+    "async_save",
+    "full_state_dict",
+    "latest",
+    "load",
+    "load_full_state_dict",
+    "load_safetensors",
+    "load_state_dict",
+    "save",
+    "save_safetensors",
+    "state_dict",
+]

@@ -1,0 +1,64 @@
+"""The names of `torch.distributed.tensor`, for programs that are ported by changing their imports.
+
+    - from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+    + from shardmesh.compat import DTensor, Shard, distribute_tensor
+
+docs/from_dtensor.md says what differs.
+"""
+
+from shardmesh.mesh import DeviceMesh, init_device_mesh
+from shardmesh.sharding.compat.dtensor import CommDebugMode, DTensor, visualize_sharding
+from shardmesh.sharding.compat.local_map import local_map
+from shardmesh.sharding.layout.spec import Partial, Placement, Replicate, Shard
+from shardmesh.sharding.ops.plain_operands import implicit_replication
+from shardmesh.sharding.ops.rules.register_sharding import register_sharding
+from shardmesh.sharding.parallel.context.attention import context_parallel
+from shardmesh.sharding.parallel.data.fully_shard import fully_shard
+from shardmesh.sharding.parallel.data.precision import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardmesh.sharding.parallel.module import distribute_module
+from shardmesh.sharding.parallel.tensor.plan import parallelize_module
+from shardmesh.sharding.parallel.tensor.torch_styles import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from shardmesh.sharding.tensor.convert import distribute_tensor
+from shardmesh.sharding.tensor.factories import arange, empty, full, ones, rand, randn, zeros
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ColwiseParallel",
+    "CommDebugMode",
+    "DTensor",
+    "DeviceMesh",
+    "MixedPrecisionPolicy",
+    "Partial",
+    "Placement",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "Replicate",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "Shard",
+    "arange",
+    "context_parallel",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "fully_shard",
+    "implicit_replication",
+    "init_device_mesh",
+    "local_map",
+    "ones",
+    "parallelize_module",
+    "rand",
+    "randn",
+    "register_sharding",
+    "visualize_sharding",
+    "zeros",
+]

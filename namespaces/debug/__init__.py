@@ -1,0 +1,28 @@
+"""Find out what is where, what communicates and what went wrong."""
+
+from shardmesh.mesh.comm.null import null_world
+from shardmesh.mesh.comm.report import CommReport, comm_budget, comm_report
+from shardmesh.sharding.debug.eval_shape import Evaluated, eval_shape
+from shardmesh.sharding.debug.explain import explain
+from shardmesh.sharding.debug.inspection import inspect
+from shardmesh.sharding.debug.nan_check import debug_nans
+from shardmesh.sharding.debug.replicas.check import ReplicaCheck, assert_replicated, check_replicas
+from shardmesh.sharding.debug.visualize import visualize
+from shardmesh.sharding.redistribute.plan import plan
+
+__all__ = [
+    "CommReport",
+    "Evaluated",
+    "ReplicaCheck",
+    "assert_replicated",
+    "check_replicas",
+    "comm_budget",
+    "comm_report",
+    "debug_nans",
+    "eval_shape",
+    "explain",
+    "inspect",
+    "null_world",
+    "plan",
+    "visualize",
+]

@@ -1,0 +1,46 @@
+"""Every error class of the library; those of the monitor derive from `WatchError`."""
+
+from shardmesh.mesh.comm.report import CommBudgetError
+from shardmesh.mesh.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    DeadlockError,
+    ImplicitCommError,
+    LaunchEnvironmentError,
+    MeshError,
+    MeshMismatchError,
+    PeerError,
+    RankLostError,
+    StallError,
+    WatchError,
+)
+from shardmesh.mesh.launch.local_processes import LaunchError, LaunchTimeoutError
+from shardmesh.sharding.checkpoint.agreement import CheckpointError
+from shardmesh.sharding.debug.nan_check import BadValueError
+from shardmesh.sharding.debug.replicas.compare import ReplicaError
+from shardmesh.sharding.functional.named_axes import UnboundAxisError
+from shardmesh.sharding.functional.types.type_checker import CapturedTensorError
+from shardmesh.sharding.functional.types.types import ShardingTypeError
+
+__all__ = [
+    "BadValueError",
+    "CapturedTensorError",
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CommBudgetError",
+    "DeadlockError",
+    "ImplicitCommError",
+    "LaunchEnvironmentError",
+    "LaunchError",
+    "LaunchTimeoutError",
+    "MeshError",
+    "MeshMismatchError",
+    "PeerError",
+    "RankLostError",
+    "ReplicaError",
+    "ShardingTypeError",
+    "StallError",
+    "UnboundAxisError",
+    "WatchError",
+]

@@ -1,0 +1,9 @@
+"""Optimizers that work on whole matrices, whatever their sharding: Muon, Shampoo. Those of `torch.optim` work as they are."""
+
+from shardmesh.sharding.optim.muon import Muon
+from shardmesh.sharding.optim.shampoo import Shampoo
+
+__all__ = [
+    "Muon",
+    "Shampoo",
+]

@@ -1,0 +1,30 @@
+"""What a training loop needs besides the model: clipping, averages, batches of the whole job, gradient scaling, preemption."""
+
+from shardmesh.mesh.launch.preemption import reached_preemption
+from shardmesh.mesh.launch.rank_zero import main_process_first, rank_zero
+from shardmesh.sharding.training.average import EMA
+from shardmesh.sharding.training.batch_norm import convert_sync_batchnorm
+from shardmesh.sharding.training.batch_report import BatchReport, batch_report
+from shardmesh.sharding.training.batches import Batches, batches
+from shardmesh.sharding.training.clipping import clip_grad_norm_, clip_grad_value_, get_total_norm
+from shardmesh.sharding.training.norms import tensor_norms
+from shardmesh.sharding.training.sampler import DistributedSampler
+from shardmesh.sharding.training.scaler import GradScaler
+
+__all__ = [
+    "EMA",
+    "BatchReport",
+    "Batches",
+    "DistributedSampler",
+    "GradScaler",
+    "batch_report",
+    "batches",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "convert_sync_batchnorm",
+    "get_total_norm",
+    "main_process_first",
+    "rank_zero",
+    "reached_preemption",
+    "tensor_norms",
+]
