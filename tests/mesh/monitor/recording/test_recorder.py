@@ -91,7 +91,7 @@ def test_a_group_of_one_notes_nothing(world: World) -> None:
 def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
     (hand,) = played(tmp_path, 1)
     calls: list[dict[str, Any]] = [
-        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"note": "f32[4] @ P() -> P()"},
+        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"tag": "f32[4] @ P() -> P()"},
     ]  # fmt: skip
     low48 = (1 << 48) - 1
     found = []
@@ -99,7 +99,7 @@ def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
         hand.call(**call)
         found.append(member(hand.monitor.directory, hand.recorder().key, 0, sequence).word & low48)
     assert len(set(found)) == len(calls)
-    hand.call(note="f32[4] @ P() -> P()")
+    hand.call(tag="f32[4] @ P() -> P()")
     assert member(hand.monitor.directory, hand.recorder().key, 0, len(calls)).word & low48 == found[-1]
 
 
@@ -243,7 +243,7 @@ def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
 
 
 def test_sharded_tensors_come_by_many_ways(world: World) -> None:
-    """The same collective with the same note, from methods of different depth."""
+    """The same collective with the same tag, from methods of different depth."""
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
     before = world.trace_buffer.words[Header.RECORDS]
