@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import Any, NamedTuple, Self
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -14,6 +13,13 @@ from .mesh_shape import MeshShape
 from .topology import Topology
 
 Axes = str | tuple[str, ...]
+
+
+class MeshCache(Protocol):
+    """What a package that builds on meshes keeps with one of them, see `AbstractMesh.cache`."""
+
+    def forget_plans(self) -> None:
+        """Drop what depends on the topology of the mesh, which has changed."""
 
 
 class AbstractMesh:
@@ -27,6 +33,7 @@ class AbstractMesh:
         axis_sizes: the same as a plain tuple.
         ndim: number of axes.
         ranks: the ranks in the shape of the mesh, int64, read-only.
+        cache: what the package that builds on meshes keeps with this one, for as long as it lives; None until that sets it.
 
     Raises: MeshError when a size is not a positive integer, names are missing or appear twice.
 
@@ -41,7 +48,7 @@ class AbstractMesh:
     axis_sizes: tuple[int, ...]
     ndim: int
     ranks: np.ndarray
-    _layouts: dict[Any, Any]
+    cache: MeshCache | None
 
     def __init__(self, shape: Sequence[int], axis_names: Sequence[str] | None = None) -> None:
         shape = checked_shape(shape)
@@ -55,9 +62,7 @@ class AbstractMesh:
         self.ndim = ranks.ndim
         self.axis_names = names
         self._index = {name: i for i, name in enumerate(names)}
-        self._layouts = {}
-        self._held_layouts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
-        self._unmoved: dict[Any, Any] = {}  # operators that need no communication for any shape: see sharding/ops/rules/propagation.py
+        self.cache = None
         self._parts: dict[Any, Any] = {}
         self._flattened: dict[str, tuple[str, ...]] = {}
         self._wholes: list[tuple[AbstractMesh, dict[str, tuple[str, ...]]]] = []  # meshes that this is a part of; its axes in theirs
@@ -147,8 +152,8 @@ class AbstractMesh:
         self._topology = None
         self._node_ids.clear()
         self._crossing_axes.clear()
-        for layout in (*self._layouts.values(), *self._held_layouts.values()):
-            layout.runners.clear()
+        if self.cache is not None:
+            self.cache.forget_plans()
         for part in self._parts.values():
             if part._origin is not None and part._origin.mesh is self and part._own_topology is None:
                 part._forget_plans()

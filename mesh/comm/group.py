@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import errors
 from ..monitor.recording.buffer_check import Guarded
-from ..monitor.recording.recorder import Recorder, route_of
+from ..monitor.recording.recorder import CommTag, Recorder, route_of
 from ..monitor.recording.thread_check import check_left
 from ..monitor.settings import settings
 from . import dtype_encoding
@@ -77,8 +77,9 @@ class Group(ABC):
     Buffers are contiguous tensors of any shape and dtype, read and written flat, in the order of `ranks`. A call
     returns when its result may be used (on CUDA: by the current stream); with `async_op=True` it returns at once a
     `Work` whose `wait()` does that, and the buffers must not be touched until then. Each call is recorded in the ledger, compared
-    with the other ranks' calls (`monitor/recording/recorder.py`) and passed to observers. In simulated and null worlds the work is
-    done when the call returns. A group of one rank moves and records nothing.
+    with the other ranks' calls (`monitor/recording/recorder.py`) and passed to observers. A `tag=` says what the call is for, in
+    records and messages, and must be the same on all ranks. In simulated and null worlds the work is done when the call returns. A
+    group of one rank moves and records nothing.
 
     Attributes:
         ranks: global ranks, ascending.
@@ -105,7 +106,7 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(ranks={self.ranks}, rank={self.rank})"
 
-    def all_gather(self, out: Tensor, x: Tensor, async_op: bool = False) -> Work | None:
+    def all_gather(self, out: Tensor, x: Tensor, async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
         """all_gather(x: S) -> R: every rank receives every rank's x, in group order.
 
             rank 0   x = [a]        out = [a b]
@@ -121,10 +122,12 @@ class Group(ABC):
             _copy(out, x)
             return DONE if async_op else None
         moved = (self.size - 1) * x.nbytes
-        begun = self._begin("all_gather", "", x.dtype, x.numel(), moved, moved)
+        begun = self._begin("all_gather", "", x.dtype, x.numel(), moved, moved, tag)
         return _ended(self._all_gather(out, x, async_op), begun, x)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None
+    ) -> Work | None:
         """reduce_scatter(x: U) -> S: part i of the reduced x goes to rank i.
 
             rank 0   x = [a b]        out = [a+c]
@@ -142,11 +145,11 @@ class Group(ABC):
             _copy(out, x)
             return DONE if async_op else None
         moved = (self.size - 1) * out.nbytes
-        begun = self._begin("reduce_scatter", op, x.dtype, x.numel(), moved, moved)
+        begun = self._begin("reduce_scatter", op, x.dtype, x.numel(), moved, moved, tag)
         reduce_scatter = self._reduce_scatter if x.dtype in dtype_encoding.NATIVE else self._reduce_scatter_encoded
         return _ended(reduce_scatter(out, x, op, async_op), begun, x)
 
-    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+    def all_reduce(self, x: Tensor, op: str = "sum", async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
         """all_reduce(x: U) -> R: x becomes the reduction of every rank's x, in place.
 
             rank 0   x = [a b]        x = [a+c b+d]
@@ -160,7 +163,7 @@ class Group(ABC):
         if self.size == 1:
             return DONE if async_op else None
         moved = 2 * (self.size - 1) * x.nbytes // self.size
-        begun = self._begin("all_reduce", op, x.dtype, x.numel(), moved, moved)
+        begun = self._begin("all_reduce", op, x.dtype, x.numel(), moved, moved, tag)
         all_reduce = self._all_reduce if x.dtype in dtype_encoding.NATIVE else self._all_reduce_encoded
         return _ended(all_reduce(x, op, async_op), begun, x, in_place=True)
 
@@ -171,6 +174,8 @@ class Group(ABC):
         out_splits: Sequence[int] | None = None,
         in_splits: Sequence[int] | None = None,
         async_op: bool = False,
+        *,
+        tag: CommTag | None = None,
     ) -> Work | None:
         """all_to_all(x: S) -> S': part i of x goes to rank i; what rank i sends here becomes part i of out.
 
@@ -180,7 +185,8 @@ class Group(ABC):
         Args:
             out_splits: elements that come from each rank; may be uneven and zero.
             in_splits: elements that go to each rank. Give both or neither, alike on every rank; with neither all parts have
-                the same size, which is faster, since backends take long to read lists.
+                the same size, which is faster, since backends take long to read lists. They are compared with those of the other
+                ranks where there is no tag, which would describe them.
 
         Communication: all_to_all, exactly the bytes that leave for and arrive from other ranks.
         Raises: CollectiveError when the splits do not have one entry per rank or do not add up to the buffers.
@@ -196,12 +202,12 @@ class Group(ABC):
             return DONE if async_op else None
         sent = (x.numel() - (even if in_splits is None else in_splits[self.rank])) * x.element_size()
         received = (out.numel() - (even if out_splits is None else out_splits[self.rank])) * out.element_size()
-        begun = self._begin("all_to_all", "", x.dtype, -1, sent, received)
-        if in_splits is not None and begun is not None and begun[0] is not None:
+        begun = self._begin("all_to_all", "", x.dtype, -1, sent, received, tag)
+        if tag is None and in_splits is not None and begun is not None and begun[0] is not None:
             begun[0].show_splits(begun[1], in_splits, out_splits or ())
         return _ended(self._all_to_all(out, x, out_splits, in_splits, async_op), begun, x)
 
-    def broadcast(self, x: Tensor, src: int, async_op: bool = False) -> Work | None:
+    def broadcast(self, x: Tensor, src: int, async_op: bool = False, *, tag: CommTag | None = None) -> Work | None:
         """broadcast(x) -> R: x becomes the x of the rank with index src in the group, in place.
 
             rank 0   x = [a]        x = [a]
@@ -218,11 +224,11 @@ class Group(ABC):
         if self.size == 1:
             return DONE if async_op else None
         sent, received = ((self.size - 1) * x.nbytes, 0) if self.rank == src else (0, x.nbytes)
-        begun = self._begin("broadcast", f"src={src}", x.dtype, x.numel(), sent, received)
+        begun = self._begin("broadcast", f"src={src}", x.dtype, x.numel(), sent, received, tag)
         return _ended(self._broadcast(x, src, async_op), begun, x, in_place=True)
 
     def permute(
-        self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False
+        self, out: Tensor, x: Tensor, *, dst: int | None, src: int | None, async_op: bool = False, tag: CommTag | None = None
     ) -> Work | None:
         """permute(x: S) -> S: send x to the rank dst, and receive in out what the rank src sends here.
 
@@ -252,7 +258,7 @@ class Group(ABC):
         if self.size == 1:
             return DONE if async_op else None
         sent, received = 0 if dst is None else x.nbytes, 0 if src is None else out.nbytes
-        begun = self._begin("permute", "", x.dtype, -1, sent, received, route_of(dst, src))
+        begun = self._begin("permute", "", x.dtype, -1, sent, received, tag, route_of(dst, src))
         return _ended(self._permute(out, x, dst, src, async_op), begun, x)
 
     def close(self, why: str) -> None:
@@ -263,15 +269,15 @@ class Group(ABC):
 
         self._observers = [refuse]  # called before anything else
 
-    def barrier(self) -> None:
+    def barrier(self, *, tag: CommTag | None = None) -> None:
         """Wait until every rank of the group has called it. Communication: one launch, counted as no bytes."""
         if self.size == 1:
             return
-        begun = self._begin("barrier", "", torch.uint8, 0, 0, 0)
+        begun = self._begin("barrier", "", torch.uint8, 0, 0, 0, tag)
         self._barrier()
         _ended(None, begun)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
+    def all_gather_object(self, obj: Any, *, tag: CommTag | None = None) -> list[Any]:
         """Return every rank's object, in group order, each a copy made by pickle. For small objects.
 
         Communication: counted as an all_gather of the pickled bytes of this rank's object.
@@ -280,22 +286,26 @@ class Group(ABC):
         moved = (self.size - 1) * len(data)
         if self.size == 1:
             return [pickle.loads(data)]
-        begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved)
+        begun = self._begin("all_gather_object", "", torch.uint8, -1, moved, moved, tag)
         with outside_of_transforms():
             gathered = self._all_gather_bytes(data)
         _ended(None, begun)
         return [pickle.loads(d) for d in gathered]
 
-    def direct(self, op: str, sent: int, received: int, dtype: torch.dtype, run: Callable[[], None]) -> None:
+    def direct(
+        self, op: str, sent: int, received: int, dtype: torch.dtype, run: Callable[[], None], *, tag: CommTag | None = None
+    ) -> None:
         """Run a collective that `run` implements without the backend; it is recorded and observed like any other.
 
         Communication: as given by the arguments, which are those of `CollectiveRecord`.
         """
-        begun = self._begin(op, "", dtype, -1, sent, received)
+        begun = self._begin(op, "", dtype, -1, sent, received, tag)
         run()
         _ended(None, begun)
 
-    def _begin(self, op: str, how: str, dtype: torch.dtype, size: int, sent: int, received: int, route: int = 0) -> _Begun | None:
+    def _begin(
+        self, op: str, how: str, dtype: torch.dtype, size: int, sent: int, received: int, tag: CommTag | None, route: int = 0
+    ) -> _Begun | None:
         """Record a collective and notify the observers, before anything is sent; the result is for `_ended`.
 
         Raises: WatchError when the job has failed, or another rank called something else; what an observer raises.
@@ -310,7 +320,7 @@ class Group(ABC):
         if recorder.caller and recorder.caller != thread:
             check_left(self, recorder.caller, op, _CALLS)
         recorder.caller = thread
-        return recorder, recorder.enter(op, how, dtype, size, sent, received, route), over
+        return recorder, recorder.enter(op, how, dtype, size, sent, received, tag, route), over
 
     def _add_recorder(self) -> Recorder:
         watch = self.world.monitor

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_settings = settings()
 _NO_TIMEOUT = timedelta(days=7)
 _EMPTY = torch.empty(0)
 _EXIT_DELAY_S = 0.1
@@ -144,13 +145,14 @@ class ProcessGroup(Group):
 
         Raises: LaunchEnvironmentError after destroy_process_group.
         """
-        if self._channel is None:
-            if self._given is not None:
-                self._alive(self._given)
+        made = None if self._channel is None else self._channel()
+        if made is None:
+            reference = self._channel or self._given
+            if reference is not None:
+                self._alive(reference)  # raises if it is not
             made = self._new_handle()
             self._channel = weakref.ref(made)
-            return made
-        return self._alive(self._channel)
+        return made
 
     def _alive(self, reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
         made = reference()
@@ -271,7 +273,7 @@ class ProcessGroup(Group):
 
     def _watch_of(self, x: Tensor) -> Monitor | None:
         """Return the monitor if it should watch the wait for a collective on this tensor, else None."""
-        return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and settings().mode != "off" else None
+        return self.recorder.monitor if self.recorder is not None and x.device.type == "cpu" and _settings.mode != "off" else None
 
     def _barrier(self) -> None:
         self._start(dist.barrier, (_EMPTY,), False)
@@ -304,7 +306,7 @@ def _timeout() -> timedelta | None:
 
 def is_watched(backends: str) -> bool:
     """Return whether the monitor checks waits in collectives of these backends; on an accelerator the stream waits, so it cannot."""
-    return settings().mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
+    return _settings.mode != "off" and all(part.startswith("cpu") or ":" not in part for part in backends.split(","))
 
 
 def _needs_host_memory(handle: dist.ProcessGroup, device: torch.device) -> bool:

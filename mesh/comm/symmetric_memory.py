@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.symmetric import MAX_PROGRAMS, MAX_RANKS, PAD_BYTES, Peers
 from .. import errors
+from ..monitor.recording.recorder import CommTag
 from .group import Group
 
 BUFFER_BYTES = 64 << 20  # on each rank, for each group that uses it
@@ -20,25 +21,28 @@ STAGING_BYTES = BUFFER_BYTES // 4 * 3  # the part that peers may pull from; the 
 # About ten minutes of polls of a microsecond each, as long as NCCL waits by default.
 SPINS = 600_000_000
 
-Provider = Callable[[Group, torch.device], Peers | None]
+Provider = Callable[[Group, torch.device, CommTag | None], Peers | None]
 
 
-def peers_of(group: Group, device: torch.device) -> Peers | None:
+def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> Peers | None:
     """Return the memory that the group's ranks share on this type of device, or None on every rank if there is none.
+
+    Args:
+        tag: what it is needed for.
 
     Communication: the first call for a group that may have one exchanges addresses among its ranks.
     """
     if device.type not in group.shared:
-        group.shared[device.type] = _agreed(group, device) if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS else None
+        group.shared[device.type] = _agreed(group, device, tag) if device.type in PROVIDERS and 1 < group.size <= MAX_RANKS else None
     return group.shared[device.type]
 
 
-def needed_peers(group: Group, device: torch.device) -> Peers:
-    """Return `peers_of(group, device)` for a plan that needs it.
+def needed_peers(group: Group, device: torch.device, tag: CommTag | None) -> Peers:
+    """Return `peers_of(group, device, tag)` for a plan that needs it.
 
     Raises: CollectiveError if there is none.
     """
-    found = peers_of(group, device)
+    found = peers_of(group, device, tag)
     if found is None:
         raise errors.CollectiveError(
             f"the plan uses symmetric memory of the ranks {group.ranks}, but they share none on {device.type!r}: the mesh's topology "
@@ -48,18 +52,18 @@ def needed_peers(group: Group, device: torch.device) -> Peers:
     return found
 
 
-def _agreed(group: Group, device: torch.device) -> Peers | None:
+def _agreed(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
     """Return the memory if every rank could allocate it, else None."""
     try:
-        found = PROVIDERS[device.type](group, device)
+        found = PROVIDERS[device.type](group, device, tag)
     except (ImportError, RuntimeError):  # such as no peer-to-peer access between the devices
         found = None
     missing = torch.tensor([int(found is None)], dtype=torch.int32, device=device)
-    group.all_reduce(missing, "max")
+    group.all_reduce(missing, "max", tag=tag)
     return None if int(missing) else found
 
 
-def _of_torch(group: Group, device: torch.device) -> Peers | None:
+def _of_torch(group: Group, device: torch.device, tag: CommTag | None) -> Peers | None:
     """Allocate torch's symmetric memory; the signal pad is at the end of the buffer."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -70,7 +74,7 @@ def _of_torch(group: Group, device: torch.device) -> Peers | None:
     shared = symmetric.rendezvous(memory, handle)
     addresses = torch.tensor(list(shared.buffer_ptrs), dtype=torch.int64).to(device)
     torch.get_device_module(device.type).synchronize(device)  # the pad must be zero before any rank writes to it
-    group.barrier()
+    group.barrier(tag=tag)
     return Peers(
         group.rank, group.size, memory[:BUFFER_BYTES], addresses, addresses + BUFFER_BYTES,
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device),

@@ -12,7 +12,6 @@ from ..monitor.recording.trace_buffer import TraceBuffer
 
 if TYPE_CHECKING:
     from ..monitor.monitor import Monitor
-    from ..monitor.recording.recorder import CommTag
     from .group import Group, Observer
 
 
@@ -20,12 +19,10 @@ class CommContext(threading.local):
     """What the collectives that this thread calls are part of, set by their callers.
 
     Attributes:
-        tag: which tensor is moved from which layout to which; None if unknown.
         lineage: how the value was computed, see `sharding/ops/lineage.py`; 0 if unknown.
         roots: number of values that have entered the program in this thread, by kind.
     """
 
-    tag: CommTag | None = None
     lineage: int = 0
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ def _blame(blamed: Sequence[int]) -> str:
 
 
 def _fields(call: Arrival) -> list[object]:
-    return [call.op, call.agree, call.note, call.lineage]
+    return [call.op, call.agree, call.tag, call.lineage]
 
 
 def _field(calls: Sequence[Arrival]) -> str:

@@ -30,7 +30,7 @@ class Arrival:
 
     Attributes:
         agree: arguments that must be equal on all ranks.
-        note: the `CommTag`, as text; must be equal on all ranks, too.
+        tag: the text of the `CommTag`, "" if there is none; must be equal on all ranks, too.
         lineage: how the value was computed; 0 if unknown.
         trace_buffer: the rank's ledger; None if nothing is recorded.
     """
@@ -38,7 +38,7 @@ class Arrival:
     op: str
     agree: tuple[Any, ...]
     buffers: tuple[Any, ...]
-    note: str = ""
+    tag: str = ""
     lineage: int = 0
     trace_buffer: TraceBuffer | None = None
 
@@ -48,7 +48,7 @@ class Arrival:
             words += [f"out_splits={list(self.buffers[2])}", f"in_splits={list(self.buffers[3])}"]
         if self.op == "permute":
             words += [f"dst={self.buffers[2]}", f"src={self.buffers[3]}"]
-        return f"{self.op}({', '.join(words)})" + (f" for {self.note}" if self.note else "")
+        return f"{self.op}({', '.join(words)})" + (f" for {self.tag}" if self.tag else "")
 
 
 Move = Callable[[list[Arrival]], Any]
@@ -85,7 +85,7 @@ def like(x: Tensor) -> tuple[torch.dtype, str]:
 def _disagreement(ranks: tuple[int, ...], calls: list[Arrival]) -> str | None:
     """Return how the ranks' calls differ, None if they agree."""
     first = calls[0]
-    if any(c.op != first.op or c.agree != first.agree or c.note != first.note for c in calls):
+    if any(c.op != first.op or c.agree != first.agree or c.tag != first.tag for c in calls):
         return "ranks call different collectives"
     parties = connected(calls, lambda one, other: not unlike(one.lineage, other.lineage))
     if is_divided(parties, lambda one, other: differ(one.lineage, one.trace_buffer, other.lineage, other.trace_buffer)):

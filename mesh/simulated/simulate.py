@@ -59,10 +59,11 @@ class SimulatedGroup(Group):
         self._scheduler = world.scheduler
 
     def _run(self, call: Arrival, move: Move) -> Any:
-        if _settings.mode != "off":
-            tag = self.world.comm_context.tag
-            text, lineage = "" if tag is None else tag.text, self.world.comm_context.lineage
-            call = replace(call, note=text, lineage=lineage, trace_buffer=self.world.trace_buffer)
+        if self.recorder is not None and _settings.mode != "off":
+            tag, world = self.recorder.tag, self.world
+            call = replace(
+                call, tag="" if tag is None else tag.text, lineage=world.comm_context.lineage, trace_buffer=world.trace_buffer
+            )
         return self._scheduler.run_collective(self.ranks, self.world.rank, call, move)
 
     def _move(self, call: Arrival, move: Move, async_op: bool) -> Work | None:

@@ -15,6 +15,7 @@ from ...kernels.box import Box, box_size
 from ...mesh.abstract_mesh import AbstractMesh, unravel
 from ...mesh.comm.transforms import outside_of_transforms
 from .bounded_cache import keep
+from .mesh_layouts import MeshLayouts
 from .spec import EACH, Cut, P, Placement, Sharding, as_spec, spec_to_placements
 
 _DTYPE_NAMES = {
@@ -24,14 +25,14 @@ _DTYPE_NAMES = {
 }  # fmt: skip
 
 
-_LIMIT = 8192  # layouts cached on a mesh, one entry for each spelling
+_LIMIT = 8192  # recent layouts of a mesh, one entry for each spelling
 
 
 class Layout:
     """Which box of a global tensor each rank holds. Make one with `Layout.of`.
 
-    Immutable, and interned on its mesh: equal layouts are the same object, so comparing and hashing them is fast. The mesh
-    caches the last few thousand, with the plans and operator strategies made for them; others live as long as a tensor has them.
+    Immutable, and interned for its mesh: equal layouts are the same object, so comparing and hashing them is fast. The last few
+    thousand of a mesh are kept, with the plans and operator strategies made for them; others live as long as a tensor has them.
 
     Attributes:
         mesh: the `DeviceMesh` (or `AbstractMesh`, for planning without devices).
@@ -69,9 +70,11 @@ class Layout:
         Communication: none.
         """
         where = tuple(where) if type(where) is list else where
-        key = (where, tuple(shape), dtype)
+        key = (where, tuple(shape) if type(shape) is list else shape, dtype)
         try:
-            layout = mesh._layouts.get(key)  # by the spelling in which it was asked for before
+            layout = mesh.cache.recent.get(key)  # type: ignore[union-attr]  # by the spelling in which it was asked for before
+        except AttributeError:  # the first one of the mesh
+            layout = None
         except TypeError:  # not hashable
             return _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
         if layout is None:
@@ -79,7 +82,7 @@ class Layout:
                 one, other = distinct_mesh_names(where.mesh, mesh)
                 raise ValueError(f"the sharding {where.spec} is on {one}, and the tensor is on {other}; give a sharding on that mesh")
             layout = _interned(mesh, as_spec(where, mesh.axis_names, len(shape)), torch.Size(shape), dtype)
-            keep(mesh._layouts, key, layout, _LIMIT)
+            keep(MeshLayouts.of(mesh).recent, key, layout, _LIMIT)
         return layout
 
     def replace(
@@ -96,9 +99,9 @@ class Layout:
         )
 
     def temporary(self, spec: P) -> Layout:
-        """Return this layout with another spec, without adding it to the mesh's cache: for the many that a planner tries."""
-        key = (spec, self.shape, self.dtype)
-        return self.mesh._layouts.get(key) or _interned(self.mesh, spec, self.shape, self.dtype, is_cached=False)
+        """Return this layout with another spec, without adding it to the recent ones of the mesh: for the many that a planner tries."""
+        recent = self.mesh.cache.recent  # type: ignore[union-attr]
+        return recent.get((spec, self.shape, self.dtype)) or _interned(self.mesh, spec, self.shape, self.dtype, is_cached=False)
 
     # -- properties of the spec ----------------------------------------------------------------------------------------
 
@@ -307,11 +310,12 @@ def _interned(mesh: AbstractMesh, spec: P, shape: torch.Size, dtype: torch.dtype
         cuts = [_normal_cuts(mesh, spec, dim, shape) if spec.cuts[dim] else () for dim in range(len(shape))]
         spec = P.of_cuts(cuts, dict(spec.unreduced))
     key = (spec, shape, dtype)
-    layout = mesh._layouts.get(key) or mesh._held_layouts.get(key)
+    layouts = MeshLayouts.of(mesh)
+    layout = layouts.recent.get(key) or layouts.alive.get(key)
     if layout is None:
         _check_average(spec, dtype)
-        layout = mesh._held_layouts[key] = Layout(mesh, spec, shape, dtype)
-    return keep(mesh._layouts, key, layout, _LIMIT) if is_cached else layout
+        layout = layouts.alive[key] = Layout(mesh, spec, shape, dtype)
+    return keep(layouts.recent, key, layout, _LIMIT) if is_cached else layout
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

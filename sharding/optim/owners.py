@@ -56,7 +56,8 @@ class Owners:
         """`layouts`: of the tensors, on one mesh and with nothing pending; `dtype`: that of communication."""
         mesh: Any = layouts[0].mesh
         self.group: Group = mesh.group()
-        self._units, self._name = units, f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
+        name = f"{len(layouts)} matrices, {stable_hash(str([str(x) for x in layouts])):x}"
+        self._units, self._to_tag, self._from_tag = units, CommTag(f"{name} to their owners"), CommTag(f"{name} back from their owners")
         places, me = [mesh.coordinate_of(rank) for rank in self.group.ranks], self.group.rank
         held = _held_parts(layouts, units, places)
         self.owner = assign(units, held)
@@ -72,24 +73,16 @@ class Owners:
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Return the whole unit for each owned one, an empty tensor for others, from local parts. Communication: one all_to_all."""
-        return self._run(self._to_owners, [parts[unit.tensor] for unit in self._units], "to their owners")
+        return self._to_owners([parts[unit.tensor] for unit in self._units], tag=self._to_tag)
 
     def scatter(self, done: Sequence[Tensor], into: Sequence[Tensor]) -> None:
         """Write the processed units of all owners into local parts, in place. Communication: one all_to_all."""
-        pieces = self._run(self._from_owners, list(done), "back from their owners")
+        pieces = self._from_owners(list(done), tag=self._from_tag)
         for unit, index, piece in zip(self._units, self._pieces, pieces, strict=True):
             if piece.numel():
                 into[unit.tensor][index].copy_(piece)
 
-    def _run(self, run: Callable[[list[Tensor]], Any], tensors: list[Tensor], way: str) -> list[Tensor]:
-        context = self.group.world.comm_context
-        context.tag = CommTag(f"{self._name} {way}")
-        try:
-            return run(tensors)
-        finally:
-            context.tag = None
-
-    def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[[list[Tensor]], Any]:
+    def _exchange(self, moves: Sequence[tuple[list[Transfer], Box, Box]], dtype: torch.dtype) -> Callable[..., Any]:
         """Return one exchange for all units; each has the transfers of all ranks, and this rank's box before and after."""
         shares = [_share(transfers, have, want, self.group) for transfers, have, want in moves]
         return AllToAllV(self.group, dtype, shares).start if any(transfers for transfers, *_ in moves) else _local_copy(shares, dtype)
@@ -169,12 +162,12 @@ def _share(moves: Sequence[Transfer], have: Box, want: Box, group: Group) -> Ten
     return TensorShare(have, want, sends, recvs, intersect(have, want))
 
 
-def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[[list[Tensor]], list[Tensor]]:
+def _local_copy(shares: Sequence[TensorShare], dtype: torch.dtype) -> Callable[..., list[Tensor]]:
     """Return the local copy for units that need no communication."""
     cuts = [None if share.kept is None else slices(share.kept, box_origin(share.have)) for share in shares]
     shapes = [box_shape(share.want) for share in shares]
 
-    def run(tensors: list[Tensor]) -> list[Tensor]:
+    def run(tensors: list[Tensor], tag: CommTag) -> list[Tensor]:
         return [
             x.new_empty(shape, dtype=dtype) if cut is None else x[cut].to(dtype)
             for x, cut, shape in zip(tensors, cuts, shapes, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 
 import torch
@@ -14,6 +15,7 @@ from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, unpack_m
 from ...kernels.reduce import combine_many, compile_combine
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import DONE
+from ...mesh.monitor.recording.recorder import CommTag
 from .packed_collectives import AsyncResults, Collective, PackT, concatenated, packed, results
 
 
@@ -98,7 +100,13 @@ class AllToAllV(Collective):
         self.receives_in_place = len(shares) == 1 and shares[0].kept is None and self.unpacks[0].zero_copy
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         if outs is None and not self.receives_in_place:
             # naming the dtype takes torch longer
@@ -107,12 +115,12 @@ class AllToAllV(Collective):
                 for x, shape in zip(tensors, self.shapes, strict=True)
             ]
         for keep, x, out in zip(self.keeps, tensors, outs or (), strict=False):
-            keep(x, out)
+            keep(x, out, None)
         sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype)
         received = sent.new_empty(self.total)
         tensors.clear()
-        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op)
-        return results(work, lambda: unpack_many(self.unpacks, received, outs))
+        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
+        return results(work, partial(unpack_many, self.unpacks, received, outs))
 
 
 def _through_buffers(me: int, share: TensorShare) -> TensorShare | None:
@@ -138,13 +146,19 @@ class AllToAllReduce(Collective):
         self.total = sum(self.out_splits)
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         sent = packed(self.packs, tensors, sum(self.in_splits), self.dtype, self.scale)
         received = sent.new_empty(self.total)
         tensors.clear()
-        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op)
-        return results(work, lambda: combine_many(self.combines, received, outs))
+        work = self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
+        return results(work, partial(combine_many, self.combines, received, outs))
 
 
 def _stacks(shares: Sequence[TensorShare]) -> tuple[list[dict[Box, list[int]]], list[int]]:
@@ -168,18 +182,24 @@ class CollectivePermute(Collective):
         self.group, self.dtype, self.dst, self.src, self.shape = group, dtype, dst, src, shape
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         x = concatenated(tensors, self.dtype)
         tensors.clear()
         out = x.new_empty(self.shape) if outs is None else outs[0]
-        work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op)
+        work = self.group.permute(out, x, dst=self.dst, src=self.src, async_op=async_op, tag=tag)
         return results(work, lambda: [out])
 
 
 # -- several collectives for one result --------------------------------------------------------------------------------
 
-FillResult = Callable[[Tensor, Tensor], None]  # (this rank's tensor, the result): writes a part of the result
+FillResult = Callable[[Tensor, Tensor, CommTag | None], None]  # (this rank's tensor, the result, tag): writes a part of the result
 
 
 class CollectiveSequence(Collective):
@@ -189,23 +209,29 @@ class CollectiveSequence(Collective):
         self.dtype, self.shape, self.fills = dtype, shape, fills
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Run the collectives; each is waited for, also with `async_op`."""
         (x,) = tensors
         tensors.clear()
         out = x.new_empty(self.shape, dtype=self.dtype) if outs is None else outs[0]
         for fill in self.fills:
-            fill(x, out)
+            fill(x, out, tag)
         return AsyncResults(DONE, lambda: [out]) if async_op else [out]
 
 
 def keep_local(share: TensorShare) -> FillResult:
     """Return a function that copies what the rank has already into the result."""
     if share.kept is None:
-        return lambda x, out: None
+        return lambda x, out, tag: None
     before, after = slices(share.kept, box_origin(share.have)), slices(share.kept, box_origin(share.want))
-    return lambda x, out: out.__setitem__(after, x[before])
+    return lambda x, out, tag: out.__setitem__(after, x[before])
 
 
 def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
@@ -214,10 +240,10 @@ def all_to_all_in_node(group: Group, share: TensorShare) -> FillResult:
     (unpack,), out_splits = _unpacks([share])
     in_splits, total = [_numel(boxes) for boxes in share.sends], sum(out_splits)
 
-    def run(x: Tensor, out: Tensor) -> None:
+    def run(x: Tensor, out: Tensor, tag: CommTag | None) -> None:
         sent, received = out.new_empty(sum(in_splits)), out.new_empty(total)
         fill(x, out, sent)
-        group.all_to_all(received, sent, out_splits, in_splits)
+        group.all_to_all(received, sent, out_splits, in_splits, tag=tag)
         unpack(received, out)
 
     return run

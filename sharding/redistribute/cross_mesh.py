@@ -98,7 +98,7 @@ class CrossMeshExchange:
         target: the layout after, on the destination mesh.
     """
 
-    __slots__ = ("_have", "_run", "_shape", "source", "target")
+    __slots__ = ("_exchange", "_have", "_keep", "_shape", "source", "target")
 
     def __init__(self, plan: CrossMeshPlan) -> None:
         self.source, self.target = plan.source, plan.target
@@ -106,10 +106,13 @@ class CrossMeshExchange:
         share = _share(plan, world.rank)
         self._have, self._shape = box_shape(share.have), self.target.local_shape
         takes_part = plan.transfers and world.rank in plan.ranks
-        self._run = AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).run if takes_part else _keep_local(share)
+        self._exchange = AllToAllV(world.group(plan.ranks), plan.src.dtype, [share]).start if takes_part else None
+        self._keep = _keep_local(share)
 
     def __call__(self, local: Tensor) -> Tensor:
-        return self._run(local.reshape(self._have)).reshape(self._shape)
+        local = local.reshape(self._have)
+        moved: Any = self._keep(local) if self._exchange is None else self._exchange([local])[0]  # type: ignore[index]
+        return moved.reshape(self._shape)
 
 
 def _share(plan: CrossMeshPlan, rank: int) -> TensorShare:

@@ -100,7 +100,7 @@ class Executor:
         after: for each tensor the local steps after its last collective.
     """
 
-    __slots__ = ("_comm_context", "_dtypes", "_meta_result", "_note", "_only", "_runs", "after", "stages")
+    __slots__ = ("_dtypes", "_meta_result", "_runs", "_tag", "after", "stages")
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         meshes = [device_mesh(p.src) for p in plans]
@@ -116,9 +116,8 @@ class Executor:
         ]
         self.after = [[compile_local(step) for step in rest] for rest in last]
         self._dtypes = [p.dst.dtype for p in plans]
-        self._comm_context, self._note = meshes[0].world.comm_context, CommTag(_name(plans))
+        self._tag = CommTag(_name(plans))
         self._runs = self._sequential() if len(plans) == 1 else []
-        self._only = self._runs[0] if len(self._runs) == 1 else None
         self._meta_result = plans[0].dst if meshes[0].device_type != "meta" else None  # the result for a part on "meta"
 
     @property
@@ -128,43 +127,34 @@ class Executor:
 
     # -- one tensor, waited for ----------------------------------------------------------------------------------------
 
-    def _sequential(self) -> list[LocalRun]:
-        """Return all that happens to a single tensor as functions of it."""
-        runs: list[LocalRun] = []
+    def _sequential(self) -> list[tuple[Callable[..., Any], bool | None]]:
+        """Return all that happens to a single tensor: functions of it and None, or `start` of collectives and whether to donate it."""
+        runs: list[tuple[Callable[..., Any], bool | None]] = []
         for number, stage in enumerate(self.stages):
-            runs += stage.before[0]
+            runs += [(run, None) for run in stage.before[0]]
             for bucket in stage.buckets:
-                in_place = (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce
-                runs.append(bucket.collective.run_donated if in_place else bucket.collective.run)
-        return [*runs, *self.after[0]]
+                runs.append((bucket.collective.start, (number > 0 or stage.makes_new[0]) and bucket.is_all_reduce))
+        return [*runs, *((run, None) for run in self.after[0])]
 
     def __call__(self, local: Tensor) -> Tensor:
         """Return this rank's part after the plan, which must be the only one."""
         if local.is_meta and self._meta_result is not None:  # nothing to move
             return local.new_empty(self._meta_result.local_shape, dtype=self._dtypes[0])
         if profiler._is_profiler_enabled:
-            with named(self._note):
+            with named(self._tag):
                 return self._run(local)
         return self._run(local)
 
     def _run(self, local: Tensor) -> Tensor:
-        context = self._comm_context
-        context.tag = self._note
-        try:
-            if self._only is not None:
-                local = self._only(local)
-            else:
-                for run in self._runs:
-                    local = run(local)
-        finally:
-            context.tag = None
+        for run, donate in self._runs:
+            local = run(local) if donate is None else run([local], donate=donate, tag=self._tag)[0]
         dtype = self._dtypes[0]
         return local if local.dtype is dtype else local.to(dtype)
 
     # -- any number, perhaps async -------------------------------------------------------------------------------------
 
     def start(
-        self, tensors: list[Tensor], *, donate: bool = False, outs: Sequence[Tensor] | None = None, note: CommTag | None = None
+        self, tensors: list[Tensor], *, donate: bool = False, outs: Sequence[Tensor] | None = None, tag: CommTag | None = None
     ) -> Callable[[], list[Tensor]]:
         """Launch everything but what comes after the last collectives. Return a function that waits for them and returns the parts.
 
@@ -174,20 +164,17 @@ class Executor:
             tensors: a list of this rank's parts, which is emptied.
             donate: the parts may be overwritten, and results may share their memory.
             outs: contiguous tensors to put the results into.
-            note: what the collectives belong to, if the caller knows more than the layouts.
+            tag: what the collectives are for, if the caller knows more than the layouts.
         """
         parts: list[Any] = list(tensors)
         tensors.clear()
         is_new = [donate] * len(parts)  # whether a part may be overwritten
         launched: Launched = []
-        self._comm_context.tag = note = note or self._note
-        try:
-            with named(note):
-                for stage in self.stages:
-                    _finish(launched, parts, is_new)
-                    launched = self._launch(stage, parts, is_new, donate, outs)
-        finally:
-            self._comm_context.tag = None
+        tag = tag or self._tag
+        with named(tag):
+            for stage in self.stages:
+                _finish(launched, parts, is_new)
+                launched = self._launch(stage, parts, is_new, donate, outs, tag)
 
         def wait() -> list[Tensor]:
             _finish(launched, parts, is_new)
@@ -197,7 +184,7 @@ class Executor:
         return wait
 
     def _launch(
-        self, stage: _Stage, parts: list[Any], is_new: list[bool], donate: bool, outs: Sequence[Tensor] | None
+        self, stage: _Stage, parts: list[Any], is_new: list[bool], donate: bool, outs: Sequence[Tensor] | None, tag: CommTag
     ) -> Launched:
         for i, runs in enumerate(stage.before):
             for run in runs:
@@ -210,7 +197,7 @@ class Executor:
                 parts[i] = None  # so that its memory can be freed as soon as it is packed
             donated = (donate or bucket.is_all_reduce) and all(is_new[i] for i in bucket.members)
             into = [outs[i] for i in bucket.members] if outs is not None and bucket.is_final else None
-            launched.append((bucket, bucket.collective.launch(given, donate=donated, outs=into)))
+            launched.append((bucket, bucket.collective.launch(given, donate=donated, outs=into, tag=tag)))
         return launched
 
     def _results(self, parts: list[Any], outs: Sequence[Tensor] | None) -> list[Tensor]:

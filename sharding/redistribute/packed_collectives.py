@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from ...kernels.box import Box, box_size
 from ...kernels.copy import Pack, Unpack, compile_pack, compile_unpack, pack_many, unpack_many
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import DONE, Work
+from ...mesh.monitor.recording.recorder import CommTag
 
 PackT = TypeVar("PackT", Pack, Unpack)
 
@@ -54,7 +56,13 @@ class Collective(ABC):
 
     @abstractmethod
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Pack and launch. Return the results, or with `async_op` an `AsyncResults`.
 
@@ -62,20 +70,13 @@ class Collective(ABC):
             tensors: this rank's parts. The list is emptied, so that their memory can be freed as soon as they are packed.
             donate: the tensors may be overwritten, and results may share their memory.
             outs: contiguous tensors to put the results into.
+            tag: what the collective is for.
         """
 
-    def launch(self, tensors: list[Tensor], *, donate: bool = False, outs: list[Tensor] | None = None) -> AsyncResults:
+    def launch(self, tensors: list[Tensor], *, donate: bool, outs: list[Tensor] | None, tag: CommTag) -> AsyncResults:
         """Call `start` without waiting."""
-        pending = self.start(tensors, True, donate=donate, outs=outs)
+        pending = self.start(tensors, True, donate=donate, outs=outs, tag=tag)
         return pending if isinstance(pending, AsyncResults) else AsyncResults(DONE, lambda: pending)
-
-    def run(self, tensor: Tensor) -> Tensor:
-        """Run on one tensor."""
-        return self.start([tensor])[0]  # type: ignore[index]
-
-    def run_donated(self, tensor: Tensor) -> Tensor:
-        """Run on one tensor, which may be overwritten."""
-        return self.start([tensor], donate=True)[0]  # type: ignore[index]
 
 
 def results(work: Work | None, finish: Callable[[], list[Tensor]]) -> AsyncResults | list[Tensor]:
@@ -94,15 +95,21 @@ class AllReduce(Collective):
         self.sizes = list(map(math.prod, shapes))
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Pack and launch. Donated tensors that are consecutive in memory are overwritten instead of copied."""
         if donate and len(tensors) > 1 and (piece := contiguous_memory(tensors, self.dtype)) is not None:
             given = list(tensors)
-            return results(self.group.all_reduce(piece, self.kind, async_op), lambda: copied_to(given, outs))
+            return results(self.group.all_reduce(piece, self.kind, async_op, tag=tag), lambda: copied_to(given, outs))
         flat = self._flat(tensors, donate, outs)
         tensors.clear()
-        work = self.group.all_reduce(flat, self.kind, async_op)
+        work = self.group.all_reduce(flat, self.kind, async_op, tag=tag)
         return results(work, lambda: [flat] if len(self.shapes) == 1 else split_flat(flat, self.sizes, self.shapes, outs))
 
     def _flat(self, tensors: Sequence[Tensor], donate: bool, outs: list[Tensor] | None) -> Tensor:
@@ -189,7 +196,13 @@ class AllGather(Collective):
         self.unpacks: list[Unpack] = _interleaved(tensors, compile_unpack)
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Launch. If the result is the parts concatenated, they are received in `outs`, and a part that is its view is not copied."""
         x = concatenated(tensors, self.dtype)
@@ -198,8 +211,8 @@ class AllGather(Collective):
             flat, outs = outs[0].view(-1), None
         else:
             flat = x.new_empty(self.total)
-        work = self.group.all_gather(flat, x, async_op)
-        return results(work, lambda: unpack_many(self.unpacks, flat, outs))
+        work = self.group.all_gather(flat, x, async_op, tag=tag)
+        return results(work, partial(unpack_many, self.unpacks, flat, outs))
 
 
 class ReduceScatter(Collective):
@@ -213,7 +226,13 @@ class ReduceScatter(Collective):
         self.parts, self.sizes, self.size = [t.part for t in tensors], [t.size for t in tensors], sum(t.size for t in tensors)
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Pack and launch. With `donate`, the result of one tensor is a view of the send buffer (which may be the tensor itself)."""
         flat, size = packed(self.packs, tensors, self.group.size * self.size, self.dtype, self.scale), self.size
@@ -222,10 +241,10 @@ class ReduceScatter(Collective):
             out, outs = outs[0].view(-1), None
         else:
             out = flat.view(-1)[self.group.rank * size :][:size] if donate and len(self.parts) == 1 else flat.new_empty(size)
-        work = self.group.reduce_scatter(out, flat, self.kind, async_op)
+        work = self.group.reduce_scatter(out, flat, self.kind, async_op, tag=tag)
         if len(self.parts) == 1:
             return results(work, lambda: [out.view(self.parts[0])])
-        return results(work, lambda: split_flat(out, self.sizes, self.parts, outs))
+        return results(work, partial(split_flat, out, self.sizes, self.parts, outs))
 
 
 def packed(

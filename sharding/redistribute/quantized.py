@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -29,6 +30,7 @@ from ...kernels.quantize import (
 )
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import Work
+from ...mesh.monitor.recording.recorder import CommTag
 from .all_to_all import TensorShare
 from .packed_collectives import AsyncResults, Collective, TensorParts, results
 
@@ -43,19 +45,25 @@ class Quantized(Collective):
     bytes_received: int
 
     @abstractmethod
-    def send(self, received: Tensor, sent: Tensor, async_op: bool) -> Work | None:
+    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
         """Run the collective of bytes."""
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         floats = [x if x.dtype in DTYPES else x.to(self.dtype) for x in tensors]
         tensors.clear()
         sent = quantize_many(self.quantizes, floats, floats[0].new_empty(self.bytes_sent, dtype=torch.uint8))
         del floats
         received = sent.new_empty(self.bytes_received)
-        work = self.send(received, sent, async_op)
-        return results(work, lambda: self._combined(received, outs))
+        work = self.send(received, sent, async_op, tag)
+        return results(work, partial(self._combined, received, outs))
 
     def _combined(self, received: Tensor, outs: list[Tensor] | None) -> list[Tensor]:
         outs = [received.new_empty(c.shape, dtype=self.dtype) for c in self.combines] if outs is None else outs
@@ -79,8 +87,8 @@ class QuantizedAllGather(Quantized):
             for t, start in zip(tensors, starts, strict=True)
         ]
 
-    def send(self, received: Tensor, sent: Tensor, async_op: bool) -> Work | None:
-        return self.group.all_gather(received, sent, async_op)
+    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
+        return self.group.all_gather(received, sent, async_op, tag=tag)
 
 
 class QuantizedAllToAll(Quantized):
@@ -97,8 +105,8 @@ class QuantizedAllToAll(Quantized):
         self.quantizes = [_quantize(share, found, transport) for share, found in zip(shares, sends, strict=True)]
         self.combines = [_dequantize(share, found, transport) for share, found in zip(shares, recvs, strict=True)]
 
-    def send(self, received: Tensor, sent: Tensor, async_op: bool) -> Work | None:
-        return self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op)
+    def send(self, received: Tensor, sent: Tensor, async_op: bool, tag: CommTag | None) -> Work | None:
+        return self.group.all_to_all(received, sent, self.out_splits, self.in_splits, async_op, tag=tag)
 
 
 _Record = tuple[Box, int]

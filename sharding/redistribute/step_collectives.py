@@ -13,6 +13,7 @@ from ...kernels.box import Box, box_origin, box_shape, box_size, intersect, shif
 from ...mesh.comm.group import Group
 from ...mesh.comm.symmetric_memory import STAGING_BYTES
 from ...mesh.device_mesh import DeviceMesh
+from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
 from ..layout.layout import Layout, chunk
 from .all_to_all import (
@@ -254,8 +255,8 @@ def _sequence(steps: Sequence[Step]) -> Collective:
 
 
 def _fill(collective: Collective) -> FillResult:
-    def run(x: Tensor, out: Tensor) -> None:
-        collective.start([x], outs=[out])
+    def run(x: Tensor, out: Tensor, tag: CommTag | None) -> None:
+        collective.start([x], outs=[out], tag=tag)
 
     return run
 

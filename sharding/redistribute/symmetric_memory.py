@@ -21,6 +21,7 @@ from ...kernels.symmetric import Place, Pull, compile_pull, exchange, one_shot_a
 from ...mesh.comm.group import Group
 from ...mesh.comm.symmetric_memory import needed_peers
 from ...mesh.comm.work import DONE
+from ...mesh.monitor.recording.recorder import CommTag
 from ...mesh.topology import Link
 from .packed_collectives import AsyncResults, Collective, concatenated, split_flat
 from .plan.cost import takes_two_shots
@@ -62,17 +63,23 @@ class SymmetricPull(Collective):
         self.sent = sum(t.sent for t in tensors) * dtype.itemsize
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         """Run on the current stream: what is launched on it afterwards finds the results."""
         if outs is None:
             outs = [x.new_empty(shape, dtype=self.dtype) for x, shape in zip(tensors, self.shapes, strict=True)]
-        self.group.direct(self.op, self.sent, self.received, self.dtype, lambda: self._move(tensors, outs))
+        self.group.direct(self.op, self.sent, self.received, self.dtype, lambda: self._move(tensors, outs, tag), tag=tag)
         tensors.clear()
         return AsyncResults(DONE, lambda: outs) if async_op else outs
 
-    def _move(self, tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        exchange(needed_peers(self.group, self.device), self.packs, tensors, self.pulls, outs, self.dtype)
+    def _move(self, tensors: Sequence[Tensor], outs: Sequence[Tensor], tag: CommTag | None) -> None:
+        exchange(needed_peers(self.group, self.device, tag), self.packs, tensors, self.pulls, outs, self.dtype)
 
 
 Starts = dict[tuple[int, Box], int]  # (index of the tensor, box) -> where it begins
@@ -114,7 +121,13 @@ class SymmetricAllReduce(Collective):
         self.sizes = list(map(math.prod, shapes))
 
     def start(
-        self, tensors: list[Tensor], async_op: bool = False, *, donate: bool = False, outs: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        async_op: bool = False,
+        *,
+        donate: bool = False,
+        outs: list[Tensor] | None = None,
+        tag: CommTag | None = None,
     ) -> AsyncResults | list[Tensor]:
         x, given = concatenated(tensors, self.dtype), tensors[0]
         tensors.clear()
@@ -124,10 +137,10 @@ class SymmetricAllReduce(Collective):
             total = x if donate or x.data_ptr() != given.data_ptr() else torch.empty_like(x)
         two_shots = takes_two_shots(x.nbytes, self.group.size, self.link)
         moved = 2 * (self.group.size - 1) * x.nbytes // self.group.size if two_shots else (self.group.size - 1) * x.nbytes
-        self.group.direct("all_reduce", moved, moved, x.dtype, lambda: self._add(x, total, two_shots))
+        self.group.direct("all_reduce", moved, moved, x.dtype, lambda: self._add(x, total, two_shots, tag), tag=tag)
         found = [total] if len(self.shapes) == 1 else split_flat(total, self.sizes, self.shapes, outs)
         return AsyncResults(DONE, lambda: found) if async_op else found
 
-    def _add(self, x: Tensor, out: Tensor, two_shots: bool) -> None:
-        peers = needed_peers(self.group, self.device)
+    def _add(self, x: Tensor, out: Tensor, two_shots: bool, tag: CommTag | None) -> None:
+        peers = needed_peers(self.group, self.device, tag)
         (two_shot_all_reduce if two_shots else one_shot_all_reduce)(peers, x, out)

@@ -22,7 +22,7 @@ from ..layout.bounded_cache import keep
 from ..layout.layout import Layout, dtype_name
 from ..layout.spec import P, SpecLike, as_spec
 
-_NOTE = CommTag('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
+_TAG = CommTag('shapes of parts (equal parts that become unequal need from_local(shape=) or shape_check="always")')
 
 
 class _KnownShapes:
@@ -84,12 +84,7 @@ def _exchange_shapes(group: Group, call: int, local: Tensor) -> list[tuple[Any, 
     Raises:
         RuntimeError: on every rank, if ranks exchange them for different calls.
     """
-    context = group.world.comm_context
-    before, context.tag = context.tag, _NOTE
-    try:
-        told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape))
-    finally:
-        context.tag = before
+    told = group.all_gather_object((call, dtype_name(local.dtype), *local.shape), tag=_TAG)
     if len({number for number, *_ in told}) > 1:
         by_rank = ", ".join(f"rank {r}: call {number}, {d}{shape}" for r, (number, d, *shape) in zip(group.ranks, told, strict=True))
         raise RuntimeError(

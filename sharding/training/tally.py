@@ -51,12 +51,8 @@ class Tally:
         if self.group is None:
             return values if self.known else values.fill_(torch.nan)
         world, sharded = self.group.world, [x for x in tensors if isinstance(x, ShardedTensor) and not _is_slice(x.mesh)]
-        world.comm_context.tag = CommTag(f"{op} over {len(tensors)} tensors")
-        try:
-            with comm_context(world, mixed(_TALLY, sharded)):
-                self.group.all_reduce(values, op)
-        finally:
-            world.comm_context.tag = None
+        with comm_context(world, mixed(_TALLY, sharded)):
+            self.group.all_reduce(values, op, tag=CommTag.of(f"{op} over {len(tensors)} tensors"))
         return values
 
 

@@ -46,7 +46,7 @@ def test_value_equality_hash_and_copies() -> None:
     assert mesh != "mesh"
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     assert copy.deepcopy(mesh) is mesh
-    assert mesh._layouts == {}
+    assert mesh.cache is None
 
 
 def test_immutable_ranks() -> None:

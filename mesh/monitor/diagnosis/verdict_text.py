@@ -100,9 +100,9 @@ def _finer(name: str, op: str, one: str, other: str) -> str:
     """Return which field differs where the record keeps several in one."""
     if name == "reduction" and op == "broadcast":
         return "source"
-    if name == "layout" and not all(" @ " in note for note in (one, other)):
+    if name == "layout" and not all(" @ " in tag for tag in (one, other)):
         return "purpose"
-    tensors = [note.partition(" @ ")[0] for note in (one, other)]  # f32[8, 4]
+    tensors = [tag.partition(" @ ")[0] for tag in (one, other)]  # f32[8, 4]
     if name != "layout" or tensors[0] == tensors[1] or "tensors (" in one + other:
         return name
     dtypes = [tensor.partition("[")[0] for tensor in tensors]

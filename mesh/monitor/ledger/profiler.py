@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()  # may be entered many times
 
 
-def named(note: CommTag) -> AbstractContextManager[object]:
+def named(tag: CommTag) -> AbstractContextManager[object]:
     """Show what happens inside as `shardmesh::redistribute f32[8, 4] @ P('dp') -> P()`; does nothing while no profiler runs."""
     if not profiler._is_profiler_enabled:
         return _NOTHING
-    return profiler.record_function(f"shardmesh::redistribute {note.text}")
+    return profiler.record_function(f"shardmesh::redistribute {tag.text}")

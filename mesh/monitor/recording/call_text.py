@@ -10,6 +10,6 @@ def fields_of(call: str) -> list[str]:
 
 def call_text(call: str) -> str:
     """Return `all_reduce(sum, float32, 4 elements) for f32[8] @ P('dp') -> P()`, for messages."""
-    op, how, dtype, size, note = fields_of(call)
+    op, how, dtype, size, tag = fields_of(call)
     inside = ", ".join(word for word in (how, dtype, f"{size} elements" if size else "") if word)
-    return f"{op}({inside})" + (f" for {note}" if note else "")
+    return f"{op}({inside})" + (f" for {tag}" if tag else "")

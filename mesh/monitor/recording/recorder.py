@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -48,12 +49,21 @@ _HASH = (1 << 16) - 1
 
 
 class CommTag:
-    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks."""
+    """What a collective is for, as its caller knows: `f32[1024, 4096] @ P('dp') -> P()`. Compared between ranks.
+
+    Passed to the call of a `Group`. Callers keep one for all calls of a kind, by which the recorder finds what it knows of these.
+    """
 
     __slots__ = ("text",)
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+    @staticmethod
+    @lru_cache(4096)
+    def of(text: str) -> CommTag:
+        """Return the tag of this text, the same object each time: for callers that do not keep it."""
+        return CommTag(text)
 
     def __repr__(self) -> str:
         return f"CommTag({self.text!r})"
@@ -82,6 +92,7 @@ class Recorder:
 
     Attributes:
         called: how many collectives this rank has called on the group.
+        tag: what the last one of them is for, as its caller said.
         caller: the thread that is inside one of them; 0 if none is.
         key: a hash that identifies the group in every rank's trace buffer.
         number: of the group in this rank's trace buffer.
@@ -93,8 +104,8 @@ class Recorder:
     """
 
     __slots__ = (
-        "_calls", "_comm_context", "_data", "_numbers", "_tag", "buffer", "called", "caller", "group", "key", "monitor", "number", "others",
-        "row", "settled", "words", "world",
+        "_calls", "_comm_context", "_data", "_number_bits", "_numbers", "buffer", "called", "caller", "group", "key", "monitor", "number",
+        "others", "row", "settled", "tag", "words", "world",
     )  # fmt: skip
     needs_rendezvous, is_channel = True, False
 
@@ -104,28 +115,32 @@ class Recorder:
         self._data, self._numbers, self._comm_context = buffer.data, buffer.numbers, group.world.comm_context
         self.key = stable_hash(f"{group.ranks} {group.world.epoch}")
         self._calls: dict[Any, _CachedCall] = {}
-        self.number = self._tag = 0
+        self.number = self._number_bits = 0
+        self.tag: CommTag | None = None
         self.row: int | None = None
         self.called = self.settled = self.caller = 0
         self.others: list[tuple[Any, int]] = []
 
-    def enter(self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, route: int = 0) -> int:
+    def enter(
+        self, op: str, how: str, dtype: Any, size: int, sent: int, received: int, tag: CommTag | None = None, route: int = 0
+    ) -> int:
         """Record a collective before it moves any data; return the number of its record.
 
         Args:
             how: the reduction, or "src=0" of a broadcast.
             size: elements that must agree between ranks; -1 where they need not.
+            tag: what it is for, None if unknown; must agree between ranks.
             route: of a message, from and to whom, see `route_of`.
 
         Raises: WatchError when the job has failed, or a neighbour called something else.
         """
-        monitor, context, words = self.monitor, self._comm_context, self.words
+        monitor, words = self.monitor, self.words
         if monitor is not None and monitor.alarm[0]:
             monitor = monitor.checked()
-        note = context.tag
-        call = self._calls.get((op, how, dtype, size, note))
+        self.tag = tag
+        call = self._calls.get((op, how, dtype, size, tag))
         if call is None:
-            call = self._new_call(op, how, dtype, size, note)
+            call = self._new_call(op, how, dtype, size, tag)
         sequence = self.called
         self.called = sequence + 1
         # Most calls come from the same line as the last one. (`sys._getframe` is fast, walking up the frames is not.)
@@ -139,10 +154,10 @@ class Recorder:
             except (ValueError, AttributeError):  # the stack is shallower this time
                 pass
         number = next(self._numbers)
-        lineage = context.lineage
+        lineage = self._comm_context.lineage
         _pack_record(
             self._data, _RING_BYTES + (number & _LAST_RECORD) * _RECORD_BYTES,
-            self._tag | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
+            self._number_bits | sequence, call.text, line or self._find_line(call), monotonic_ns(), 0, lineage, sent, received,
         )  # fmt: skip
         words[_COUNT] = number + 1
         row = self.row
@@ -171,8 +186,8 @@ class Recorder:
         return number
 
     def show_splits(self, number: int, sent: Sequence[int], expected: Sequence[int]) -> None:
-        """Publish and compare the splits of an all_to_all that no layouts describe. Raises: WatchError where ranks differ."""
-        if self.monitor is None or self.row is None or self._comm_context.tag is not None or len(sent) > MOST_SPLITS:
+        """Publish and compare the splits of an all_to_all that no tag describes. Raises: WatchError where ranks differ."""
+        if self.monitor is None or self.row is None or len(sent) > MOST_SPLITS:
             return
         self.buffer.write_splits(number, sent, expected)
         self.words[self.row + (self.called - 1 & _LAST) * SLOT_WORDS + 3] = 1  # from now on other ranks may read them
@@ -201,12 +216,12 @@ class Recorder:
         found = [(buffer, buffer.find_group(self.key)) for buffer in neighbours if buffer is not None]
         self.others = [(buffer.words, row_of(number)) for buffer, number in found if number is not None]
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _CachedCall:
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None) -> _CachedCall:
         if self.row is None and not self._calls:
             self._claim_row()
-        fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if note is None else note.text]
+        fields = [op, how, str(dtype).removeprefix("torch."), "" if size < 0 else str(size), "" if tag is None else tag.text]
         text = "\t".join(fields)
-        call = self._calls[op, how, dtype, size, note] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
+        call = self._calls[op, how, dtype, size, tag] = _CachedCall(self.buffer.text(text), stable_hash(text) & _LOW48 | 1)
         if len(self._calls) > 10_000:  # a program whose sizes always change
             self._calls.clear()
         return call
@@ -215,9 +230,9 @@ class Recorder:
         """Claim a row in the trace buffer at the first collective: by then the axes of the group are known."""
         number = self._find_row()
         if number is not None:
-            self.number, self._tag, self.row = number, number << 48, row_of(number)
+            self.number, self._number_bits, self.row = number, number << 48, row_of(number)
         else:
-            self._tag = NO_GROUP << 48
+            self._number_bits = NO_GROUP << 48
 
     def _find_row(self) -> int | None:
         return self.buffer.add_group(self.key, f"{self._name()}\t{','.join(map(str, self.group.ranks))}")

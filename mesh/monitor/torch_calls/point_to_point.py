@@ -85,8 +85,8 @@ class MessageRecorder(TorchRecorder):
         if sent is not None and expected is not None and sent.sent > expected.received:
             raise monitor.failed(verdict_text.too_large(self, sequence, found))
 
-    def _new_call(self, op: str, how: str, dtype: Any, size: int, note: CommTag | None) -> _CachedCall:
-        call = super()._new_call(op, how, dtype, size, note)
+    def _new_call(self, op: str, how: str, dtype: Any, size: int, tag: CommTag | None) -> _CachedCall:
+        call = super()._new_call(op, how, dtype, size, tag)
         call.fingerprint = _ALIKE
         return call
 

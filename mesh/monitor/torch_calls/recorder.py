@@ -146,7 +146,7 @@ def out_of_time(monitor: Monitor, error: BaseException | None) -> Verdict | None
 
 def _stand_in(ranks: Sequence[int], monitor: Monitor) -> Any:
     """Return what a recorder needs of a group and its world."""
-    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(tag=None, lineage=0))
+    world = SimpleNamespace(rank=monitor.directory.rank, epoch=0, comm_context=SimpleNamespace(lineage=0))
     return SimpleNamespace(ranks=tuple(ranks), rank=tuple(ranks).index(world.rank), size=len(ranks), world=world)
 
 

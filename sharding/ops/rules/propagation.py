@@ -20,6 +20,7 @@ import torch
 
 from ...layout.bounded_cache import keep
 from ...layout.layout import Layout
+from ...layout.mesh_layouts import MeshLayouts
 from ...layout.spec import Cut, P
 from ...redistribute.plan import without_trivial_axes
 from .notation import Dim, Rule
@@ -100,7 +101,7 @@ def assign(rule: Rule, layouts: Sequence[Layout], fixed: int | None = None) -> A
 
     Communication: none; the result says what has to move.
     """
-    unmoved, key = layouts[0].mesh._unmoved, _shapeless(rule, layouts, fixed)
+    unmoved, key = MeshLayouts.of(layouts[0].mesh).unmoved, _shapeless(rule, layouts, fixed)
     outputs = unmoved.get(key) if key else None
     if outputs is not None:
         return Assignment(tuple(layouts), outputs)

@@ -23,7 +23,7 @@ from ...tensor.sharded_tensor import ShardedTensor
 from .buffers import BuffersInUse, any_sharded
 from .grads.grad_bucketing import UnitGrads
 from .grads.grad_places import ContiguousGrads, GradBuffer, GradBufferSource, GradWriter
-from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merge_parts, reduction_note
+from .grads.grad_reduction import Bucket, accumulate_later, differentiable, merge_parts, reduction_tag
 from .inputs import gradient_scale, mesh_of_inputs, mesh_of_parameter
 from .module_calls import CallInterception
 from .schedule import Schedule, own_modules, running_schedule, set_unit
@@ -399,10 +399,10 @@ class Unit:
             alone = self.schedule.units[0] is self
             self.schedule.bucketer.add(UnitGrads(self._display_name, leaves, grads, missing, own, source, alone))  # type: ignore[arg-type]
             return [None if i in mine else part for i, part in enumerate(parts)]
-        note = reduction_note(self._display_name, len(mine), missing)
+        tag = reduction_tag(self._display_name, len(mine), missing)
         # Not the lineage of the loss: with plain inputs each rank along the data-parallel axes has its own loss.
         with comm_context(self.options.mesh.world, mixed(_REDUCING, parameters)):
-            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], note, donate=own)  # type: ignore[misc]
+            leaf_grads.start([parameters[i] for i in mine], [parts[i] for i in mine], tag, donate=own)  # type: ignore[misc]
         return [None if i in mine else part for i, part in enumerate(parts)]
 
     def _reduced_per_unit(self) -> list[int]:

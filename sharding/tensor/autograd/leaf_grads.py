@@ -165,12 +165,12 @@ def add(leaf: ShardedTensor, part: Tensor) -> None:
         _reducer(leaf.mesh.world).add(leaf._number, leaf)  # type: ignore[attr-defined]
 
 
-def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: CommTag, *, donate: bool = False) -> None:
+def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag, *, donate: bool = False) -> None:
     """Launch the reduction of leaves' gradients during backward, in place of autograd. The sums are in `.grad` when it ends.
 
     Args:
         leaves, grads: the same on all ranks, in the same order.
-        note: the purpose, for messages.
+        tag: what the reduction is for.
         donate: the gradients may be overwritten, and the sums may use their memory.
     """
     buckets = _buckets(zip(leaves, grads, strict=True))
@@ -178,7 +178,7 @@ def start(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: CommTa
     reducer = _reducer(world)
     for members in buckets.values():
         mine, given = zip(*members, strict=True)
-        reducer.started.append((mine, _start_bucket(mine, given, note, donate), unpacked(world.comm_context.lineage)))
+        reducer.started.append((mine, _start_bucket(mine, given, tag, donate), unpacked(world.comm_context.lineage)))
     reducer.flush_at_end()
 
 
@@ -286,7 +286,7 @@ def _reduce_bucket(leaves: Sequence[ShardedTensor], grads: Sequence[Tensor]) -> 
 
 
 def _start_bucket(
-    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], note: CommTag | None, donate: bool
+    leaves: Sequence[ShardedTensor], grads: Sequence[Tensor], tag: CommTag | None, donate: bool
 ) -> Callable[[], list[Tensor]]:
     layouts = [
         leaf._layout if leaf._layout.dtype is grad.dtype else leaf._layout.replace(dtype=grad.dtype)
@@ -297,7 +297,7 @@ def _start_bucket(
     pairs = tuple((src, layout.grad) for (_, src), layout in zip(known, layouts, strict=True))
     with comm_context(world, mixed(unpacked(world.comm_context.lineage), leaves)):
         donate = donate and all(origin is grad for (origin, _), grad in zip(known, grads, strict=True))
-        wait = executor_of_many(pairs).start([origin for origin, _ in known], donate=donate, note=note)
+        wait = executor_of_many(pairs).start([origin for origin, _ in known], donate=donate, tag=tag)
     return lambda: [
         _shaped_like(part if origin is grad else _unaliased(part, origin), grad)
         for part, (origin, _), grad in zip(wait(), known, grads, strict=True)

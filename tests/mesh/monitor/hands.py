@@ -32,7 +32,6 @@ class Hand:
         self.monitor = Monitor(self.world, JobDirectory(JOB, rank, size))
         self.rank, self.buffer, self.everyone = rank, self.monitor.buffer, tuple(range(size))
         self._seats: dict[tuple[int, ...], Recorder] = {}
-        self._notes: dict[str, CommTag] = {}
 
     def recorder(self, ranks: tuple[int, ...] | None = None) -> Recorder:
         """Where it writes down its collectives, without waiting for anybody."""
@@ -50,14 +49,13 @@ class Hand:
         *,
         ranks: tuple[int, ...] | None = None,
         lineage: int = 0,
-        note: str = "",
+        tag: str = "",
         route: int = 0,
         moved: int = 16,
     ) -> int:
         """Comes to a collective; the number of its record."""
-        context = self.world.comm_context
-        context.lineage, context.tag = lineage, self._notes.setdefault(note, CommTag(note)) if note else None
-        return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, route)
+        self.world.comm_context.lineage = lineage
+        return self.recorder(ranks).enter(op, how, dtype, size, moved, moved, CommTag.of(tag) if tag else None, route)
 
     def block(self, record: int, seconds: float = 10.0) -> None:
         """Its main thread has been waiting in the collective of this record for so long."""

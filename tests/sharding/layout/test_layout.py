@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.sharding.layout import layout as layout_module
+from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
 from shardmesh.sharding.layout.spec import KINDS
 from tests.device import DEVICE
 from tests.sharding.ranks import on_mesh
@@ -200,7 +201,8 @@ def test_a_mesh_keeps_so_many_layouts(monkeypatch):
     for n in range(500):
         Layout.of(mesh, P("a"), (n,))
     gc.collect()
-    assert len(mesh._layouts) <= 64
-    assert len(mesh._held_layouts) <= 65
+    layouts = MeshLayouts.of(mesh)
+    assert len(layouts.recent) <= 64
+    assert len(layouts.alive) <= 65
     assert Layout.of(mesh, P("a"), (1000,)) is held
     assert Layout.of(mesh, [sm.Shard(0)], [1000]) is held

@@ -54,7 +54,7 @@ def share_cpu_memory(folder: str) -> None:
     """From now on the groups of this process share memory in a file each."""
     share_nothing()
 
-    def provide(group, device):
+    def provide(group, device, tag):
         path = Path(folder, "-".join(map(str, group.ranks)))
         if group.rank == 0:
             with path.open("wb") as file:

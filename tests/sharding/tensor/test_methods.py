@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardmesh as sm
 from shardmesh import P
@@ -57,3 +59,47 @@ def test_a_warm_redistribute_is_one_function_of_the_library_above_the_plan(mesh)
     finally:
         sys.setprofile(None)
     assert frames == ["redistribute", "_unshared"]
+
+
+_ROOT = Path(sm.__file__).parent
+_PARTS = tuple(str(_ROOT / part) + "/" for part in ("kernels", "mesh", "sharding"))
+MOVES = [(P(), P("a")), (P("a"), P()), (P("a"), P(None, "a")), (P(unreduced={"a"}), P()), (P(unreduced={"a"}), P("a"))]
+
+
+def _frames_of_a_warm_redistribute(mesh):
+    """For each move, how deep the library's functions are nested when torch's collective is called, and at most."""
+    found = []
+    for src, dst in MOVES:
+        layout = sm.Layout.of(mesh, src, (8, 8))
+        x, depths, launched = sm.from_local(torch.ones(layout.local_shape), mesh, src, shape=(8, 8)), [0], []
+
+        def count(frame, event, _, depths=depths, launched=launched):
+            if event in ("call", "return") and frame.f_code.co_filename.startswith(_PARTS):
+                depths.append(depths[-1] + (1 if event == "call" else -1))
+            elif event == "call" and frame.f_code.co_filename == dist.distributed_c10d.__file__:
+                launched.append(depths[-1])
+
+        try:
+            for is_warm in (False, False, True):
+                sys.setprofile(count if is_warm else None)
+                x.redistribute(dst)
+        finally:
+            sys.setprofile(None)
+        found.append((launched[0] if launched else 0, max(depths)))
+    return found
+
+
+def _frames_on_processes():
+    return _frames_of_a_warm_redistribute(sm.init_device_mesh("cpu", (4,), axis_names=("a",)))
+
+
+def test_a_warm_redistribute_is_at_most_eight_functions_deep():
+    with sm.null_world(4):
+        found = _frames_of_a_warm_redistribute(sm.init_device_mesh("cpu", (4,), axis_names=("a",)))
+    assert all(deepest <= n for (_, deepest), n in zip(found, [4, 8, 8, 8, 8], strict=True)), found
+
+
+def test_processes_launch_a_collective_seven_functions_deep(world4):
+    for found in world4(_frames_on_processes):
+        most = [0, 7, 7, 7, 9]  # the reduce_scatter of gloo is an all_to_all
+        assert all(launched <= n for (launched, _), n in zip(found, most, strict=True)), found

@@ -24,7 +24,7 @@ from ....ops.lineage import comm_context, mixed, seed_of
 from ....tensor.autograd import leaf_grads
 from ....tensor.sharded_tensor import ShardedTensor
 from .grad_places import ContiguousGrads
-from .grad_reduction import reduction_note
+from .grad_reduction import reduction_tag
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20  # an all_reduce is launched from these sizes on, as in torch's DDP
 _REDUCING = seed_of("sum gradients of a unit")
@@ -82,9 +82,9 @@ class GradBucketer:
         sources = tuple([part.source for part in parts if part.source is not None])
         self._buckets.update(dict.fromkeys(sources, sources if len(sources) == len(parts) else ()))
         leaves = [x for part in parts for x in part.leaves]
-        note = CommTag("; ".join(reduction_note(part.unit, len(part.leaves), part.missing).text for part in parts))
+        tag = CommTag.of("; ".join(reduction_tag(part.unit, len(part.leaves), part.missing).text for part in parts))
         with comm_context(leaves[0].mesh.world, mixed(_REDUCING, leaves)):
-            leaf_grads.start(leaves, [x for part in parts for x in part.grads], note, donate=all(part.donate for part in parts))
+            leaf_grads.start(leaves, [x for part in parts for x in part.grads], tag, donate=all(part.donate for part in parts))
 
     def end(self) -> None:
         """Reduce the rest at the end of backward. Communication: as `launch`."""

@@ -71,11 +71,11 @@ class Bucket:
         count = sum(grad is not None for grad in grads)
         if count == 0 and not (fill and missing):
             return lambda: list(grads)
-        note = reduction_note(unit, count + len(missing), ()) if fill else reduction_note(unit, count, missing)
+        tag = reduction_tag(unit, count + len(missing), ()) if fill else reduction_tag(unit, count, missing)
         whole, scale_after = self.flat.fill_grad_buffer(grads, self.sum_dtype, filled), scale
         if self.sum_dtype is torch.float16:  # scale first: a sum in float16 may overflow
             whole, scale_after = whole.mul_(scale), 1.0
-        wait, given = self.flat.start_reduce(whole, note), [grad is not None for grad in grads]
+        wait, given = self.flat.start_reduce(whole, tag), [grad is not None for grad in grads]
         if fill and missing:
             given = [True] * len(grads)
         return lambda: self._parts(wait(), scale_after, given)
@@ -120,13 +120,13 @@ def merge_parts(found: Grads, waits: Sequence[tuple[Bucket, Callable[[], Grads]]
     return found
 
 
-def reduction_note(unit: str, count: int, unused: Sequence[str]) -> CommTag:
-    """Return the note of a gradient reduction, for reports and error messages."""
-    return CommTag(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
+def reduction_tag(unit: str, count: int, unused: Sequence[str]) -> CommTag:
+    """Return the tag of a gradient reduction."""
+    return CommTag.of(f"{unit}: sum gradients of {count} parameters{_without(unused)}")
 
 
 def _without(paths: Sequence[str]) -> str:
-    """Return the part of a note that lists parameters without a gradient."""
+    """Return the part of a tag that lists parameters without a gradient."""
     more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
     return f", without {', '.join(paths[:_NAMED])}{more}, which took no part in the loss" if paths else ""
 

@@ -109,13 +109,13 @@ class FlatBucket:
         length = copies * self.layout.length
         return Layout.of(self.mesh, P((*self._others, *over) or None, unreduced=set(pending)), (length,), dtype)
 
-    def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], note: CommTag) -> Callable[[], Tensor]:
+    def start_gather(self, x: Tensor, before: tuple[str, ...], after: tuple[str, ...], tag: CommTag) -> Callable[[], Tensor]:
         """Launch the all_gather from a buffer split over the axes `before` to one split over `after`; the returned function waits for it.
 
         Communication: one all_gather.
         """
         src, dst = self._flat(x.dtype, before), self._flat(x.dtype, after)
-        wait = executor(src, dst, transport=self._transport).start([x], note=note)
+        wait = executor(src, dst, transport=self._transport).start([x], tag=tag)
         return lambda: wait()[0]
 
     def part_over(self, whole: Tensor, axis: str) -> Tensor:
@@ -160,13 +160,13 @@ class FlatBucket:
             torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
         return whole
 
-    def start_reduce(self, whole: Tensor, note: CommTag) -> Callable[[], Tensor]:
+    def start_reduce(self, whole: Tensor, tag: CommTag) -> Callable[[], Tensor]:
         """Launch the reduction of gradient buffers over the axes; the returned function waits for this rank's piece.
 
         Communication: one reduce_scatter over the axes.
         """
         src, dst = self._flat(whole.dtype, (), pending=self.axes), self._flat(whole.dtype, self.axes)
-        wait = executor(src, dst, transport=self._transport).start([whole], note=note)
+        wait = executor(src, dst, transport=self._transport).start([whole], tag=tag)
         return lambda: wait()[0]
 
 

@@ -37,7 +37,7 @@ class ParamStorage:
         self._copies: dict[tuple[str, ...], tuple[Any, Tensor]] = {}
         self._pending: tuple[Any, Callable[[], Tensor]] | None = None
         self._moves, self._address = 0, 0
-        self._note = CommTag(f"{name}: gather {len(flat.bases)} parameters")
+        self._tag = CommTag(f"{name}: gather {len(flat.bases)} parameters")
         self._allocate(dtype, torch.device("cpu") if options.offload else flat.mesh.device)
 
     # -- sharded -------------------------------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ class ParamStorage:
         axes, x = self._nearest(versions)
         kept = self._stage.parameter
         if axes == self._stage.optimizer and kept not in (_WHOLE, axes):
-            x = self.flat.start_gather(x, axes, kept, self._note)()
+            x = self.flat.start_gather(x, axes, kept, self._tag)()
             self._copies[kept], axes = (versions, x), kept
-        self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._note)
+        self._pending = versions, self.flat.start_gather(x, axes, _WHOLE, self._tag)
 
     def _nearest(self, versions: Any) -> tuple[tuple[str, ...], Tensor]:
         """Return the copy from which the whole is gathered with the fewest bytes, and the axes that split it."""

@@ -82,8 +82,8 @@ ODD_CALLS = {
     "reduction": {"how": "max"},
     "dtype": {"dtype": torch.float64},
     "shape": {"size": 8},
-    "layout": {"note": "f32[4] @ P('x') -> P(None)"},
-    "purpose": {"note": "blocks.0: sum gradients of 3 parameters"},
+    "layout": {"tag": "f32[4] @ P('x') -> P(None)"},
+    "purpose": {"tag": "blocks.0: sum gradients of 3 parameters"},
 }
 
 
@@ -91,8 +91,8 @@ ODD_CALLS = {
 @pytest.mark.parametrize("odd", range(4))
 def test_the_odd_one_of_four(four: list[Hand], field: str, odd: int) -> None:
     rest = [rank for rank in range(4) if rank != odd]
-    call_on(four, *rest, note="f32[4] @ P() -> P()")
-    four[odd].call(**{"note": "f32[4] @ P() -> P()"} | ODD_CALLS[field])  # type: ignore[arg-type]
+    call_on(four, *rest, tag="f32[4] @ P() -> P()")
+    four[odd].call(**{"tag": "f32[4] @ P() -> P()"} | ODD_CALLS[field])  # type: ignore[arg-type]
     verdicts = [rank.diagnosed() for rank in four]
     assert verdicts == [verdicts[0]] * 4
     found = verdicts[0]
@@ -113,11 +113,11 @@ def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("note", "field"), [("f64[4] @ P() -> P()", "dtype"), ("f32[2, 2] @ P() -> P()", "shape"), ("f32[4] @ P('x') -> P()", "layout")]
+    ("tag", "field"), [("f64[4] @ P() -> P()", "dtype"), ("f32[2, 2] @ P() -> P()", "shape"), ("f32[4] @ P('x') -> P()", "layout")]
 )
-def test_what_differs_in_a_layout(four: list[Hand], note: str, field: str) -> None:
-    call_on(four, 0, 1, 2, note="f32[4] @ P() -> P()")
-    four[3].call(note=note)
+def test_what_differs_in_a_layout(four: list[Hand], tag: str, field: str) -> None:
+    call_on(four, 0, 1, 2, tag="f32[4] @ P() -> P()")
+    four[3].call(tag=tag)
     found = four[0].diagnosed()
     assert found is not None
     assert (found.ranks, found.field) == ((3,), field)

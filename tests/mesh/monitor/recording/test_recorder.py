@@ -12,11 +12,12 @@ import torch
 
 import shardmesh as sm
 from shardmesh import P
-from shardmesh.mesh import current_world, null_world, simulate
+from shardmesh.mesh import CollectiveMismatchError, current_world, null_world, simulate
 from shardmesh.mesh.comm.call_site import user_frame
 from shardmesh.mesh.comm.group import Group
 from shardmesh.mesh.comm.world import World
 from shardmesh.mesh.monitor.diagnosis.members import agree, member, members
+from shardmesh.mesh.monitor.recording.recorder import CommTag
 from shardmesh.mesh.monitor.recording.trace_buffer import GROUPS, RECORDS, Header, Record
 from shardmesh.mesh.monitor.settings import collective_check, settings
 from tests.faults.random_programs import MORE_MESHES, Program, healthy_program, mesh_of, run
@@ -90,7 +91,7 @@ def test_a_group_of_one_notes_nothing(world: World) -> None:
 def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
     (hand,) = played(tmp_path, 1)
     calls: list[dict[str, Any]] = [
-        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"note": "f32[4] @ P() -> P()"},
+        {}, {"op": "all_gather"}, {"how": "max"}, {"dtype": torch.float64}, {"size": 5}, {"size": -1}, {"tag": "f32[4] @ P() -> P()"},
     ]  # fmt: skip
     low48 = (1 << 48) - 1
     found = []
@@ -98,7 +99,7 @@ def test_fingerprints_differ_where_calls_do(tmp_path: Path) -> None:
         hand.call(**call)
         found.append(member(hand.monitor.directory, hand.recorder().key, 0, sequence).word & low48)
     assert len(set(found)) == len(calls)
-    hand.call(note="f32[4] @ P() -> P()")
+    hand.call(tag="f32[4] @ P() -> P()")
     assert member(hand.monitor.directory, hand.recorder().key, 0, len(calls)).word & low48 == found[-1]
 
 
@@ -173,6 +174,79 @@ def test_off_still_tells_observers(world: World, group: Group, set_check: Callab
     assert used.launches == 1
 
 
+# -- tags --------------------------------------------------------------------------------------------------------------
+
+X, FLAT = torch.ones(4), torch.ones(16)
+CALLS: dict[str, Callable[[Group, CommTag | None], Any]] = {
+    "all_gather": lambda group, tag: group.all_gather(FLAT.clone(), X, tag=tag),
+    "reduce_scatter": lambda group, tag: group.reduce_scatter(X.clone(), FLAT, tag=tag),
+    "all_reduce": lambda group, tag: group.all_reduce(X.clone(), tag=tag),
+    "all_to_all": lambda group, tag: group.all_to_all(X.clone(), X, [1] * 4, [1] * 4, tag=tag),
+    "broadcast": lambda group, tag: group.broadcast(X.clone(), 0, tag=tag),
+    "permute": lambda group, tag: group.permute(X.clone(), X, dst=(group.rank + 1) % 4, src=(group.rank - 1) % 4, tag=tag),
+    "barrier": lambda group, tag: group.barrier(tag=tag),
+    "all_gather_object": lambda group, tag: group.all_gather_object(None, tag=tag),
+    "direct": lambda group, tag: group.direct("direct", 0, 0, torch.float32, lambda: None, tag=tag),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_what_a_collective_is_for(world: World, group: Group, op: str) -> None:
+    for tag in (CommTag("a"), CommTag("b"), None):
+        CALLS[op](group, tag)
+    assert [tuple(record.call.split("\t"))[::4] for record in world.trace_buffer.records()] == [(op, "a"), (op, "b"), (op, "")]
+
+
+@pytest.mark.parametrize("op", [op for op in CALLS if op != "direct"])
+def test_ranks_that_say_it_is_for_something_else(op: str) -> None:
+    def fn() -> None:
+        group = current_world().group(range(4))
+        CALLS[op](group, CommTag.of("the same"))
+        CALLS[op](group, CommTag("the same") if group.rank == 2 else CommTag.of("the same"))  # an equal text
+        CALLS[op](group, CommTag.of("the other" if group.rank == 2 else "the one"))
+
+    with pytest.raises(CollectiveMismatchError, match=r"outlier: rank 2\.(.|\n)* for the one\s+at (.|\n)* for the other\s+at ") as caught:
+        simulate(4)(fn)()
+    assert caught.value.verdict.field == "layout"
+
+
+def test_a_call_that_fails_leaves_nothing_to_the_next(world: World, group: Group) -> None:
+    def refuse(_: object) -> None:
+        raise ZeroDivisionError
+
+    x = sm.device_put(torch.ones(8, 8), sm.init_device_mesh("cpu", (4,), axis_names=("x",)), P("x"), src_data_rank=None)
+    x.redistribute(P())
+    world.observers.append(refuse)
+    for move in (lambda: x.redistribute(P()), lambda: x.redistribute(P(), async_op=True), lambda: sm.get_total_norm([x])):
+        with pytest.raises(ZeroDivisionError):
+            move()
+    world.observers.remove(refuse)
+    for call in CALLS.values():
+        call(group, None)
+    assert {record.call.split("\t")[4] for record in [*world.trace_buffer.records()][-len(CALLS) :]} == {""}
+
+
+def test_collectives_inside_others_are_for_the_same() -> None:
+    """Rounds, exchanges between and inside nodes, quantized ones, and buckets of several."""
+
+    def fn() -> list[str]:
+        mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("n", "x"))
+        mesh.topology = sm.Topology.default("cuda", node_size=2)
+        x = sm.device_put(torch.arange(4096.0).view(64, 64), mesh, P(("n", "x")), src_data_rank=None)
+        words = current_world().trace_buffer.words
+        before = words[Header.RECORDS]
+        x.redistribute(P(None, ("n", "x")))
+        x.redistribute(P(None, ("n", "x")), max_bytes=14_000)
+        x.redistribute(P(), transport="int8")
+        sm.redistribute_many([x, x], [P(), P(None, ("n", "x"))])
+        return [record.call for record in current_world().trace_buffer.records()][before:]
+
+    for calls in simulate(4)(fn)():
+        tags = [call.split("\t")[4] for call in calls]
+        assert len(tags) > len(set(tags)) == 3
+        assert all("f32[64, 64] @ P(('n', 'x'), None)" in tag for tag in tags)
+
+
 # -- lines -------------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +316,7 @@ def test_a_call_from_the_outermost_frame(group: Group, world: World) -> None:
 
 
 def test_sharded_tensors_come_by_many_ways(world: World) -> None:
-    """The same collective with the same note, from methods of different depth."""
+    """The same collective with the same tag, from methods of different depth."""
     mesh = sm.init_device_mesh("cpu", (4,), axis_names=("x",))
     x = sm.device_put(torch.ones(8, 8), mesh, P("x"), src_data_rank=None)
     before = world.trace_buffer.words[Header.RECORDS]

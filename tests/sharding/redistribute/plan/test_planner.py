@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import shardmesh as sm
 from shardmesh import Layout, P
 from shardmesh.kernels.box import box_size
+from shardmesh.sharding.layout.mesh_layouts import MeshLayouts
 from shardmesh.sharding.layout.spec import KINDS
 from shardmesh.sharding.redistribute.plan.traffic import plan_bytes_received
 from tests.sharding.ranks import AXES, on_mesh
@@ -176,5 +177,6 @@ def test_layouts_that_were_tried_are_not_kept():
             sm.debug.plan(Layout.of(mesh, before, (rows, 8)), Layout.of(mesh, after, (rows, 8)))
     gc.collect()
     given = len(pairs) * 2 * 100
-    assert len(mesh._layouts) <= 2 * given  # each as spelled and as padded
-    assert len(mesh._held_layouts) <= given + 1000  # the last ones are held by bounded caches
+    layouts = MeshLayouts.of(mesh)
+    assert len(layouts.recent) <= 2 * given  # each as spelled and as padded
+    assert len(layouts.alive) <= given + 1000  # the last ones are held by bounded caches
