@@ -49,13 +49,13 @@ def test_threads_that_begin_at_once_share_the_layouts_of_a_mesh():
 
 
 def test_a_new_topology_drops_compiled_plans_here_and_in_parts():
-    with sm.null_world(4):
+    with sm.debug.null_world(4):
         mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("a", "b"))
         other = mesh["a"]
-        other.topology = sm.Topology.default("cuda")
+        other.topology = sm.topology.Topology.default("cuda")
         pairs = [(Layout.of(m, P(m.axis_names[-1]), (4,), torch.float32), Layout.of(m, P(), (4,))) for m in (mesh, mesh["b"], other)]
         before = [executor(*pair) for pair in pairs]
-        mesh.topology = sm.Topology.default("cuda", node_size=2)
+        mesh.topology = sm.topology.Topology.default("cuda", node_size=2)
         assert [executor(*pair) is kept for pair, kept in zip(pairs, before, strict=True)] == [False, False, True]
 
 

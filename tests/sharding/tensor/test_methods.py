@@ -94,7 +94,7 @@ def _frames_on_processes():
 
 
 def test_a_warm_redistribute_is_at_most_eight_functions_deep():
-    with sm.null_world(4):
+    with sm.debug.null_world(4):
         found = _frames_of_a_warm_redistribute(sm.init_device_mesh("cpu", (4,), axis_names=("a",)))
     assert all(deepest <= n for (_, deepest), n in zip(found, [4, 8, 8, 8, 8], strict=True)), found
 

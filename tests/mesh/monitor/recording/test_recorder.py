@@ -217,7 +217,7 @@ def test_a_call_that_fails_leaves_nothing_to_the_next(world: World, group: Group
     x = sm.device_put(torch.ones(8, 8), sm.init_device_mesh("cpu", (4,), axis_names=("x",)), P("x"), src_data_rank=None)
     x.redistribute(P())
     world.observers.append(refuse)
-    for move in (lambda: x.redistribute(P()), lambda: x.redistribute(P(), async_op=True), lambda: sm.get_total_norm([x])):
+    for move in (lambda: x.redistribute(P()), lambda: x.redistribute(P(), async_op=True), lambda: sm.training.get_total_norm([x])):
         with pytest.raises(ZeroDivisionError):
             move()
     world.observers.remove(refuse)
@@ -231,7 +231,7 @@ def test_collectives_inside_others_are_for_the_same() -> None:
 
     def fn() -> list[str]:
         mesh = sm.init_device_mesh("cpu", (2, 2), axis_names=("n", "x"))
-        mesh.topology = sm.Topology.default("cuda", node_size=2)
+        mesh.topology = sm.topology.Topology.default("cuda", node_size=2)
         x = sm.device_put(torch.arange(4096.0).view(64, 64), mesh, P(("n", "x")), src_data_rank=None)
         words = current_world().trace_buffer.words
         before = words[Header.RECORDS]
