@@ -127,6 +127,8 @@ if TYPE_CHECKING:
     from .sharding.ops.rules.check import check_rule
     from .sharding.ops.rules.register_rule import register_rule
     from .sharding.ops.rules.register_sharding import register_sharding
+    from .sharding.jit.errors import JitError
+    from .sharding.jit.jit import jit
     from .sharding.optim.muon import Muon
     from .sharding.optim.shampoo import Shampoo
     from .sharding.parallel.batch_counts import check_lengths
@@ -194,6 +196,8 @@ _LAZY = {
     ".sharding.ops.rules.check": "check_rule",
     ".sharding.ops.rules.register_rule": "register_rule",
     ".sharding.ops.rules.register_sharding": "register_sharding",
+    ".sharding.jit.errors": "JitError",
+    ".sharding.jit.jit": "jit",
     ".sharding.optim.muon": "Muon",
     ".sharding.optim.shampoo": "Shampoo",
     ".sharding.parallel.batch_counts": "check_lengths",
@@ -262,6 +266,7 @@ __all__ = [
     "Experts",
     "GradScaler",
     "ImplicitCommError",
+    "JitError",
     "Layout",
     "Ledger",
     "Link",
@@ -356,6 +361,7 @@ __all__ = [
     "inspect",
     "jacfwd",
     "jacrev",
+    "jit",
     "join",
     "jvp",
     "latest",
