@@ -49,10 +49,12 @@ class Entry:
     Attributes:
         recording: the program and its inputs and outputs.
         runner: its compiled graph; None before the first call.
+        calls: how often that has run.
     """
 
     def __init__(self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]) -> None:
-        self.recording, self.runner = recording, None
+        self.recording, self.calls = recording, 0
+        self.runner: Runner | None = None
         self._guard, self._signatures = guard, signatures
         self._overlap = self._overlaps(leaves)
         self._kept = [x for x, _ in recording.kept]
@@ -83,6 +85,7 @@ class Entry:
         if self.runner is None:
             self.runner = compile_program(recording.program, backend, inputs)
         outputs = _run_plainly(self.runner, inputs)
+        self.calls += 1
         advance(world, recording.program.draws)
         for slot, number, layout in recording.effects:
             setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout))
@@ -153,7 +156,8 @@ class JitFunction:
         return result if self._out is None else _placed(result, self._out)
 
     def _record(self, leaves: Sequence[Any], tree: Any, key: Any, entries: list[Entry], why: str, world: World) -> Any:
-        snapshot = Snapshot([("f", self._f), *((f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves))])
+        reached = [(f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+        snapshot = Snapshot([("f", self._f), *reached])
         dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
         guard = Guard(snapshot, dynamic)
         result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world)
@@ -272,14 +276,15 @@ def _key(x: Any) -> Any:
 
 
 def _same_memory(leaves: Sequence[Any]) -> Any:
-    """Return for each tensor which one before it shares its memory; None if none does."""
+    """Return for each tensor which one before it shares its memory, and how far apart they are; None if none does."""
     parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
     if len(parts) < 2:
         return None
     storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
     if len(set(storages)) == len(storages):
         return None
-    return tuple((storages.index(one), id(x)) for one, x in zip(storages, parts, strict=True))
+    first = [parts[storages.index(one)] for one in storages]
+    return tuple((storages.index(one), x.storage_offset() - y.storage_offset()) for one, x, y in zip(storages, parts, first, strict=True))
 
 
 def _modes() -> Any:

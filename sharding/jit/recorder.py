@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has where they come from.
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
+        arguments: placeholders of arguments.
         unstable: why the recording cannot be used although the call was right; empty if it can.
     """
 
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.passed_as_double: dict[float, fx.Node] = {}
         self.unstable: list[str] = []
         self.draws = Draws(world)
+        self.arguments: set[fx.Node] = set()
         self._nodes: Any = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._body = self.graph.call_function(_begin)
@@ -123,6 +125,11 @@ class Recorder(TorchDispatchMode):
             if other is not None and other is not x and _storage(other) == _storage(x) and other.dtype is x.dtype:
                 base = self._nodes[other]
                 if base[1] == _storage(x):
+                    if _geometry(x) == _geometry(other):
+                        self.know(x, base[0])
+                        return base[0]
+                    if base[0] in self.arguments:
+                        raise at_line("a view of an argument was made without an operator of torch", "Pass a copy of it")
                     made = self.call(aten.as_strided.default, (base[0], list(x.shape), list(x.stride()), x.storage_offset()))
                     self.know(x, made)
                     return made
@@ -133,6 +140,14 @@ class Recorder(TorchDispatchMode):
         self._nodes[x] = node, _storage(x)
         self._aliases.setdefault(_storage(x), []).append(TensorWeakRef(x))
         node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))
+
+    def add_argument(self, x: Tensor) -> None:
+        """Make a tensor an input before anything uses it."""
+        if self._nodes.get(x) is None:
+            node = self.placeholder(f"argument_{len(self.arguments)}")
+            self.captured.append(Captured(x, node))
+            self.know(x, node)
+            self.arguments.add(node)
 
     def input_of(self, x: Tensor) -> fx.Node:
         """Return the node of an operand, which is captured if it is not known."""
@@ -363,6 +378,10 @@ def expect(x: Tensor, value: Any, place: str) -> None:
 def barrier(group: str) -> None:
     """Wait for all ranks of a group."""
     group_of(group).barrier()
+
+
+def _geometry(x: Tensor) -> Any:
+    return x.shape, x.stride(), x.storage_offset()
 
 
 def _storage(x: Tensor) -> int:

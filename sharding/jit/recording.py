@@ -84,9 +84,13 @@ def record(
     slots = list(_slots(leaves, snapshot))
     before = [slot.get(leaves) for slot in slots]
     signatures = [signature(value) for value in before]
-    needs = [x.requires_grad for x, _ in (*snapshot.tensors, *snapshot.sharded)]
+    watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
+    needs = [x.requires_grad for x in watched]
     recorder = Recorder(world)
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
+    for x in leaves:
+        if isinstance(x, Tensor):
+            recorder.add_argument(x._local if isinstance(x, ShardedTensor) else x)
     torch.clear_autocast_cache()
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -99,7 +103,7 @@ def record(
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
     change = next(iter(recorder.unstable), None) or snapshot.change(dynamic) or finish.moved()
-    if change is None and needs != [x.requires_grad for x, _ in (*snapshot.tensors, *snapshot.sharded)]:
+    if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
         return pytree.tree_unflatten(shown, tree), change, signatures

@@ -283,6 +283,8 @@ def _same(x: Any, y: Any) -> bool:
         return bool(x == y) or bool(x != x and y != y)
     if isinstance(x, (tuple, frozenset)):
         return len(x) == len(y) and (all(map(_same, x, y)) if isinstance(x, tuple) else x == y)
+    if isinstance(x, functools.partial):
+        return x.func is y.func and _same(x.args, y.args) and x.keywords == y.keywords
     return isinstance(x, types.MethodType) and x.__func__ is y.__func__ and x.__self__ is y.__self__
 
 
