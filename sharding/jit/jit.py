@@ -160,9 +160,10 @@ class JitFunction:
         snapshot = Snapshot([("f", self._f), *reached])
         dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
         guard = Guard(snapshot, dynamic)
-        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world)
+        count = self._attempts.get((world.rank, key), 0) + 1
+        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
         if isinstance(found, str):
-            count = self._attempts[world.rank, key] = self._attempts.get((world.rank, key), 0) + 1
+            self._attempts[world.rank, key] = count
             if count >= _ATTEMPTS:
                 raise JitError(
                     f"{self!r} changes Python state in every call, which a graph would not do: {found}. Do it outside of the function, "

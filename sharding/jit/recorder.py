@@ -30,8 +30,9 @@ from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, group_of, site_number
 from .draws import Draw, Draws
-from .errors import at_line, value_read
+from .errors import JitError, at_line, value_read
 from .scalars import TracedFloat
+from .state import is_installed
 
 aten = torch.ops.aten
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
@@ -64,7 +65,7 @@ class Recorder(TorchDispatchMode):
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
-        unstable: why the recording cannot be used although the call was right; empty if it can.
+        exchanges: how many times the ranks exchanged Python objects.
     """
 
     def __init__(self, world: World) -> None:
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self.numbers: dict[Any, fx.Node] = {}
         self.number_sources: dict[Any, Callable[..., float]] = {}
         self.passed_as_double: dict[float, fx.Node] = {}
-        self.unstable: list[str] = []
+        self.exchanges = 0
         self.draws = Draws(world)
         self.arguments: set[fx.Node] = set()
         self._nodes: Any = WeakTensorKeyDictionary()
@@ -220,15 +221,17 @@ class Recorder(TorchDispatchMode):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _read(self, x: Tensor) -> Any:
-        """Return the value of a tensor with one element: as a number of the graph, or for the library's own checks as it is."""
+        """Return the value of a tensor with one element: as a number of the graph; for checks of libraries as it is, and later calls check
+        that it is the same."""
         with _disable_current_modes():
             value = x.item()
         frame = _caller()
-        internal = frame.f_code.co_filename.startswith(_OURS) and frame.f_code.co_filename != methods.__file__
-        if x.dtype.is_floating_point and not internal:
+        file = frame.f_code.co_filename
+        ours = file.startswith(_OURS) and file != methods.__file__
+        if x.dtype.is_floating_point and not ours:
             return TracedFloat.of(self, self.call(item, (self.input_of(x),)), value)
-        if not internal:
-            raise value_read(f"{frame.f_code.co_name if frame.f_code.co_filename == methods.__file__ else 'the program'}")
+        if not ours and not (is_installed(file) and file != methods.__file__):
+            raise value_read(f"a tensor of dtype {str(x.dtype).removeprefix('torch.')}: it")
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.call(expect, (self.input_of(x), value, place))
         return value
@@ -245,13 +248,12 @@ class Recorder(TorchDispatchMode):
                 tracing.recorder = self
         if name == "direct":
             raise at_line("a collective in symmetric memory cannot be recorded by sm.jit", "Set SHARDMESH_SYMMETRIC=0")
-        if name == "all_gather_object":
-            self.unstable.append(f"{user_call().place} exchanges Python objects")
-        if name == "barrier":
-            self.call(barrier, (group_name(group),))
         if name in ("all_gather_object", "barrier"):
             with self._hidden():
-                return getattr(Group, name)(group, *args, **kwargs)
+                found = getattr(Group, name)(group, *args, **kwargs)
+            self.call(Exchange(group_name(group), args[0], found, user_call().place) if args else barrier, () if args else (group_name(group),))
+            self.exchanges += len(args)
+            return found
         return self._tensor_collective(group, name, args, kwargs)
 
     def _tensor_collective(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
@@ -378,6 +380,19 @@ def expect(x: Tensor, value: Any, place: str) -> None:
 def barrier(group: str) -> None:
     """Wait for all ranks of a group."""
     group_of(group).barrier()
+
+
+class Exchange:
+    """Exchanges a Python object between ranks again, as the library does for shapes that may change on other ranks."""
+
+    def __init__(self, group: str, mine: Any, expected: list[Any], place: str) -> None:
+        self.group, self.mine, self.expected, self.place = group, mine, expected, place
+        self.__name__, self.__module__ = "exchange", __name__
+
+    def __call__(self) -> None:
+        found = group_of(self.group).all_gather_object(self.mine)
+        if found != self.expected:
+            raise JitError(f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly")
 
 
 def _geometry(x: Tensor) -> Any:

@@ -74,9 +74,13 @@ class Recording(NamedTuple):
 
 
 def record(
-    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World
+    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World, first: bool
 ) -> tuple[Any, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
+
+    Args:
+        first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
+            most such exchanges are made once.
 
     Returns: its result; the recording, or why there is none; the signatures of the slots before.
     Raises: JitError for what a graph cannot do; what `f` raises.
@@ -102,7 +106,8 @@ def record(
     flat, tree = pytree.tree_flatten(result)
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
-    change = next(iter(recorder.unstable), None) or snapshot.change(dynamic) or finish.moved()
+    change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
+    change = change or snapshot.change(dynamic) or finish.moved()
     if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:

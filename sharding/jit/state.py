@@ -166,7 +166,7 @@ class Snapshot:
         inside = f"{f.__qualname__}()"
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             self._hold(f"{inside} closure", functools.partial(_cell_items, name, cell))
-        if file.startswith(_INSTALLED):
+        if is_installed(file):
             return
         self._hold(f"{inside} defaults", lambda: ["", f.__defaults__, "kw", f.__kwdefaults__, "code", f.__code__])
         if f.__dict__:
@@ -266,12 +266,18 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 @functools.lru_cache(4096)
+def is_installed(file: str) -> bool:
+    """Return whether a source file belongs to torch, this library, the standard library or an installed package."""
+    return file.startswith(_INSTALLED) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+@functools.lru_cache(4096)
 def _is_program(module: str | None) -> bool:
     """Return whether a module is part of the program: not installed."""
     import sys
 
     file = getattr(sys.modules.get(module or ""), "__file__", None)
-    return module == "__main__" or (file is not None and not file.startswith(_INSTALLED))
+    return module == "__main__" or (file is not None and not is_installed(file))
 
 
 def _same(x: Any, y: Any) -> bool:
