@@ -138,6 +138,11 @@ class JitFunction:
         return result
 
     @property
+    def __wrapped_function__(self) -> Callable[..., Any]:
+        """What a snapshot looks at."""
+        return self._f
+
+    @property
     def backend(self) -> Backend:
         """What compiles the graphs."""
         if self._found is None:

@@ -1,8 +1,8 @@
 """What Python state a function can reach, as it was when its graph was made.
 
 A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
-from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances. A later call compares.
-Dicts have versions, so a call looks only at those that were written. After the recording the same is compared once more: what the
+from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
+classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written. After the recording the same is compared once more: what the
 function itself has changed, a graph would not change again.
 
 Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
@@ -36,6 +36,8 @@ _INSTALLED = (_TORCH, *_OURS, *{_paths[name] for name in ("stdlib", "platstdlib"
 _PACKAGE = __name__.partition(".")[0]
 _LOOKED_INTO = tuple(f"{_PACKAGE}.sharding.{part}" for part in ("functional.shard_map", "training", "optim", "jit.jit"))
 _OPAQUE = ("torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE)
+_OF_MODULES = frozenset(torch.nn.Module().__dict__)
+_MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value
 
 
@@ -81,6 +83,13 @@ class Snapshot:
     """
 
     def __init__(self, roots: list[tuple[str, Any]]) -> None:
+        self._names: set[str] = set()  # that the program's code uses
+        before = -1
+        while len(self._names) > before:
+            before = len(self._names)
+            self._walk(roots)
+
+    def _walk(self, roots: list[tuple[str, Any]]) -> None:
         self.holders: list[Holder] = []
         self.tensors: list[tuple[Tensor, str]] = []
         self.sharded: list[tuple[ShardedTensor, str]] = []
@@ -141,12 +150,18 @@ class Snapshot:
         if isinstance(x, torch.optim.Optimizer):
             self.optimizers.append(x)
         kind = type(x)
+        if hasattr(kind, "__wrapped_function__"):
+            self._todo.append((path, x.__wrapped_function__))
+            return
         module = kind.__module__ or ""
         is_known = isinstance(x, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
         if not is_known and (module == "builtins" or (module.startswith(_OPAQUE) and not module.startswith(_LOOKED_INTO))):
             return
         values = getattr(x, "__dict__", None)
-        if isinstance(values, dict):
+        if isinstance(values, dict) and _is_program(module) and not isinstance(x, torch.optim.Optimizer):
+            names = self._names if "__dict__" not in self._names and "vars" not in self._names else set(values)
+            self._hold(path, functools.partial(_named_items, values, frozenset(names) | _OF_MODULES), values)
+        elif isinstance(values, dict):
             self._hold(path, functools.partial(_items, values), values)
         slots = [name for base in kind.__mro__ for name in _slots(base)]
         if slots:
@@ -157,7 +172,7 @@ class Snapshot:
         """Look at the methods and plain attributes of the program's own classes."""
         for base in kind.__mro__:
             if _is_program(getattr(base, "__module__", None)):
-                self._hold(base.__name__, functools.partial(_class_items, base))
+                self._hold(base.__name__, functools.partial(_class_items, base, frozenset(self._names)))
 
     def _visit_function(self, path: str, f: types.FunctionType) -> None:
         file = f.__code__.co_filename
@@ -172,6 +187,7 @@ class Snapshot:
         if f.__dict__:
             self._hold(f"{inside} attributes", functools.partial(_items, f.__dict__), f.__dict__)
         names = sorted({name for code in _codes(f.__code__) for name in code.co_names})
+        self._names.update(names, (x for code in _codes(f.__code__) for x in code.co_consts if isinstance(x, str)))
         used = [name for name in names if name in f.__globals__]
         if used:
             self._hold(f"globals of {f.__module__}", functools.partial(_global_items, f.__globals__, used))
@@ -247,10 +263,16 @@ def _global_items(values: dict[str, Any], names: list[str]) -> list[Any]:
     return [part for name in names if name in values for part in (name, values[name])]
 
 
-def _class_items(kind: type) -> list[Any]:
+def _named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
+    return [part for item in x.items() if item[0] in names for part in item]
+
+
+def _class_items(kind: type, names: frozenset[str]) -> list[Any]:
     wanted = (*_PLAIN, types.FunctionType, list, dict, tuple, set)
     found = {name: x.fget if isinstance(x, property) else getattr(x, "__func__", x) for name, x in vars(kind).items()}
-    return [part for name, x in found.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
+    implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"} - (set() if kind.__name__ in names else _MAKING)
+    named = {name: x for name, x in found.items() if name in names or name in implicit}
+    return [part for name, x in named.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
 
 
 def _slots(kind: type) -> list[str]:
