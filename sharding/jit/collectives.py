@@ -186,7 +186,7 @@ torch.library.register_fake("shardmesh::wait", torch.empty_like, lib=_library)
 
 
 def _ordered(run: Any) -> Any:
-    return lambda x, token, *args: (run(x, *args), token.new_empty(0))
+    return lambda x, token, *args: (run(x.contiguous(), *args), token.new_empty(0))
 
 
 for _name in _SCHEMAS:
