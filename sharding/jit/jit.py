@@ -29,11 +29,12 @@ from .draws import advance
 from .errors import JitError
 from .program import Runner
 from .recording import Recording, record, seal
-from .slots import signature
+from .slots import empty_slots, signature
 from .state import _PLAIN, Guard, Snapshot
 
 _ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
 _MANY = 8  # recordings of one function before a warning
+_ALL_NONE = frozenset({type(None)})
 _Dynamic = set[tuple[int, Any]]
 
 
@@ -60,18 +61,25 @@ class Entry:
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
+        self._fixed = empty_slots(recording.slots, signatures)
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
         """Return for each tensor among the arguments its id if it shares memory with state that the function reaches, else None."""
         parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
         return [id(x) if x.untyped_storage()._cdata in self._guard.storages else None for x in parts]
 
+    def _same_gradients(self, leaves: Sequence[Any]) -> bool:
+        """Return whether slots have values of the same kind as before; where there were none, in little time."""
+        if self._fixed is not None:
+            return all(_ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed)
+        return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
+
     def change(self, leaves: Sequence[Any]) -> str | None:
         """Return why the recording does not hold for this call, None if it does."""
         found = self._guard.change()
         if found is not None:
             return found
-        if [signature(slot.get(leaves)) for slot in self.recording.slots] != self._signatures:
+        if not self._same_gradients(leaves):
             return "a gradient was set or cleared"
         if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
             return "the shape, dtype or memory of a tensor has changed"
@@ -87,11 +95,11 @@ class Entry:
         outputs = _run_plainly(self.runner, inputs)
         self.calls += 1
         advance(world, recording.program.draws)
-        for slot, number, layout in recording.effects:
-            setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout))
+        for slot, number, layout, lineage in recording.effects:
+            setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout, lineage))
         made = []
-        for number, layout, sealed, same in recording.results:
-            value = same(leaves) if number is None else _wrapped(outputs[number], layout)  # type: ignore[misc]
+        for number, layout, lineage, sealed, same in recording.results:
+            value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
             made.append(seal(value) if sealed else value)
         return pytree.tree_unflatten(made, recording.tree)
 
@@ -333,8 +341,8 @@ def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
             return runner(*inputs)
 
 
-def _wrapped(x: Any, layout: Any) -> Any:
-    return x if layout is None else ShardedTensor._make_guarded(x, layout)
+def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
+    return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -41,6 +41,7 @@ class Effect(NamedTuple):
     slot: Slot
     number: int | None
     layout: Layout | None
+    lineage: int
 
 
 class Result(NamedTuple):
@@ -52,6 +53,7 @@ class Result(NamedTuple):
 
     number: int | None = None
     layout: Layout | None = None
+    lineage: int = 0
     sealed: bool = False
     same: Callable[[Leaves], Any] | None = None
 
@@ -121,11 +123,11 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[Slot]:
     for i, x in enumerate(leaves):
         if isinstance(x, Tensor) and x.requires_grad and id(x) not in seen:
             seen.add(id(x))
-            yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]")
+            yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
     for x, path in (*snapshot.sharded, *snapshot.tensors):
         if x.requires_grad and id(x) not in seen and (x._local if isinstance(x, ShardedTensor) else x).is_leaf:
             seen.add(id(x))
-            yield from slots_of(x, functools.partial(_constant, x), path)
+            yield from slots_of(x, functools.partial(_constant, x), path, True)
 
 
 def _argument(i: int, leaves: Leaves) -> Any:
@@ -181,6 +183,11 @@ def seal(x: Tensor) -> Tensor:
     return ShardedTensor._make(seal(x._local), x._layout)
 
 
+def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
+    """Return the layout and the lineage of a tensor, which every call gives its result."""
+    return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
+
+
 class _Finish:
     """Make a recording of what a recorder has seen."""
 
@@ -227,8 +234,8 @@ class _Finish:
         if now is old:
             return None
         if now is None:
-            return Effect(slot, None, None)
-        return Effect(slot, self._output(now, slot.path), now._layout if isinstance(now, ShardedTensor) else None)
+            return Effect(slot, None, None, 0)
+        return Effect(slot, self._output(now, slot.path), *_layout_of(now))
 
     def _output(self, x: Tensor, what: str) -> int:
         node = self.recorder.node_of(x._local if isinstance(x, ShardedTensor) else x)
@@ -245,7 +252,7 @@ class _Finish:
             same = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
             if same is not None or self.snapshot.knows(x):
                 return Result(same=functools.partial(_constant, x) if same is None else functools.partial(_argument, same))
-            return Result(self._output(x, "a result"), x._layout if isinstance(x, ShardedTensor) else None, not x.is_leaf)
+            return Result(self._output(x, "a result"), *_layout_of(x), not x.is_leaf)
         if isinstance(x, _PLAIN) or self.snapshot.knows(x):
             return Result(same=functools.partial(_constant, x))
         raise JitError(f"a function under sm.jit returned a {type(x).__name__} that it has made; return tensors, numbers and trees of them")

@@ -17,7 +17,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -213,9 +213,8 @@ class Guard:
         self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if h.source is None and h.held]
         self._versions = list(map(dict_version, self._sources))
         self._leaves = [x for x, _ in snapshot.sharded]
-        self._locals = [id(x._local) for x in self._leaves]
         self._layouts: list[Layout] = [x._layout for x in self._leaves]
-        self._kept = [x._local for x in self._leaves]  # so that no other object gets their ids
+        self._kept = [x._local for x in self._leaves]
         self._needs = [x.requires_grad for x, _ in snapshot.tensors] + [x.requires_grad for x in self._kept]
         self._checked = [x for x, _ in snapshot.tensors] + self._kept
         self.storages = {x.untyped_storage()._cdata for x in self._checked if x.numel()}
@@ -237,15 +236,16 @@ class Guard:
         return self._change_of_tensors()
 
     def _change_of_tensors(self) -> str | None:
-        for x, local, layout in zip(self._leaves, self._locals, self._layouts, strict=True):
-            if id(x._local) != local or x._layout is not layout:
-                return f"a tensor of layout {layout} was replaced or has the layout {x._layout} now"
-        if [x.requires_grad for x in self._checked] != self._needs:
+        if not all(map(is_, map(_local_of, self._leaves), self._kept)) or not all(map(is_, map(_layout_of, self._leaves), self._layouts)):
+            return "the local part or the layout of a tensor was replaced"
+        if list(map(_requires_grad, self._checked)) != self._needs:
             return "requires_grad of a tensor has changed"
         return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+_local_of, _layout_of, _requires_grad = attrgetter("_local"), attrgetter("_layout"), attrgetter("requires_grad")
 
 
 def _items(x: dict[Any, Any]) -> list[Any]:
