@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...mesh.comm.call_site import DESCRIBERS
 from ...mesh.comm.current_world import current_world
 from ...mesh.comm.group import Group
 from ...mesh.comm.work import Work
@@ -26,11 +27,13 @@ class Site(NamedTuple):
 
     Attributes:
         tag, lineage: as in `CommContext`.
+        name: what the program called, as `comm_report` shows it.
         place: file:line of the program.
     """
 
     tag: CommTag | None
     lineage: int
+    name: str
     place: str
 
 
@@ -40,7 +43,7 @@ _numbers: dict[Any, int] = {}
 
 def site_number(site: Site) -> int:
     """Return the number of a site, the same for equal ones."""
-    key = id(site.tag), site.lineage, site.place
+    key = id(site.tag), *site[1:]
     found = _numbers.get(key)
     if found is None:
         _sites.append(site)
@@ -84,11 +87,14 @@ class Started(NamedTuple):
 def _launch(method: Any, group: Group, site: int, result: Tensor, *args: Any, **kwargs: Any) -> Started:
     context = group.world.comm_context
     before = context.tag, context.lineage
-    context.tag, context.lineage, _ = _sites[site]
+    context.tag, context.lineage, *_ = _sites[site]
     try:
         return Started(result, method(group, *args, **kwargs))
     finally:
         context.tag, context.lineage = before
+
+
+DESCRIBERS[_launch.__code__] = lambda frame: _sites[frame["site"]].name
 
 
 def all_gather(x: Tensor, group: str, site: int, now: bool = False) -> Started:

@@ -27,6 +27,7 @@ from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
 from .backends import Backend, compile_program, find_backend
 from .draws import advance
 from .errors import JitError
+from .lowered import Lowered, lower
 from .program import Runner
 from .recording import Recording, record, seal
 from .slots import empty_slots, signature
@@ -144,6 +145,23 @@ class JitFunction:
         if self._donated:
             _donate([args[i] for i in self._donated if i < len(args)], result)
         return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Record the function on "meta", as rank 0, and return the graph to look at. Nothing runs, and no argument changes.
+
+        Args:
+            args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
+
+        Communication: none.
+        """
+        return lower(self, self._f, args, kwargs)
+
+    @property
+    def recorded(self) -> list[Lowered]:
+        """The graphs that this rank's calls have made."""
+        world = current_world()
+        entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
+        return [Lowered(entry.recording.program, world, self, {}) for entry in entries]
 
     @property
     def __wrapped_function__(self) -> Callable[..., Any]:

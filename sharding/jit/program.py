@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from .collectives import OPERATORS, STARTS, WAIT
 from .draws import Draw, Position
 
 aten = torch.ops.aten
+_FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
 Runner = Callable[..., Sequence[Any]]
 
 
@@ -31,14 +32,18 @@ class Program:
         sources: for each placeholder, a function of the leaves of the arguments that returns the input.
         names: what each input is, for people.
         draws: where the call leaves the stream of random numbers.
-        notes: what passes have done.
+        rank: the global rank that recorded it.
     """
 
     graph: fx.Graph
     sources: list[Callable[[Sequence[Any]], Any]]
     names: list[str]
     draws: Position
-    notes: list[str] = field(default_factory=list)
+    rank: int
+
+    def rank_in(self, ranks: Sequence[int]) -> int:
+        """Return the index of this rank in a group."""
+        return ranks.index(self.rank)
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -109,7 +114,7 @@ class _Code:
             dead = [self.names[x] for x in dying.get(node, ())]
             if dead and node.op != "output":
                 lines.append(f"    del {', '.join(dead)}")
-        exec(compile("\n".join(lines), "<sm.jit>", "exec"), self.known)
+        exec(compile("\n".join(lines), _FILE, "exec"), self.known)
         return self.known["run"]
 
     def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
@@ -150,14 +155,3 @@ class _Code:
         if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
             return repr(x)
         return self._name(x)
-
-
-def shape_of(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return the local shape and dtype of a node, None if it is no tensor."""
-    found = node.meta.get("val")
-    return None if found is None else (found[0], found[2])
-
-
-def note_value(node: fx.Node, x: Tensor) -> None:
-    """Note shape, strides, dtype and device of what a node returns."""
-    node.meta.setdefault("val", (tuple(x.shape), tuple(x.stride()), x.dtype, x.device))

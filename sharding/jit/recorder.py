@@ -7,6 +7,7 @@ recording ends (`recording.py`).
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from ...mesh.comm.group import Group
 from ...mesh.comm.tracing import tracing
 from ...mesh.comm.work import DONE, Work
 from ...mesh.comm.world import World
+from ..debug.peak_memory import _ON_STAND_INS, _frames
 from ..ops.dispatch import name_of
 from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
@@ -59,6 +61,7 @@ class Recorder(TorchDispatchMode):
     """with recorder: record what runs in this thread as a graph.
 
     Attributes:
+        abstract: whether the program's tensors are on "meta", as are those that stand for sharded ones.
         graph: the operators so far.
         captured: the tensors that it takes from outside.
         numbers: placeholders of numbers, by the key that `number` was given; `number_sources` has where they come from.
@@ -68,8 +71,10 @@ class Recorder(TorchDispatchMode):
         exchanges: how many times the ranks exchanged Python objects.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, abstract: bool = False) -> None:
         super().__init__()
+        self.abstract = abstract
+        self._stand_ins: dict[int, Any] = {}
         self.world, self.graph = world, fx.Graph()
         self.captured: list[Captured] = []
         self.constants: list[tuple[fx.Node, Tensor]] = []
@@ -166,9 +171,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         flat, tree = pytree.tree_flatten((tuple(args), kwargs))
-        if _is_stand_in(flat, kwargs):
+        if self._is_stand_in(flat, kwargs):
             with _disable_current_modes():
-                return func(*args, **kwargs)
+                made = func(*args, **kwargs)
+            if self.abstract:  # kept, so that no other storage gets their addresses
+                self._stand_ins.update({_storage(x): x.untyped_storage() for x in pytree.tree_leaves(made) if isinstance(x, Tensor)})
+            return made
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -185,6 +193,18 @@ class Recorder(TorchDispatchMode):
             node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
             self._results(func, result, self.call(func, node_args, node_kwargs))
         return result
+
+    def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether an operator makes or takes a tensor on "meta" that stands for a sharded one and has no values."""
+        tensors = [x for x in flat if isinstance(x, Tensor)]
+        if any(type(x) is ShardedTensor for x in tensors):
+            return True
+        if self.abstract:
+            if tensors:
+                return all(x.is_meta and _storage(x) in self._stand_ins for x in tensors)
+            return any(frame.f_code in _ON_STAND_INS for frame in _frames())
+        device = kwargs.get("device")
+        return (device is not None and torch.device(device).type == "meta") or any(x.is_meta for x in tensors)
 
     def _arguments(self, func: Any, flat: list[Any], doubles: dict[float, fx.Node]) -> tuple[list[Any], list[Any]]:
         """Return the arguments to run with and those to record; takes from `doubles` what it finds."""
@@ -224,7 +244,7 @@ class Recorder(TorchDispatchMode):
         """Return the value of a tensor with one element: as a number of the graph; for checks of libraries as it is, and later calls check
         that it is the same."""
         with _disable_current_modes():
-            value = x.item()
+            value = math.nan if x.is_meta else x.item()
         frame = _caller()
         file = frame.f_code.co_filename
         ours = file.startswith(_OURS) and file != methods.__file__
@@ -258,10 +278,12 @@ class Recorder(TorchDispatchMode):
 
     def _tensor_collective(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
         context = group.world.comm_context
-        where = group_name(group), site_number(Site(context.tag, context.lineage, user_call().place))
+        call = user_call()
+        where = group_name(group), site_number(Site(context.tag, context.lineage, call.name, call.place))
         if name in ("all_reduce", "broadcast"):
             out, how, async_op = args
             node = self.call(_OPERATOR[name], (self.input_of(out), how, *where))
+            node.meta["donate"] = True
         elif name == "permute":
             (out, x), async_op = args, kwargs["async_op"]
             size = 0 if kwargs["src"] is None else out.numel()
@@ -272,6 +294,7 @@ class Recorder(TorchDispatchMode):
             node = self.call(_OPERATOR[name], (self.input_of(x), *how, *where))
         with self._hidden():
             work = getattr(Group, name)(group, *args, **kwargs)
+        node.meta["val"] = (size if name == "permute" else out.numel(),), (1,), out.dtype, out.device
         received = not (name == "permute" and kwargs["src"] is None)
         recorded = _RecordedWork(self, work, node, out if received else None)
         if async_op:
@@ -337,6 +360,7 @@ class _RecordedWork(Work):
         with self._recorder._hidden():
             self._work.wait()
         done = self._recorder.call(WAIT, (self._node,))
+        done.meta["val"] = self._node.meta["val"]
         if self._out is not None:
             self._recorder.write(self._out, done)
         return None
@@ -402,20 +426,6 @@ def _geometry(x: Tensor) -> Any:
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def _is_stand_in(flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator makes or takes a tensor on "meta", which stands for a sharded tensor and has no values."""
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).type == "meta":
-        return True
-    return any(isinstance(x, Tensor) and (type(x) is ShardedTensor or (x.is_meta and type(x) is not _fake_type())) for x in flat)
-
-
-def _fake_type() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return FakeTensor
 
 
 def _writes_or_views(node: fx.Node) -> bool:

@@ -76,13 +76,15 @@ class Recording(NamedTuple):
 
 
 def record(
-    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World, first: bool
+    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World, first: bool,
+    abstract: bool = False,
 ) -> tuple[Any, Recording | str, list[Any]]:
     """Call `f(leaves)` and record it.
 
     Args:
         first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
             most such exchanges are made once.
+        abstract: whether tensors are on "meta" and the program is only looked at.
 
     Returns: its result; the recording, or why there is none; the signatures of the slots before.
     Raises: JitError for what a graph cannot do; what `f` raises.
@@ -92,7 +94,7 @@ def record(
     signatures = [signature(value) for value in before]
     watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
     needs = [x.requires_grad for x in watched]
-    recorder = Recorder(world)
+    recorder = Recorder(world, abstract)
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
     for x in leaves:
         if isinstance(x, Tensor):
@@ -109,7 +111,7 @@ def record(
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
     change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
-    change = change or snapshot.change(dynamic) or finish.moved()
+    change = None if abstract else change or snapshot.change(dynamic) or finish.moved()
     if change is None and needs != [x.requires_grad for x in watched]:
         change = "requires_grad of a tensor has changed"
     if change is not None:
@@ -226,7 +228,7 @@ class _Finish:
         for node in [node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used]:
             recorder.graph.erase_node(node)
         order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
-        program = Program(recorder.graph, [used[node][1] for node in order], [used[node][0] for node in order], recorder.draws.end())
+        program = Program(recorder.graph, [used[node][1] for node in order], [used[node][0] for node in order], recorder.draws.end(), recorder.world.rank)
         return Recording(program, self.slots, effects, results, tree, self.kept)
 
     def _effect(self, slot: Slot, old: Any) -> Effect | None:
