@@ -19,6 +19,7 @@ from ...mesh.comm.transforms import transforms_active
 from ...mesh.comm.world import World
 from ..functional.named_axes import current_axis_env
 from ..functional.signature import flatten_tree, unflatten_tree
+from ..functional.transforms.gradients import is_differentiating
 from ..functional.trees import pytree
 from ..tensor.autograd import engine_hooks
 from ..tensor.autograd.leaf_grads import is_accumulating
@@ -62,6 +63,7 @@ class Entry:
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
+        self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)
 
     def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
@@ -88,6 +90,14 @@ class Entry:
             return "an argument shares memory with other state of the function than before"
         return None
 
+    def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""
+        if self._gate is None:
+            needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
+            self._gate = [seal(needed[0], *needed[1:])] if needed else []
+        given = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+        return [*self._gate, *(x for x in given if x.requires_grad)]
+
     def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
         recording = self.recording
         inputs = [source(leaves) for source in recording.program.sources]
@@ -101,7 +111,7 @@ class Entry:
         made = []
         for number, layout, lineage, sealed, same in recording.results:
             value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
-            made.append(seal(value) if sealed else value)
+            made.append(seal(value, *self._differentiable(leaves)) if sealed else value)
         return pytree.tree_unflatten(made, recording.tree)
 
 
@@ -333,7 +343,9 @@ def _modes() -> Any:
 def _is_inside(leaves: Sequence[Any], world: World) -> bool:
     """Return whether the call is part of something that needs its operators one by one: another recording, a transform, a mapped function,
     a backward pass, `accumulate_grads`, or a computation whose gradient flows through an argument."""
-    if tracing.recorder is not None or current_axis_env() is not None or transforms_active() or is_accumulating(world):
+    if tracing.recorder is not None or current_axis_env() is not None or transforms_active():
+        return True
+    if is_differentiating() or is_accumulating(world):
         return True
     parts = (x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor))
     return any(x.requires_grad and not x.is_leaf for x in parts) or engine_hooks.current_backward() != -1

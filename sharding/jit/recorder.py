@@ -373,7 +373,7 @@ class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS and not (isinstance(args[0], Tensor) and args[0].is_meta and not isinstance(args[0], ShardedTensor)):
+        if func in _READS and tracing.recorder is not None and not (isinstance(args[0], Tensor) and args[0].is_meta and not isinstance(args[0], ShardedTensor)):
             raise value_read(name_of(func))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result

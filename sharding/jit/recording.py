@@ -10,10 +10,13 @@ What the function did besides running operators decides whether the program can 
 from __future__ import annotations
 
 import functools
+import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -94,7 +97,7 @@ def record(
     signatures = [signature(value) for value in before]
     watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
     needs = [x.requires_grad for x in watched]
-    recorder = Recorder(world, abstract)
+    recorder, generators = Recorder(world, abstract), _generators()
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
     for x in leaves:
         if isinstance(x, Tensor):
@@ -107,6 +110,11 @@ def record(
             result = f(given)
     finally:
         torch.set_autocast_cache_enabled(cached)
+    if generators != _generators():
+        raise JitError(
+            "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
+            "outside and pass them, or draw tensors"
+        )
     flat, tree = pytree.tree_flatten(result)
     finish = _Finish(recorder, leaves, snapshot, slots, before)
     shown = [_shown(x) for x in flat]
@@ -130,6 +138,12 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[Slot]:
         if x.requires_grad and id(x) not in seen and (x._local if isinstance(x, ShardedTensor) else x).is_leaf:
             seen.add(id(x))
             yield from slots_of(x, functools.partial(_constant, x), path, True)
+
+
+def _generators() -> Any:
+    """Return the states of the generators of Python and NumPy."""
+    name, keys, place, *rest = np.random.get_state()
+    return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
 
 
 def _argument(i: int, leaves: Leaves) -> Any:
@@ -178,11 +192,16 @@ def _shown(x: Any) -> Any:
     return seal(x) if isinstance(x, Tensor) and not x.is_leaf else x
 
 
-def seal(x: Tensor) -> Tensor:
-    """Return a result with a history that raises in backward, so that a gradient is never silently missing."""
-    if not isinstance(x, ShardedTensor):
-        return torch._C._functions.DelayedError(_NO_GRADIENT, 1)(x.detach().requires_grad_())  # type: ignore[attr-defined]
-    return ShardedTensor._make(seal(x._local), x._layout)
+def seal(x: Tensor, *inputs: Tensor) -> Tensor:
+    """Return a result that requires grad, through which backward to itself or to these inputs raises: no gradient is silently missing."""
+    if isinstance(x, ShardedTensor):
+        made = ShardedTensor._make(seal(x._local, *inputs), x._layout)
+        made._lineage = x._lineage
+        return made
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    with torch.enable_grad():
+        found = torch._C._functions.DelayedError(_NO_GRADIENT, 1 + len(inputs))(x, *inputs)  # type: ignore[attr-defined]
+    return found if isinstance(found, Tensor) else found[0]
 
 
 def _layout_of(x: Tensor) -> tuple[Layout | None, int]:

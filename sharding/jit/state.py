@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import sysconfig
 import types
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -38,7 +39,7 @@ _LOOKED_INTO = tuple(f"{_PACKAGE}.sharding.{part}" for part in ("functional.shar
 _OPAQUE = ("torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE)
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
-_SMALL = 1 << 16  # bytes of a numpy array that is compared by value
+_SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
 
 
 class Holder:
@@ -134,7 +135,7 @@ class Snapshot:
         elif isinstance(x, functools.partial):
             self._todo += [(path, x.func), (f"{path}.args", x.args), (f"{path}.keywords", x.keywords)]
         elif isinstance(x, np.ndarray):
-            self._hold(path, lambda: ["", x.tobytes() if x.nbytes < _SMALL else x.ctypes.data])
+            self._hold(path, lambda: ["", x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data)])
         elif isinstance(x, type):
             self._visit_class(path, x)
         elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):
