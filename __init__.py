@@ -62,6 +62,7 @@ from .sharding.functional.transforms.gradients import grad, remat, stop_gradient
 from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.transforms.vmap import vmap
 from .sharding.functional.typeof import typeof
+from .sharding.jit.jit import jit
 from .sharding.layout.layout import Layout
 from .sharding.layout.named_sharding import NamedSharding
 from .sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
@@ -158,6 +159,7 @@ __all__ = [
     "init_device_mesh",
     "jacfwd",
     "jacrev",
+    "jit",
     "jvp",
     "launch",
     "linearize",

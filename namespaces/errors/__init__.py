@@ -21,6 +21,7 @@ from shardmesh.sharding.debug.replicas.compare import ReplicaError
 from shardmesh.sharding.functional.named_axes import UnboundAxisError
 from shardmesh.sharding.functional.types.type_checker import CapturedTensorError
 from shardmesh.sharding.functional.types.types import ShardingTypeError
+from shardmesh.sharding.jit.errors import JitError
 
 __all__ = [
     "BadValueError",
@@ -31,6 +32,7 @@ __all__ = [
     "CommBudgetError",
     "DeadlockError",
     "ImplicitCommError",
+    "JitError",
     "LaunchEnvironmentError",
     "LaunchError",
     "LaunchTimeoutError",

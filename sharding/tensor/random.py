@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from ...kernels import random as philox
 from ...kernels.random import distributions
 from ...mesh.comm.current_world import current_world
+from ...mesh.comm.tracing import tracing
 from ...mesh.comm.world import World
 from ...mesh.monitor.recording.trace_buffer import Header
 from ..layout.layout import Layout
@@ -74,6 +76,7 @@ def manual_seed(seed: int) -> None:
     """
     state = _state(current_world())
     state.seed, state.drawn = seed & _MASK, 0
+    _reseeded()
 
 
 def get_rng_state() -> Tensor:
@@ -105,6 +108,13 @@ def set_rng_state(state: Tensor) -> None:
         )
     own = _state(current_world())
     own.seed, own.drawn = state.cpu().clone().view(torch.uint64).tolist()
+    _reseeded()
+
+
+def _reseeded() -> None:
+    """Tell a recorder that positions no longer follow from that at the start of the recording."""
+    if tracing.recorder is not None:
+        tracing.recorder.draws.relative = False
 
 
 @contextmanager
@@ -113,11 +123,14 @@ def fork_rng() -> Iterator[None]:
 
     Communication: none.
     """
-    state = get_rng_state()
+    state, recorder = _state(current_world()), tracing.recorder
+    before, relative = (state.seed, state.drawn), recorder is None or recorder.draws.relative
     try:
         yield
     finally:
-        set_rng_state(state)
+        state.seed, state.drawn = before
+        if recorder is not None:
+            recorder.draws.relative = relative
 
 
 def check_rng_state(mesh: Any) -> None:
@@ -216,14 +229,27 @@ def draw(distribution: Callable[..., Tensor], layout: Layout, *parameters: Any) 
     seed, stream = _state(mesh.world).next()
     if mesh.coordinate is None:
         return torch.empty(0, dtype=layout.dtype, device=mesh.device)
+    if tracing.recorder is not None:
+        return tracing.recorder.draw(_part_of(distribution, layout), seed, stream, parameters)
     return distribution(layout.shape, layout.box, seed, stream, layout.dtype, mesh.device, *parameters)
+
+
+def _part_of(distribution: Callable[..., Tensor], layout: Layout) -> Callable[..., Tensor]:
+    """Return the part of a random tensor as a function of seed, position and parameters."""
+    mesh: Any = layout.mesh
+    shape, box, dtype, device = layout.shape, layout.box, layout.dtype, mesh.device
+    return lambda seed, stream, *parameters: distribution(shape, box, seed, stream, dtype, device, *parameters)
 
 
 def units(layout: Layout) -> distributions.Units:
     """Return the next random tensor as an unlimited sequence of uniform numbers in (0, 1) for each element of this rank's part."""
     mesh: Any = layout.mesh
     seed, stream = _state(mesh.world).next()
-    return lambda part: distributions.unit(layout.shape, layout.box, seed, stream, part, mesh.device)
+    unit = partial(distributions.unit, layout.shape, layout.box)
+    recorder = tracing.recorder
+    if recorder is None:
+        return lambda part: unit(seed, stream, part, mesh.device)
+    return lambda part: recorder.draw(unit, seed, stream, (part, mesh.device))
 
 
 def seeded(mesh: Any, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -313,6 +313,11 @@ def is_nested() -> bool:
     return _thread.nested
 
 
+def is_differentiating() -> bool:
+    """Return whether a function around is being differentiated."""
+    return _thread.depth > 0
+
+
 def _checked_loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"{list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)

@@ -1,0 +1,201 @@
+"""Collectives as operators `torch.ops.shardmesh`, which a graph calls in place of the methods of `Group`.
+
+    started = shardmesh.all_gather(x, "0,1,2,3", site)     launches; flat, in the order of the group's ranks
+    whole   = shardmesh.wait(started)                      the result, which may be read
+
+No result shares memory with an operand. All run through `Group`, so the monitor, `comm_report` and budgets see them. A *site* is the number
+of a `Site`: what the collective was for when the graph was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm.call_site import DESCRIBERS
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.group import Group
+from ...mesh.comm.work import Work
+from ...mesh.monitor.recording.recorder import CommTag
+
+
+class Site(NamedTuple):
+    """What a collective of a graph is part of.
+
+    Attributes:
+        tag, lineage: as in `CommContext`.
+        name: what the program called, as `comm_report` shows it.
+        place: file:line of the program.
+    """
+
+    tag: CommTag | None
+    lineage: int
+    name: str
+    place: str
+
+
+_sites: list[Site] = []
+_numbers: dict[Any, int] = {}
+
+
+def site_number(site: Site) -> int:
+    """Return the number of a site, the same for equal ones."""
+    key = id(site.tag), *site[1:]
+    found = _numbers.get(key)
+    if found is None:
+        _sites.append(site)
+        found = _numbers[key] = len(_sites) - 1
+    return found
+
+
+def site_of(number: int) -> Site:
+    """Return the site with this number."""
+    return _sites[number]
+
+
+def group_name(group: Group) -> str:
+    """Return the text by which graphs refer to a group: its ranks."""
+    return ",".join(map(str, group.ranks))
+
+
+_ranks: dict[str, tuple[int, ...]] = {}
+
+
+def group_of(name: str) -> Group:
+    """Return the group of these ranks in the world of this thread."""
+    ranks = _ranks.get(name)
+    if ranks is None:
+        ranks = _ranks[name] = tuple(map(int, name.split(",")))
+    return current_world().group(ranks)
+
+
+class Started(NamedTuple):
+    """A collective that a graph has launched."""
+
+    result: Tensor
+    work: Work | None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def _launch(method: Any, group: Group, site: int, result: Tensor, *args: Any, **kwargs: Any) -> Started:
+    context = group.world.comm_context
+    before, (tag, context.lineage, *_) = context.lineage, _sites[site]
+    try:
+        return Started(result, method(group, *args, **kwargs, tag=tag))
+    finally:
+        context.lineage = before
+
+
+DESCRIBERS[_launch.__code__] = lambda frame: _sites[frame["site"]].name
+
+
+def all_gather(x: Tensor, group: str, site: int, now: bool = False) -> Started:
+    """Launch an all_gather of x. With `now` it has completed when this returns, as in all functions here."""
+    found = group_of(group)
+    out = x.new_empty(found.size * x.numel())
+    return _launch(Group.all_gather, found, site, out, out, x, async_op=not now)
+
+
+def reduce_scatter(x: Tensor, op: str, group: str, site: int, now: bool = False) -> Started:
+    """Launch a reduce_scatter of x."""
+    found = group_of(group)
+    out = x.new_empty(x.numel() // found.size)
+    return _launch(Group.reduce_scatter, found, site, out, out, x, op, async_op=not now)
+
+
+def all_reduce(x: Tensor, op: str, group: str, site: int, now: bool = False, donate: bool = False) -> Started:
+    """Launch an all_reduce of a copy of x, or of x itself if that may be overwritten."""
+    out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return _launch(Group.all_reduce, group_of(group), site, out, out, op, async_op=not now)
+
+
+def all_to_all(
+    x: Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, group: str, site: int, now: bool = False
+) -> Started:
+    """Launch an all_to_all of x."""
+    out = x.new_empty(x.numel() if out_splits is None else sum(out_splits))
+    return _launch(Group.all_to_all, group_of(group), site, out, out, x, out_splits, in_splits, async_op=not now)
+
+
+def broadcast(x: Tensor, src: int, group: str, site: int, now: bool = False, donate: bool = False) -> Started:
+    """Launch a broadcast into a copy of x, or into x itself if that may be overwritten."""
+    out = x if donate and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    return _launch(Group.broadcast, group_of(group), site, out, out, src, async_op=not now)
+
+
+def permute(x: Tensor, size: int, dst: int | None, src: int | None, group: str, site: int, now: bool = False) -> Started:
+    """Launch a permute of x; the result has `size` elements, none if nothing is received."""
+    out = x.new_empty(size)
+    return _launch(Group.permute, group_of(group), site, out, out, x, dst=dst, src=src, async_op=not now)
+
+
+# -- operators of torch --------------------------------------------------------------------------------------------------
+
+_SCHEMAS = {
+    "all_gather": "(Tensor x, str group, int site) -> Tensor",
+    "reduce_scatter": "(Tensor x, str op, str group, int site) -> Tensor",
+    "all_reduce": "(Tensor x, str op, str group, int site) -> Tensor",
+    "all_to_all": "(Tensor x, int[]? out_splits, int[]? in_splits, str group, int site) -> Tensor",
+    "broadcast": "(Tensor x, int src, str group, int site) -> Tensor",
+    "permute": "(Tensor x, int size, int? dst, int? src, str group, int site) -> Tensor",
+}
+STARTS = {
+    "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_reduce": all_reduce, "all_to_all": all_to_all,
+    "broadcast": broadcast, "permute": permute,
+}  # fmt: skip
+_library = torch.library.Library("shardmesh", "DEF")
+
+
+def _size_of(name: str) -> Any:
+    """Return the meta function of an operator: its result without values."""
+
+    def all_gather(x: Tensor, group: str, site: int) -> Tensor:
+        return x.new_empty(x.numel() * (group.count(",") + 1))
+
+    def reduce_scatter(x: Tensor, op: str, group: str, site: int) -> Tensor:
+        return x.new_empty(x.numel() // (group.count(",") + 1))
+
+    def in_place(x: Tensor, op: Any, group: str, site: int) -> Tensor:
+        return x.new_empty(x.shape)
+
+    def all_to_all(x: Tensor, out_splits: Any, in_splits: Any, group: str, site: int) -> Tensor:
+        return x.new_empty(x.numel() if out_splits is None else sum(out_splits))
+
+    def permute(x: Tensor, size: int, dst: Any, src: Any, group: str, site: int) -> Tensor:
+        return x.new_empty(size)
+
+    return {"all_reduce": in_place, "broadcast": in_place}.get(name) or locals()[name]
+
+
+def _completed(start: Any) -> Any:
+    return lambda *args: start(*args, now=True).result
+
+
+for _name, _schema in _SCHEMAS.items():
+    _library.define(_name + _schema)
+    _library.impl(_name, _completed(STARTS[_name]), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardmesh::{_name}", _size_of(_name), lib=_library)
+    # With a token, so that a compiler keeps the order of collectives, which must be the same on all ranks.
+    _library.define(f"ordered_{_name}{_schema.replace('(Tensor x', '(Tensor x, Tensor token').replace('-> Tensor', '-> (Tensor, Tensor)')}")
+
+_library.define("wait(Tensor started) -> Tensor")
+_library.impl("wait", lambda started: started.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("shardmesh::wait", torch.empty_like, lib=_library)
+
+
+def _ordered(run: Any) -> Any:
+    return lambda x, token, *args: (run(x.contiguous(), *args), token.new_empty(0))
+
+
+for _name in _SCHEMAS:
+    _library.impl(f"ordered_{_name}", _ordered(_completed(STARTS[_name])), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardmesh::ordered_{_name}", _ordered(_size_of(_name)), lib=_library)
+OPERATORS = {getattr(torch.ops.shardmesh, name).default: name for name in _SCHEMAS}
+WAIT = torch.ops.shardmesh.wait.default

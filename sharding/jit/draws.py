@@ -1,0 +1,83 @@
+"""Random numbers of sharded tensors in a graph: a draw is a node that takes the position in the stream from the call that runs it.
+
+    recording    position 40 when it began     draws 41, 42            nodes Draw(+1), Draw(+2)
+    later call   position 57                   draws 58, 59            and leaves the position at 59, as eager code would
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.world import World
+from ..tensor.random import _state
+from .errors import at_line
+
+
+class Position(NamedTuple):
+    """Where a random tensor is drawn: `offset` after the start of the call, or at an absolute place if a seed is given."""
+
+    seed: int | None
+    offset: int
+
+
+class Draw:
+    """Draws the part of a random tensor: the target of a node."""
+
+    def __init__(self, part: Callable[..., Tensor], position: Position) -> None:
+        self.part, self.position = part, position
+        self.__name__ = "draw"
+
+    def __call__(self, *parameters: Any) -> Tensor:
+        seed, offset = self.position
+        if seed is None:
+            state = _state(current_world())
+            return self.part(state.seed, state.drawn + offset, *parameters)
+        return self.part(seed, offset, *parameters)
+
+    def __repr__(self) -> str:
+        seed, offset = self.position
+        return f"draw(+{offset})" if seed is None else f"draw(seed={seed}, {offset})"
+
+
+class Draws:
+    """The positions of one recording.
+
+    Attributes:
+        relative: whether positions follow from that at the start: no seed was set since.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._state = _state(world)
+        self._start = self._state.drawn
+        self._seed_of_torch = torch.default_generator.initial_seed()
+        self.relative = True
+
+    def position(self, seed: int, stream: int) -> Position:
+        """Return the position of a tensor drawn now."""
+        return Position(None, stream - self._start) if self.relative else Position(seed, stream)
+
+    def end(self) -> Position:
+        """Return where the call leaves the stream."""
+        return self.position(self._state.seed, self._state.drawn)
+
+    def check_generator(self) -> None:
+        """Raise if torch's generator was seeded inside the function: a graph would draw other numbers."""
+        if torch.default_generator.initial_seed() != self._seed_of_torch:
+            raise at_line(
+                "random numbers of torch's generator after it was seeded inside sm.jit",
+                "Call torch.manual_seed outside of the function, or draw ShardedTensors, whose numbers depend on sm.random.manual_seed",
+            )
+
+
+def advance(world: World, end: Position) -> None:
+    """Leave the stream where a recorded call left it."""
+    state = _state(world)
+    if end.seed is None:
+        state.drawn += end.offset
+    else:
+        state.seed, state.drawn = end.seed, end.offset

@@ -1,0 +1,397 @@
+"""`jit`: the decorator, signatures, and calls of recorded programs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards  # type: ignore[import-not-found]
+
+from ...mesh.comm.current_world import current_world
+from ...mesh.comm.tracing import tracing
+from ...mesh.comm.transforms import transforms_active
+from ...mesh.comm.world import World
+from ..functional.named_axes import current_axis_env
+from ..functional.signature import flatten_tree, unflatten_tree
+from ..functional.transforms.gradients import is_differentiating
+from ..functional.trees import pytree
+from ..tensor.autograd import engine_hooks
+from ..tensor.autograd.leaf_grads import is_accumulating
+from ..tensor.device_put import device_put
+from ..tensor.sharded_tensor import DonatedTensor, ShardedTensor
+from .backends import Backend, compile_program, find_backend
+from .draws import advance
+from .errors import JitError
+from .lowered import Lowered, lower
+from .program import Runner
+from .recording import Recording, record, seal
+from .slots import empty_slots, signature
+from .state import _PLAIN, Guard, Snapshot
+
+_ATTEMPTS = 3  # calls whose recordings are dropped before that is an error
+_MANY = 8  # recordings of one function before a warning
+_ALL_NONE = frozenset({type(None)})
+_Dynamic = set[tuple[int, Any]]
+
+
+class Static(NamedTuple):
+    """A static argument: a constant of the graph."""
+
+    value: Any
+
+
+class Entry:
+    """A recorded call of one signature, and what must not have changed since.
+
+    Attributes:
+        recording: the program and its inputs and outputs.
+        runner: its compiled graph; None before the first call.
+        calls: how often that has run.
+    """
+
+    def __init__(self, recording: Recording, guard: Guard, leaves: Sequence[Any], signatures: list[Any]) -> None:
+        self.recording, self.calls = recording, 0
+        self.runner: Runner | None = None
+        self._guard, self._signatures = guard, signatures
+        self._overlap = self._overlaps(leaves)
+        self._kept = [x for x, _ in recording.kept]
+        self._addresses = [address for _, address in recording.kept]
+        self._same_tensors = _tensor_guards(self._kept)
+        self._gate: list[Tensor] | None = None
+        self._fixed = empty_slots(recording.slots, signatures)
+
+    def _overlaps(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return for each tensor among the arguments its id if it shares memory with state that the function reaches, else None."""
+        parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+        return [id(x) if x.untyped_storage()._cdata in self._guard.storages else None for x in parts]
+
+    def _same_gradients(self, leaves: Sequence[Any]) -> bool:
+        """Return whether slots have values of the same kind as before; where there were none, in little time."""
+        if self._fixed is not None:
+            return all(_ALL_NONE.issuperset(map(type, map(get, owners))) for get, owners in self._fixed)
+        return [signature(slot.get(leaves)) for slot in self.recording.slots] == self._signatures
+
+    def change(self, leaves: Sequence[Any]) -> str | None:
+        """Return why the recording does not hold for this call, None if it does."""
+        found = self._guard.change()
+        if found is not None:
+            return found
+        if not self._same_gradients(leaves):
+            return "a gradient was set or cleared"
+        if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
+            return "the shape, dtype or memory of a tensor has changed"
+        if self._overlaps(leaves) != self._overlap:
+            return "an argument shares memory with other state of the function than before"
+        return None
+
+    def _differentiable(self, leaves: Sequence[Any]) -> list[Tensor]:
+        """Return the leaves of autograd that results depend on; those that are no arguments behind one tensor, made once."""
+        if self._gate is None:
+            needed = [x for x in self._kept if x.requires_grad and x.is_leaf]
+            self._gate = [seal(needed[0], *needed[1:])] if needed else []
+        given = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+        return [*self._gate, *(x for x in given if x.requires_grad)]
+
+    def __call__(self, leaves: Sequence[Any], world: World, backend: Backend) -> Any:
+        recording = self.recording
+        inputs = [source(leaves) for source in recording.program.sources]
+        if self.runner is None:
+            self.runner = compile_program(recording.program, backend, inputs)
+        outputs = _run_plainly(self.runner, inputs)
+        self.calls += 1
+        advance(world, recording.program.draws)
+        for slot, number, layout, lineage in recording.effects:
+            setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout, lineage))
+        made = []
+        for number, layout, lineage, sealed, same in recording.results:
+            value = same(leaves) if number is None else _wrapped(outputs[number], layout, lineage)  # type: ignore[misc]
+            made.append(seal(value, *self._differentiable(leaves)) if sealed else value)
+        return pytree.tree_unflatten(made, recording.tree)
+
+
+class JitFunction:
+    """A function that runs as one graph: the result of `jit`."""
+
+    def __init__(self, f: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, f)
+        self._f, self._backend, self._found = f, options["backend"], None
+        self._static = _positions(f, options["static_argnums"], options["static_argnames"])
+        self._donated = _positions(f, options["donate_argnums"], ())[0]
+        self._in, self._out = options["in_shardings"], options["out_shardings"]
+        self._entries: weakref.WeakKeyDictionary[World, dict[Any, list[Entry]]] = weakref.WeakKeyDictionary()
+        self._attempts: dict[Any, int] = {}
+        self._why: list[str] = []
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"jit({getattr(self._f, '__qualname__', self._f)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = args if self._in is None else _placed(args, self._in)
+        leaves, tree = self._flatten(args, kwargs)
+        world = current_world()
+        if _is_inside(leaves, world):
+            return self._call(tree, leaves)
+        key = tree, _modes(), tuple([_key(x) for x in leaves]), _same_memory(leaves)
+        by_key = self._entries.get(world)
+        if by_key is None:
+            by_key = self._entries[world] = {}
+        entries, why = by_key.setdefault(key, []), "another signature"
+        for entry in reversed(entries):
+            why = entry.change(leaves)
+            if why is None:
+                result = entry(leaves, world, self.backend)
+                break
+        else:
+            result = self._record(leaves, tree, key, entries, why, world)
+        if self._donated:
+            _donate([args[i] for i in self._donated if i < len(args)], result)
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Record the function on "meta", as rank 0, and return the graph to look at. Nothing runs, and no argument changes.
+
+        Args:
+            args, kwargs: as those of a call, or a `Layout`, also on an `AbstractMesh`, in place of a tensor.
+
+        Communication: none.
+        """
+        return lower(self, self._f, args, kwargs)
+
+    @property
+    def recorded(self) -> list[Lowered]:
+        """The graphs that this rank's calls have made."""
+        world = current_world()
+        entries = [entry for found in self._entries.get(world, {}).values() for entry in found]
+        return [Lowered(entry.recording.program, world, self, {}) for entry in entries]
+
+    @property
+    def __wrapped_function__(self) -> Callable[..., Any]:
+        """What a snapshot looks at."""
+        return self._f
+
+    @property
+    def backend(self) -> Backend:
+        """What compiles the graphs."""
+        if self._found is None:
+            self._found = find_backend(self._backend)
+        return self._found
+
+    def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        numbers, names = self._static
+        args = tuple([Static(x) if i in numbers else x for i, x in enumerate(args)]) if numbers else args
+        kwargs = {name: Static(x) if name in names else x for name, x in kwargs.items()} if names else kwargs
+        return _flatten((args, kwargs))
+
+    def _call(self, tree: Any, leaves: Sequence[Any]) -> Any:
+        args, kwargs = unflatten_tree(tree, [x.value if type(x) is Static else x for x in leaves])
+        result = self._f(*args, **kwargs)
+        return result if self._out is None else _placed(result, self._out)
+
+    def _record(self, leaves: Sequence[Any], tree: Any, key: Any, entries: list[Entry], why: str, world: World) -> Any:
+        reached = [(f"args[{i}]", x.value if type(x) is Static else x) for i, x in enumerate(leaves) if not isinstance(x, Tensor)]
+        snapshot = Snapshot([("f", self._f), *reached])
+        dynamic: _Dynamic = {(id(group), "lr") for optimizer in snapshot.optimizers for group in optimizer.param_groups}
+        guard = Guard(snapshot, dynamic)
+        count = self._attempts.get((world.rank, key), 0) + 1
+        result, found, before = record(functools.partial(self._call, tree), leaves, snapshot, dynamic, world, count == 1)
+        if isinstance(found, str):
+            self._attempts[world.rank, key] = count
+            if count >= _ATTEMPTS:
+                raise JitError(
+                    f"{self!r} changes Python state in every call, which a graph would not do: {found}. Do it outside of the function, "
+                    "or keep the value in a tensor and change that in place"
+                )
+            return result
+        self._attempts.pop((world.rank, key), None)
+        entries.append(Entry(found, guard, leaves, before))
+        self._note(why, world)
+        return result
+
+    def _note(self, why: str, world: World) -> None:
+        """Count a recording; warn once if there are many."""
+        if world.rank:
+            return
+        self._why.append(why)
+        if len(self._why) == _MANY:
+            warnings.warn(
+                f"{self!r} was recorded {_MANY} times, each time eagerly: {'; '.join(dict.fromkeys(self._why[1:]))}", stacklevel=4
+            )
+
+
+def jit(
+    f: Callable[..., Any] | None = None,
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    backend: str | Callable[..., Any] | None = None,
+) -> Any:
+    """Return a function that runs `f` as one graph: forward, backward, collectives and optimizer together.
+
+    The first call with a signature runs `f` eagerly and records it; later calls run the graph. Modules, optimizers and tensors that `f`
+    reaches through arguments, closures, globals or `self` are inputs by reference, and are written back. What the graph could not repeat
+    is an error. See `docs/jit.md`.
+
+    Args:
+        f: a function of trees of tensors, `ShardedTensor`s, modules, optimizers and numbers. Floats are inputs, other numbers static.
+        static_argnums, static_argnames: arguments that are constants; another value is another signature. They must be hashable.
+        donate_argnums: arguments whose `ShardedTensor`s the caller gives away: using them afterwards raises.
+        in_shardings, out_shardings: a `NamedSharding`, or a tree of them and None that is a prefix of the arguments or of the result;
+            what is laid out otherwise is redistributed.
+        backend: "inductor", "eager" (generated Python), or any backend of `torch.compile`. By default Inductor if there is a C++
+            compiler, else "eager", with a warning.
+
+    Returns:
+        The function. Its results have no gradient history: `backward` through them raises.
+
+    Raises:
+        JitError: in a call, if `f` reads the value of a tensor, changes Python state in every call, or does anything else that a
+            graph cannot repeat; it names the line.
+
+    Communication: that of `f`.
+
+    Example:
+        >>> @sm.jit
+        ... def step(model, optimizer, x, y):
+        ...     loss = F.cross_entropy(model(x), y)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     return loss
+    """
+    options = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames, "donate_argnums": donate_argnums,
+        "in_shardings": in_shardings, "out_shardings": out_shardings, "backend": backend,
+    }  # fmt: skip
+    if f is None:
+        return functools.partial(jit, **options)
+    if not callable(f):
+        raise TypeError(f"sm.jit takes a function, got {type(f).__name__}; write sm.jit(f, ...) or @sm.jit(...)")
+    return JitFunction(f, options)
+
+
+# -- signatures ----------------------------------------------------------------------------------------------------------
+
+
+def _positions(f: Callable[..., Any], numbers: int | Sequence[int], names: str | Sequence[str]) -> tuple[frozenset[int], frozenset[str]]:
+    """Return the positions and the names of arguments that are given by either."""
+    given = [numbers] if isinstance(numbers, int) else list(numbers)
+    named = [names] if isinstance(names, str) else list(names)
+    if not given and not named:
+        return frozenset(), frozenset()
+    order = list(inspect.signature(f).parameters)
+    if unknown := [name for name in named if name not in order]:
+        raise ValueError(f"sm.jit: {unknown[0]!r} in static_argnames is no parameter of {f}; it has {order}")
+    places = {i if i >= 0 else len(order) + i for i in given} | {order.index(name) for name in named}
+    return frozenset(places), frozenset([*named, *(order[i] for i in places if i < len(order))])
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    if any(type(x) is Static for x in (*tree[0], *tree[1].values())):
+        leaves, spec = pytree.tree_flatten(tree, is_leaf=lambda x: type(x) is Static)
+        return leaves, spec
+    return flatten_tree(tree)
+
+
+def _key(x: Any) -> Any:
+    """Return what of a leaf belongs to the signature."""
+    if isinstance(x, ShardedTensor):
+        return x._layout, x._local.stride(), x._local.requires_grad
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    if type(x) is float:
+        return float
+    if type(x) is Static:
+        return x
+    return (type(x), x) if isinstance(x, _PLAIN) and type(x) is not slice else (type(x), id(x))
+
+
+def _same_memory(leaves: Sequence[Any]) -> Any:
+    """Return for each tensor which one before it shares its memory, and how far apart they are; None if none does."""
+    parts = [x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor)]
+    if len(parts) < 2:
+        return None
+    storages = [x.untyped_storage()._cdata if x.numel() else -1 - i for i, x in enumerate(parts)]
+    if len(set(storages)) == len(storages):
+        return None
+    first = [parts[storages.index(one)] for one in storages]
+    return tuple((storages.index(one), x.storage_offset() - y.storage_offset()) for one, x, y in zip(storages, parts, first, strict=True))
+
+
+def _modes() -> Any:
+    """Return the modes of torch that decide which operators run."""
+    autocast = (torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),)
+    if torch.cuda.is_initialized():
+        autocast += (torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),)
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), autocast,
+    )  # fmt: skip
+
+
+def _is_inside(leaves: Sequence[Any], world: World) -> bool:
+    """Return whether the call is part of something that needs its operators one by one: another recording, a transform, a mapped function,
+    a backward pass, `accumulate_grads`, or a computation whose gradient flows through an argument."""
+    if tracing.recorder is not None or current_axis_env() is not None or transforms_active():
+        return True
+    if is_differentiating() or is_accumulating(world):
+        return True
+    parts = (x._local if isinstance(x, ShardedTensor) else x for x in leaves if isinstance(x, Tensor))
+    return any(x.requires_grad and not x.is_leaf for x in parts) or engine_hooks.current_backward() != -1
+
+
+def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that tells whether tensors still have their shapes, strides, dtypes and `requires_grad`."""
+    if not tensors:
+        return lambda: True
+    shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+# -- running -------------------------------------------------------------------------------------------------------------
+
+
+def _run_plainly(runner: Runner, inputs: list[Any]) -> Sequence[Any]:
+    """Run a graph, whose operators are those below autograd and autocast."""
+    with torch.no_grad():
+        if not torch.is_autocast_enabled("cpu") and not (torch.cuda.is_initialized() and torch.is_autocast_enabled("cuda")):
+            return runner(*inputs)
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return runner(*inputs)
+
+
+def _wrapped(x: Any, layout: Any, lineage: int) -> Any:
+    return x if layout is None else ShardedTensor._make_guarded(x, layout, lineage)
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    """Return a tree with its tensors laid out as a prefix tree of shardings says."""
+    if shardings is None:
+        return tree
+    if isinstance(shardings, (list, tuple)):
+        if not isinstance(tree, (list, tuple)) or len(tree) != len(shardings):
+            raise ValueError(f"sm.jit: {len(shardings)} shardings for {len(tree) if isinstance(tree, (list, tuple)) else 1} values")
+        return type(tree)([_placed(x, one) for x, one in zip(tree, shardings, strict=True)])
+    if isinstance(shardings, dict):
+        return {name: _placed(x, shardings.get(name)) for name, x in tree.items()}
+    return device_put(tree, shardings)
+
+
+def _donate(given: list[Any], result: Any) -> None:
+    kept = {id(x) for x in pytree.tree_leaves(result)}
+    for x in pytree.tree_leaves(given):
+        if type(x) is ShardedTensor and id(x) not in kept:
+            DonatedTensor.take(x)
+
+

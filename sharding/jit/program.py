@@ -1,0 +1,157 @@
+"""A recorded graph, made ready to run: where its inputs come from, what it writes back, and its code.
+
+    inputs    arguments | slots such as `.grad` | state by reference | constants | numbers
+    graph     operators in the order of the recording
+    outputs   new values of slots | results
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .collectives import OPERATORS, STARTS, WAIT
+from .draws import Draw, Position
+
+aten = torch.ops.aten
+_FILE = f"{__file__.rpartition('/')[0]}/<graph>"  # in this folder, so that the line of a collective is that which called the function
+Runner = Callable[..., Sequence[Any]]
+
+
+@dataclass
+class Program:
+    """One graph.
+
+    Attributes:
+        graph: placeholders, operators and an output: a tuple of the new values of slots and the results.
+        sources: for each placeholder, a function of the leaves of the arguments that returns the input.
+        names: what each input is, for people.
+        draws: where the call leaves the stream of random numbers.
+        rank: the global rank that recorded it.
+    """
+
+    graph: fx.Graph
+    sources: list[Callable[[Sequence[Any]], Any]]
+    names: list[str]
+    draws: Position
+    rank: int
+
+    def rank_in(self, ranks: Sequence[int]) -> int:
+        """Return the index of this rank in a group."""
+        return ranks.index(self.rank)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Return whether a node may be left out if nobody uses it."""
+    if node.op != "call_function" or node.target in OPERATORS or node.target is WAIT or isinstance(node.target, Draw):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+    return node.target.__module__ in ("_operator", "operator", "math") or getattr(node.target, "__name__", "") == "item"
+
+
+def changes_metadata(graph: fx.Graph) -> bool:
+    """Return whether an operator gives a tensor another shape or other memory in place; then aliases are no longer alike."""
+    return any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in graph.nodes) or any(
+        str(node.target).startswith(("aten.set_", "aten.resize_")) for node in graph.nodes
+    )
+
+
+def clean(graph: fx.Graph) -> None:
+    """Remove aliases, which mean nothing below autograd, and nodes that nobody uses."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    if not changes_metadata(graph):
+        for node in list(graph.nodes):
+            if node.op == "call_function" and _is_alias(node) and output not in node.users:
+                node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+                graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and is_pure(node):
+            graph.erase_node(node)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Return whether a node returns its operand as it is."""
+    if node.target in (aten.detach.default, aten.alias.default):
+        return True
+    if node.target not in (aten.view.default, aten._unsafe_view.default) or not isinstance(node.args[0], fx.Node):
+        return False
+    mine, given = node.meta.get("val"), node.args[0].meta.get("val")
+    return mine is not None and given is not None and mine[:2] == given[:2]
+
+
+# -- code ----------------------------------------------------------------------------------------------------------------
+
+
+def compile_eagerly(graph: fx.Graph) -> Runner:
+    """Return the graph as a Python function of its inputs, which frees each value after its last use."""
+    return _Code(graph).function()
+
+
+class _Code:
+    """The source of a graph, and the objects that it names."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.names = {node: f"v{i}" for i, node in enumerate(self.nodes)}
+        self.known: dict[str, Any] = {}
+        self._of_object: dict[int, str] = {}
+
+    def function(self) -> Runner:
+        inputs = [self.names[node] for node in self.nodes if node.op == "placeholder"]
+        lines = [f"def run({', '.join(inputs)}):"]
+        dying = self._last_uses()
+        for i, node in enumerate(self.nodes):
+            if node.op == "call_function":
+                lines.append(f"    {self.names[node]} = {self._call(node, i)}")
+            elif node.op == "output":
+                lines.append(f"    return {self._value(node.args[0])}")
+            dead = [self.names[x] for x in dying.get(node, ())]
+            if dead and node.op != "output":
+                lines.append(f"    del {', '.join(dead)}")
+        exec(compile("\n".join(lines), _FILE, "exec"), self.known)
+        return self.known["run"]
+
+    def _last_uses(self) -> dict[fx.Node, list[fx.Node]]:
+        """Return for each node what is used there for the last time, or never."""
+        last = {x: node for node in self.nodes for x in node.all_input_nodes}
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for x in self.nodes:
+            if x.op == "call_function" or x in last:
+                found.setdefault(last.get(x, x), []).append(x)
+        return found
+
+    def _call(self, node: fx.Node, i: int) -> str:
+        if node.target is WAIT:
+            return f"{self._value(node.args[0])}.wait()"
+        args = [self._value(x) for x in node.args]
+        kwargs = [f"{name}={self._value(x)}" for name, x in node.kwargs.items()]
+        if node.target in OPERATORS:
+            name = OPERATORS[node.target]  # type: ignore[index]
+            kwargs.append(f"now={i + 1 < len(self.nodes) and self.nodes[i + 1].target is WAIT and self.nodes[i + 1].args[0] is node}")
+            kwargs += ["donate=True"] if node.meta.get("donate") else []
+            return f"{self._name(STARTS[name])}({', '.join(args + kwargs)})"
+        target = node.target._op if isinstance(node.target, torch._ops.OpOverload) else node.target
+        return f"{self._name(target)}({', '.join(args + kwargs)})"
+
+    def _name(self, x: Any) -> str:
+        name = self._of_object.get(id(x))
+        if name is None:
+            name = self._of_object[id(x)] = f"k{len(self._of_object)}"
+            self.known[name] = x
+        return name
+
+    def _value(self, x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return self.names[x]
+        if isinstance(x, (list, tuple)):
+            inside = "".join(f"{self._value(part)}, " for part in x)
+            return f"[{inside}]" if isinstance(x, list) else f"({inside})"
+        if x is None or type(x) in (bool, int, str) or (type(x) is float and math.isfinite(x)):
+            return repr(x)
+        return self._name(x)

@@ -1,0 +1,307 @@
+"""Run a function once and make a `Program` of what it did.
+
+What the function did besides running operators decides whether the program can stand for it:
+
+    gradients set or cleared              written back by the program (`slots.py`)
+    state that it changed in Python       the recording is dropped; the next call records again, the third time it is an error
+    tensors that nobody else holds        made by something that the recorder cannot see: an error
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...mesh.comm.world import World
+from ..layout.layout import Layout
+from ..tensor.sharded_tensor import ShardedTensor
+from .errors import JitError
+from .program import Program, clean
+from .recorder import Captured, Recorder
+from .scalars import TracedFloat
+from .slots import Slot, signature, slots_of
+from .state import _PLAIN, Snapshot
+
+_NO_GRADIENT = (
+    "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or use sm.grad or "
+    "sm.value_and_grad around what it computes"
+)
+Leaves = Sequence[Any]
+
+
+class Effect(NamedTuple):
+    """A slot that the function gave another value: the output with this number, or None."""
+
+    slot: Slot
+    number: int | None
+    layout: Layout | None
+    lineage: int
+
+
+class Result(NamedTuple):
+    """A leaf of the result: an output, sharded if it has a layout; a leaf of the arguments; or any other object, as it is.
+
+    Attributes:
+        sealed: whether it had a gradient history.
+    """
+
+    number: int | None = None
+    layout: Layout | None = None
+    lineage: int = 0
+    sealed: bool = False
+    same: Callable[[Leaves], Any] | None = None
+
+
+class Recording(NamedTuple):
+    """A program and how to call it.
+
+    Attributes:
+        slots: the slots of all leaves.
+        effects, results, tree: what to do with the outputs.
+        kept: tensors by reference and where their memory is.
+    """
+
+    program: Program
+    slots: list[Slot]
+    effects: list[Effect]
+    results: list[Result]
+    tree: Any
+    kept: list[tuple[Tensor, int]]
+
+
+def record(
+    f: Callable[[Leaves], Any], leaves: Leaves, snapshot: Snapshot, dynamic: set[tuple[int, Any]], world: World, first: bool,
+    abstract: bool = False,
+) -> tuple[Any, Recording | str, list[Any]]:
+    """Call `f(leaves)` and record it.
+
+    Args:
+        first: whether no recording of this signature was dropped yet. Then one in which ranks exchange Python objects is dropped, since
+            most such exchanges are made once.
+        abstract: whether tensors are on "meta" and the program is only looked at.
+
+    Returns: its result; the recording, or why there is none; the signatures of the slots before.
+    Raises: JitError for what a graph cannot do; what `f` raises.
+    """
+    slots = list(_slots(leaves, snapshot))
+    before = [slot.get(leaves) for slot in slots]
+    signatures = [signature(value) for value in before]
+    watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
+    needs = [x.requires_grad for x in watched]
+    recorder, generators = Recorder(world, abstract), _generators()
+    given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
+    for x in leaves:
+        if isinstance(x, Tensor):
+            recorder.add_argument(x._local if isinstance(x, ShardedTensor) else x)
+    torch.clear_autocast_cache()
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with _numbers(recorder, snapshot), recorder:
+            result = f(given)
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+    if generators != _generators():
+        raise JitError(
+            "a function under sm.jit drew random numbers of Python or NumPy, which would be the same in every later call; draw them "
+            "outside and pass them, or draw tensors"
+        )
+    flat, tree = pytree.tree_flatten(result)
+    finish = _Finish(recorder, leaves, snapshot, slots, before)
+    shown = [_shown(x) for x in flat]
+    change = "the ranks exchanged what they know once" if first and recorder.exchanges else None
+    change = None if abstract else change or snapshot.change(dynamic) or finish.moved()
+    if change is None and needs != [x.requires_grad for x in watched]:
+        change = "requires_grad of a tensor has changed"
+    if change is not None:
+        return pytree.tree_unflatten(shown, tree), change, signatures
+    return pytree.tree_unflatten(shown, tree), finish.recording(flat, tree), signatures
+
+
+def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[Slot]:
+    """Yield the slots of all leaves of autograd that can be reached."""
+    seen: set[int] = set()
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.requires_grad and id(x) not in seen:
+            seen.add(id(x))
+            yield from slots_of(x, functools.partial(_argument, i), f"args[{i}]", False)
+    for x, path in (*snapshot.sharded, *snapshot.tensors):
+        if x.requires_grad and id(x) not in seen and (x._local if isinstance(x, ShardedTensor) else x).is_leaf:
+            seen.add(id(x))
+            yield from slots_of(x, functools.partial(_constant, x), path, True)
+
+
+def _generators() -> Any:
+    """Return the states of the generators of Python and NumPy."""
+    name, keys, place, *rest = np.random.get_state()
+    return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
+
+
+def _argument(i: int, leaves: Leaves) -> Any:
+    return leaves[i]
+
+
+def _part_of_argument(i: int, leaves: Leaves) -> Tensor:
+    return leaves[i]._local
+
+
+def _constant(x: Any, leaves: Leaves) -> Any:
+    return x
+
+
+def _slot_value(slot: Slot, leaves: Leaves) -> Any:
+    found = slot.get(leaves)
+    return found._local if isinstance(found, ShardedTensor) else found
+
+
+def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
+    return values[key]
+
+
+@contextmanager
+def _numbers(recorder: Recorder, snapshot: Snapshot) -> Iterator[None]:
+    """Inside, the learning rates of optimizers are inputs of the graph."""
+    before = []
+    for optimizer in snapshot.optimizers:
+        for group in optimizer.param_groups:
+            if type(group.get("lr")) in (int, float):
+                before.append((group, group["lr"]))
+                group["lr"] = recorder.number(("entry", id(group), "lr"), float(group["lr"]))
+                recorder.number_sources["entry", id(group), "lr"] = functools.partial(_entry, group, "lr")
+    try:
+        yield
+    finally:
+        for group, lr in before:
+            if isinstance(group["lr"], TracedFloat):
+                group["lr"] = lr
+
+
+def _shown(x: Any) -> Any:
+    """Return a result as later calls return it: a number for a traced one, without gradient history."""
+    if isinstance(x, TracedFloat):
+        return x.node.hint
+    return seal(x) if isinstance(x, Tensor) and not x.is_leaf else x
+
+
+def seal(x: Tensor, *inputs: Tensor) -> Tensor:
+    """Return a result that requires grad, through which backward to itself or to these inputs raises: no gradient is silently missing."""
+    if isinstance(x, ShardedTensor):
+        made = ShardedTensor._make(seal(x._local, *inputs), x._layout)
+        made._lineage = x._lineage
+        return made
+    x = x if x.requires_grad else x.detach().requires_grad_()
+    with torch.enable_grad():
+        found = torch._C._functions.DelayedError(_NO_GRADIENT, 1 + len(inputs))(x, *inputs)  # type: ignore[attr-defined]
+    return found if isinstance(found, Tensor) else found[0]
+
+
+def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
+    """Return the layout and the lineage of a tensor, which every call gives its result."""
+    return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
+
+
+class _Finish:
+    """Make a recording of what a recorder has seen."""
+
+    def __init__(self, recorder: Recorder, leaves: Leaves, snapshot: Snapshot, slots: list[Slot], before: list[Any]) -> None:
+        self.recorder, self.leaves, self.snapshot, self.slots, self.before = recorder, leaves, snapshot, slots, before
+        self.outputs: list[fx.Node] = []
+        self.kept: list[tuple[Tensor, int]] = []
+        self._sources: dict[int, tuple[str, Callable[[Leaves], Any]]] = {}
+        for slot, value in zip(slots, before, strict=True):
+            local = value._local if isinstance(value, ShardedTensor) else value
+            if local is not None:
+                self._sources[id(local)] = slot.path, functools.partial(_slot_value, slot)
+        for i, x in enumerate(leaves):
+            if isinstance(x, ShardedTensor):
+                self._sources[id(x._local)] = f"args[{i}]", functools.partial(_part_of_argument, i)
+            elif isinstance(x, Tensor):
+                self._sources[id(x)] = f"args[{i}]", functools.partial(_argument, i)
+        self._paths = {id(x._local): path for x, path in snapshot.sharded} | {id(x): path for x, path in snapshot.tensors}
+
+    def moved(self) -> str | None:
+        """Return which captured tensor has other memory than when it was first used, None if none has."""
+        for captured in self.recorder.captured:
+            x = captured.ref()
+            if x is not None and x.data_ptr() != captured.address:
+                return f"the memory of {self._paths.get(id(x), 'a tensor')} was replaced (`.data =`), first used at {captured.place}"
+        return None
+
+    def recording(self, flat: list[Any], tree: Any) -> Recording:
+        effects = [effect for slot, old in zip(self.slots, self.before, strict=True) if (effect := self._effect(slot, old)) is not None]
+        results = [self._result(x) for x in flat]
+        recorder = self.recorder
+        recorder.graph.output(tuple(self.outputs))
+        recorder.graph.erase_node(recorder._body)
+        clean(recorder.graph)
+        used = self._inputs()
+        for node in [node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used]:
+            recorder.graph.erase_node(node)
+        order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
+        program = Program(recorder.graph, [used[node][1] for node in order], [used[node][0] for node in order], recorder.draws.end(), recorder.world.rank)
+        return Recording(program, self.slots, effects, results, tree, self.kept)
+
+    def _effect(self, slot: Slot, old: Any) -> Effect | None:
+        now = slot.get(self.leaves)
+        if now is old:
+            return None
+        if now is None:
+            return Effect(slot, None, None, 0)
+        return Effect(slot, self._output(now, slot.path), *_layout_of(now))
+
+    def _output(self, x: Tensor, what: str) -> int:
+        node = self.recorder.node_of(x._local if isinstance(x, ShardedTensor) else x)
+        if node is None:
+            raise JitError(f"{what} is a tensor that sm.jit has not seen being made; compute it with operators of torch")
+        self.outputs.append(node)
+        return len(self.outputs) - 1
+
+    def _result(self, x: Any) -> Result:
+        if isinstance(x, TracedFloat):
+            self.outputs.append(x.node.node)
+            return Result(len(self.outputs) - 1)
+        if isinstance(x, Tensor):
+            same = next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
+            if same is not None or self.snapshot.knows(x):
+                return Result(same=functools.partial(_constant, x) if same is None else functools.partial(_argument, same))
+            return Result(self._output(x, "a result"), *_layout_of(x), not x.is_leaf)
+        if isinstance(x, _PLAIN) or self.snapshot.knows(x):
+            return Result(same=functools.partial(_constant, x))
+        raise JitError(f"a function under sm.jit returned a {type(x).__name__} that it has made; return tensors, numbers and trees of them")
+
+    def _inputs(self) -> dict[fx.Node, tuple[str, Callable[[Leaves], Any]]]:
+        """Return the name and the source of each placeholder that is used."""
+        recorder = self.recorder
+        found: dict[fx.Node, tuple[str, Callable[[Leaves], Any]]] = {}
+        for captured in recorder.captured:
+            if captured.node.users:
+                found[captured.node] = self._source(captured)
+        for i, (node, x) in enumerate(recorder.constants):
+            if node.users:
+                found[node] = f"constant {i}", functools.partial(_constant, x)
+        for key, node in recorder.numbers.items():
+            if node.users:
+                source = recorder.number_sources.get(key) or functools.partial(_argument, key[1])
+                found[node] = f"args[{key[1]}]" if key[0] == "argument" else str(key[-1]), source
+        return found
+
+    def _source(self, captured: Captured) -> tuple[str, Callable[[Leaves], Any]]:
+        x = captured.ref()
+        if x is None:
+            raise JitError(
+                f"{captured.place}: a tensor is used here that was made without an operator of torch (from numpy, a buffer, or another "
+                "library), so later calls could not make it again. Pass it to the function as an argument"
+            )
+        if id(x) in self._sources:
+            return self._sources[id(x)]
+        self.kept.append((x, x.data_ptr()))
+        return self._paths.get(id(x), "a tensor of the library"), functools.partial(_constant, x)

@@ -1,0 +1,64 @@
+"""Attributes of leaves that hold gradients: what a graph reads there and writes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..tensor.sharded_tensor import ShardedTensor
+
+_ATTRIBUTES = ("_reduced_grad", "_accumulated_grad")
+
+
+class Slot(NamedTuple):
+    """One attribute of a leaf.
+
+    Attributes:
+        owner: returns the tensor that has it, from the leaves of the arguments.
+        name: the attribute.
+        path: its name, for messages.
+        fixed: that tensor, if it is no argument.
+    """
+
+    owner: Callable[[Sequence[Any]], Any]
+    name: str
+    path: str
+    fixed: Any = None
+
+    def get(self, leaves: Sequence[Any]) -> Any:
+        return getattr(self.owner(leaves), self.name, None)
+
+
+def slots_of(x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool) -> list[Slot]:
+    """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one what is reduced already."""
+    mine = x if fixed else None
+    if not isinstance(x, ShardedTensor):
+        return [Slot(owner, "grad", f"{path}.grad", mine)]
+    local = Slot(lambda leaves: owner(leaves)._local, "grad", f"{path}.grad (unreduced)", x._local if fixed else None)
+    return [local, *(Slot(owner, name, f"{path}.grad", mine) for name in _ATTRIBUTES)]
+
+
+def signature(value: Any) -> Any:
+    """Return what of a slot's value a graph depends on."""
+    if value is None:
+        return None
+    if isinstance(value, ShardedTensor):
+        return value._layout, value._local.stride()
+    return value.shape, value.stride(), value.dtype, value.requires_grad
+
+
+def empty_slots(slots: Sequence[Slot], signatures: Sequence[Any]) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
+    """Return the owners of slots by attribute, if all slots are empty and no owner is an argument; else None."""
+    if any(found is not None for found in signatures) or any(slot.fixed is None for slot in slots):
+        return None
+    by_name: dict[str, list[Any]] = {}
+    for slot in slots:
+        by_name.setdefault(slot.name, []).append(slot.fixed)
+    return [(attrgetter(name) if name == "grad" else _absent_as_none(name), owners) for name, owners in by_name.items()]
+
+
+def _absent_as_none(name: str) -> Callable[[Any], Any]:
+    return lambda x: x.__dict__.get(name)

@@ -1,0 +1,161 @@
+"""Whole training steps under `sm.jit` equal eager ones: the compositions of the tests of layers, a Hugging Face model, processes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardmesh as sm
+from shardmesh import P
+from tests.device import DEVICE
+from tests.pool import Pool
+from tests.sharding.jit.steps import composed, mean_square, mlp, pair, runs, trained
+from tests.sharding.parallel.compositions import EVEN, UNEVEN, Case, whole
+
+CASES = [
+    Case("ddp", "", "plain", EVEN, (2,)),
+    Case("zero1", "", "global", UNEVEN, (3,)),
+    Case("zero2", "sp", "plain", EVEN, (1, 2)),
+    Case("fsdp", "", "global", EVEN, (2,)),
+    Case("fsdp", "tp", "global", EVEN, (2, 2)),
+    Case("fsdp", "sp", "global", UNEVEN, (2, 2)),
+    Case("fsdp", "sp", "plain", EVEN, (2, 2)),
+    Case("hsdp", "", "plain", EVEN, (2, 2)),
+    Case("ddp", "tp", "global", UNEVEN, (1, 3)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_composition_has_the_bits_of_eager(case: Case) -> None:
+    simulated = sm.simulate(math.prod(case.shape))
+    for expected, found in zip(simulated(composed)(case, None), simulated(composed)(case, "eager"), strict=True):
+        assert_same(found, expected)
+
+
+def test_processes_have_the_bits_of_eager(world4: Pool) -> None:
+    case = Case("fsdp", "sp", "global", UNEVEN, (2, 2))
+    for expected, found in zip(world4(composed, case, None), world4(composed, case, "eager"), strict=True):
+        assert_same(found, expected)
+
+
+def test_processes_with_inductor(world4: Pool) -> None:
+    case = Case("fsdp", "tp", "global", EVEN, (2, 2))
+    for expected, found in zip(world4(composed, case, None), world4(composed, case, "inductor"), strict=True):
+        assert_same(found, expected, 1e-5)
+
+
+def test_inductor() -> None:
+    case = Case("ddp", "tp", "global", EVEN, (1, 2))
+    for expected, found in zip(sm.simulate(2)(composed)(case, None), sm.simulate(2)(composed)(case, "inductor"), strict=True):
+        assert_same(found, expected, 1e-5)
+
+
+def assert_same(found: tuple[Tensor, list[Tensor], int], expected: tuple[Tensor, list[Tensor], int], tolerance: float = 0) -> None:
+    assert found[2] >= 2  # calls that ran a graph
+    torch.testing.assert_close(found[:2], expected[:2], rtol=tolerance, atol=tolerance)
+
+
+def test_the_rate_is_an_input_and_the_step_is_recorded_twice() -> None:
+    def main() -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
+        model = mlp(mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+        @sm.jit(backend="eager")
+        def step(x: Any, y: Any) -> tuple[Any]:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return (loss,)
+
+        for i in range(12):
+            step(*pair(mesh, i))
+            schedule.step()
+        return runs(step), len(step.recorded)
+
+    assert sm.simulate(2)(main)() == [(10, 1), (10, 1)]
+
+
+def test_another_optimizer_loop_and_dropout() -> None:
+    def main(backend: str | None) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
+        sm.random.manual_seed(5)
+        model = mlp(mesh, dropout=0.4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False, fused=False)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+        def step(x: Any, y: Any) -> tuple[Any]:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return (loss,)
+
+        found = trained(step, backend, model, schedule, lambda i: pair(mesh, i), steps=6)
+        return *found[:2], found[2], sm.random.get_rng_state()
+
+    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+        assert_same(found[:3], expected[:3])
+        assert torch.equal(found[3], expected[3])
+
+
+def test_a_hugging_face_model() -> None:
+    for expected, found in zip(sm.simulate(4)(llama)(None), sm.simulate(4)(llama)("eager"), strict=True):
+        assert_same(found, expected)
+
+
+def llama(backend: str | None) -> tuple[Tensor, list[Tensor], int]:
+    transformers = pytest.importorskip("transformers")
+    mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("dp", "tp"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    plan = {f"model.layers.*.{name}": P("tp") for name in ("self_attn.[qkv]_proj.*", "mlp.gate_proj.*", "mlp.up_proj.*")}
+    plan |= {f"model.layers.*.{name}": P(None, "tp") for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight")}
+    sm.parallel.parallelize(model, mesh, plan, src_data_rank=None)
+    sm.parallel.fully_shard(model, mesh, axes="dp", units=type(model.model.layers[0]), src_data_rank=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(ids: Any) -> tuple[Any, Any]:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    def batch(i: int) -> tuple[Any]:
+        ids = torch.randint(0, 32, (4, 7), generator=torch.Generator().manual_seed(i))
+        return (sm.device_put(ids, mesh, P("dp"), src_data_rank=None),)
+
+    return trained(step, backend, model, schedule, batch)
+
+
+def test_gradients_that_are_left_and_read() -> None:
+    def main(backend: str | None) -> list[Tensor]:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
+        model = mlp(mesh)
+
+        def backward(x: Any, y: Any) -> Any:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            return loss
+
+        f = backward if backend is None else sm.jit(backward, backend=backend)
+        found = []
+        for i in range(8):
+            found.append(whole(f(*pair(mesh, i))))
+            found += [whole(p.grad) for p in model.parameters()]
+            if i in (2, 5):
+                model.zero_grad()
+        return found
+
+    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
