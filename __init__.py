@@ -62,7 +62,6 @@ from .sharding.functional.transforms.gradients import grad, remat, stop_gradient
 from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
 from .sharding.functional.transforms.vmap import vmap
 from .sharding.functional.typeof import typeof
-from .sharding.jit.jit import jit
 from .sharding.layout.layout import Layout
 from .sharding.layout.named_sharding import NamedSharding
 from .sharding.layout.spec import P, Partial, PartitionSpec, Placement, Replicate, Shard
@@ -96,6 +95,8 @@ if TYPE_CHECKING:
     import shardmesh.topology as topology
     import shardmesh.training as training
 
+    from .sharding.jit.jit import jit
+
 _NAMESPACES = (
     "parallel",
     "optim",
@@ -117,13 +118,16 @@ if not TYPE_CHECKING:  # type checkers would take any name for known
     def __getattr__(name: str) -> Any:
         if name in _NAMESPACES:
             return import_module(f".{name}", __name__)
+        if name == "jit":  # loads torch.fx and more of torch's compiler
+            found = globals()[name] = import_module(".sharding.jit.jit", __name__).jit
+            return found
         there = () if name.startswith("_") else (n for n in _NAMESPACES if name in import_module(f".{n}", __name__).__all__)
         hint = next((f"; did you mean {__name__}.{n}.{name}?" for n in there), "")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMESPACES})
+    return sorted({*globals(), *_NAMESPACES, *__all__})
 
 
 __all__ = [

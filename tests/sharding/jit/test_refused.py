@@ -58,7 +58,7 @@ READS = [item_of_int, branch, printed, formatted, as_list, as_array, as_float, c
 @pytest.mark.parametrize("f", READS, ids=lambda f: f.__name__)
 def test_reading_a_value(f: Any) -> None:
     line = f.__code__.co_firstlineno + 1
-    with pytest.raises(sm.JitError, match=rf"{re.escape(__file__)}:{line}: .*inside sm.jit"):
+    with pytest.raises(sm.errors.JitError, match=rf"{re.escape(__file__)}:{line}: .*inside sm.jit"):
         sm.jit(f, backend="eager")(X.clone())
 
 
@@ -66,7 +66,7 @@ def test_reading_a_value(f: Any) -> None:
 def test_reading_a_value_of_a_sharded_tensor(f: Any) -> None:
     def main() -> None:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("x",))
-        with pytest.raises(sm.JitError, match=rf"{re.escape(__file__)}:{f.__code__.co_firstlineno + 1}: "):
+        with pytest.raises(sm.errors.JitError, match=rf"{re.escape(__file__)}:{f.__code__.co_firstlineno + 1}: "):
             sm.jit(f, backend="eager")(sm.device_put(X, mesh, P("x")))
 
     sm.simulate(2)(main)()
@@ -83,7 +83,7 @@ def test_a_number_of_a_tensor_that_stays_a_number() -> None:
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random], ids=["numpy", "python"])
 def test_random_numbers_of_python(draw: Any) -> None:
-    with pytest.raises(sm.JitError, match="random numbers of Python or NumPy"):
+    with pytest.raises(sm.errors.JitError, match="random numbers of Python or NumPy"):
         sm.jit(lambda x: x * torch.tensor(draw()), backend="eager")(X)
 
 
@@ -98,7 +98,7 @@ def test_state_that_changes_in_every_call() -> None:
     f = sm.jit(Model(), backend="eager")
     assert torch.equal(f(X), X)
     assert torch.equal(f(X), X * 2)
-    with pytest.raises(sm.JitError, match=r"calls.* was 2 and is 3"):
+    with pytest.raises(sm.errors.JitError, match=r"calls.* was 2 and is 3"):
         f(X)
 
 
@@ -111,7 +111,7 @@ def test_results_collected_in_a_list() -> None:
         return x
 
     f(X), f(X)
-    with pytest.raises(sm.JitError, match="kept had 2 entries and has 3"):
+    with pytest.raises(sm.errors.JitError, match="kept had 2 entries and has 3"):
         f(X)
 
 
@@ -127,7 +127,7 @@ def test_a_scheduler_inside() -> None:
         optimizer.zero_grad()
         schedule.step()
 
-    with pytest.raises((sm.JitError, RuntimeError), match="reads a value|changes Python state"):
+    with pytest.raises((sm.errors.JitError, RuntimeError), match="reads a value|changes Python state"):
         for _ in range(3):
             step(X)
 
@@ -138,7 +138,7 @@ def test_seeding_inside() -> None:
         torch.manual_seed(torch.initial_seed() + 1)
         return x + torch.rand(3)
 
-    with pytest.raises(sm.JitError, match="seeded inside sm.jit"):
+    with pytest.raises(sm.errors.JitError, match="seeded inside sm.jit"):
         f(X)
 
 
@@ -165,7 +165,7 @@ def test_moving_a_parameter_inside() -> None:
         w.data = w.data * x
         return w.detach() + 0
 
-    with pytest.raises(sm.JitError, match=r"`.data =`"):
+    with pytest.raises(sm.errors.JitError, match=r"`.data =`"):
         for _ in range(3):
             f(X)
 
@@ -178,7 +178,7 @@ def test_what_is_no_function() -> None:
 
 
 def test_an_object_made_inside() -> None:
-    with pytest.raises(sm.JitError, match="returned a Linear that it has made"):
+    with pytest.raises(sm.errors.JitError, match="returned a Linear that it has made"):
         sm.jit(lambda x: nn.Linear(3, 3), backend="eager")(X)
 
 
