@@ -124,11 +124,10 @@ if TYPE_CHECKING:
     from .sharding.functional.transforms.gradients import checkpoint, grad, remat, stop_gradient, value_and_grad, vjp
     from .sharding.functional.transforms.jacobians import hessian, jacfwd, jacrev
     from .sharding.functional.transforms.vmap import vmap
+    from .sharding.jit.jit import jit
     from .sharding.ops.rules.check import check_rule
     from .sharding.ops.rules.register_rule import register_rule
     from .sharding.ops.rules.register_sharding import register_sharding
-    from .sharding.jit.errors import JitError
-    from .sharding.jit.jit import jit
     from .sharding.optim.muon import Muon
     from .sharding.optim.shampoo import Shampoo
     from .sharding.parallel.batch_counts import check_lengths
@@ -196,7 +195,6 @@ _LAZY = {
     ".sharding.ops.rules.check": "check_rule",
     ".sharding.ops.rules.register_rule": "register_rule",
     ".sharding.ops.rules.register_sharding": "register_sharding",
-    ".sharding.jit.errors": "JitError",
     ".sharding.jit.jit": "jit",
     ".sharding.optim.muon": "Muon",
     ".sharding.optim.shampoo": "Shampoo",
@@ -266,7 +264,6 @@ __all__ = [
     "Experts",
     "GradScaler",
     "ImplicitCommError",
-    "JitError",
     "Layout",
     "Ledger",
     "Link",

@@ -355,7 +355,8 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that tells whether tensors still have their shapes, strides, dtypes and `requires_grad`."""
     if not tensors:
         return lambda: True
-    shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    shapes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ...mesh.comm.null import null_world
@@ -25,7 +26,9 @@ from .program import Program
 from .recording import record
 from .state import Snapshot
 
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32", torch.bool: "bool"}
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -232,9 +235,9 @@ def _flops(node: fx.Node) -> int:
     count = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
     if count is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _meta_of)
-    out = [_meta_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"] if "val" not in node.meta else _meta_of(node)
-    return count(*args, **kwargs, out_val=out)
+    args, kwargs = map_arg((node.args, node.kwargs), _meta_of)
+    items = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    return count(*args, **kwargs, out_val=[_meta_of(x) for x in items] if items else _meta_of(node))
 
 
 def _meta_of(node: fx.Node) -> Any:

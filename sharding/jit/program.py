@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .collectives import OPERATORS, STARTS, WAIT
 from .draws import Draw, Position

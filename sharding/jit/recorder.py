@@ -1,6 +1,6 @@
 """Record a function as a graph while it runs.
 
-A `Recorder` sees every operator below autograd and every call of a `Group` in its thread. A tensor that no recorded operator has made
+A `GraphRecorder` sees every operator below autograd and every call of a `Group` in its thread. A tensor that no recorded operator has made
 is *captured*: it becomes a placeholder. Which tensors may be captured, and from where later calls take them, is decided when the
 recording ends (`recording.py`).
 """
@@ -57,7 +57,7 @@ class Captured:
         self.address = tensor.data_ptr()
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """with recorder: record what runs in this thread as a graph.
 
     Attributes:
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self._body = self.graph.call_function(_begin)
         self._reads = _RefuseReads()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> GraphRecorder:
         tracing.recorder = self
         self._reads.__enter__()
         super().__enter__()
@@ -271,8 +271,11 @@ class Recorder(TorchDispatchMode):
         if name in ("all_gather_object", "barrier"):
             with self._hidden():
                 found = getattr(Group, name)(group, *args, **kwargs)
-            self.call(Exchange(group_name(group), args[0], found, user_call().place) if args else barrier, () if args else (group_name(group),))
-            self.exchanges += len(args)
+            if name == "barrier":
+                self.call(barrier, (group_name(group),))
+                return found
+            self.call(Exchange(group_name(group), args[0], found, user_call().place), ())
+            self.exchanges += 1
             return found
         return self._tensor_collective(group, name, args, kwargs)
 
@@ -334,7 +337,7 @@ class Recorder(TorchDispatchMode):
 class _Hidden:
     """Inside, nothing is recorded."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self._modes = recorder, _disable_current_modes()
 
     def __enter__(self) -> None:
@@ -349,7 +352,7 @@ class _Hidden:
 class _RecordedWork(Work):
     """A collective that a recording has started; waiting for it is recorded once."""
 
-    def __init__(self, recorder: Recorder, work: Work | None, node: fx.Node, out: Tensor | None) -> None:
+    def __init__(self, recorder: GraphRecorder, work: Work | None, node: fx.Node, out: Tensor | None) -> None:
         self._recorder, self._work, self._node, self._out = recorder, work or DONE, node, out
         self._waited = False
 
@@ -373,7 +376,7 @@ class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS and tracing.recorder is not None and not (isinstance(args[0], Tensor) and args[0].is_meta and not isinstance(args[0], ShardedTensor)):
+        if func in _READS and tracing.recorder is not None and not (args[0].is_meta and type(args[0]) is not ShardedTensor):
             raise value_read(name_of(func))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
@@ -417,7 +420,9 @@ class Exchange:
     def __call__(self) -> None:
         found = group_of(self.group).all_gather_object(self.mine)
         if found != self.expected:
-            raise JitError(f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly")
+            raise JitError(
+                f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly"
+            )
 
 
 def _geometry(x: Tensor) -> Any:

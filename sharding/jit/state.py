@@ -2,8 +2,8 @@
 
 A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
 from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
-classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written. After the recording the same is compared once more: what the
-function itself has changed, a graph would not change again.
+classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written.
+After the recording the same is compared once more: what the function itself has changed, a graph would not change again.
 
 Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
 objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are looked into.
@@ -36,7 +36,9 @@ _paths = sysconfig.get_paths()
 _INSTALLED = (_TORCH, *_OURS, *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 _PACKAGE = __name__.partition(".")[0]
 _LOOKED_INTO = tuple(f"{_PACKAGE}.sharding.{part}" for part in ("functional.shard_map", "training", "optim", "jit.jit"))
-_OPAQUE = ("torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE)
+_OPAQUE = (
+    "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
+)  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
@@ -152,7 +154,7 @@ class Snapshot:
             self.optimizers.append(x)
         kind = type(x)
         if hasattr(kind, "__wrapped_function__"):
-            self._todo.append((path, x.__wrapped_function__))
+            self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return
         module = kind.__module__ or ""
         is_known = isinstance(x, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
@@ -208,9 +210,9 @@ class Guard:
     def __init__(self, snapshot: Snapshot, dynamic: set[tuple[int, Any]]) -> None:
         self._snapshot, self._dynamic = snapshot, dynamic
         whole = [h for h in snapshot.holders if h.source is not None]
-        self._empty = [h.source for h in whole if not h.held]
+        self._empty: list[Any] = [h.source for h in whole if not h.held]
         self._dicts = [h for h in whole if h.held]
-        self._sources = [h.source for h in self._dicts]
+        self._sources: list[Any] = [h.source for h in self._dicts]
         self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if h.source is None and h.held]
         self._versions = list(map(dict_version, self._sources))
         self._leaves = [x for x, _ in snapshot.sharded]
@@ -271,7 +273,8 @@ def _named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
 def _class_items(kind: type, names: frozenset[str]) -> list[Any]:
     wanted = (*_PLAIN, types.FunctionType, list, dict, tuple, set)
     found = {name: x.fget if isinstance(x, property) else getattr(x, "__func__", x) for name, x in vars(kind).items()}
-    implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"} - (set() if kind.__name__ in names else _MAKING)
+    implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"}
+    implicit -= set() if kind.__name__ in names else _MAKING
     named = {name: x for name, x in found.items() if name in names or name in implicit}
     return [part for name, x in named.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
 
