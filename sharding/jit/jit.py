@@ -144,7 +144,10 @@ class JitFunction:
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}
-        entries, why = by_key.setdefault(key, []), "another signature"
+        try:
+            entries, why = by_key.setdefault(key, []), "another signature"
+        except TypeError as error:
+            raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         for entry in reversed(entries):
             why = entry.change(leaves)
             if why is None:

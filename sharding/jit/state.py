@@ -12,6 +12,8 @@ objects (meshes, layouts, units), of which the graph records the effects. Instan
 from __future__ import annotations
 
 import functools
+import io
+import random
 import sysconfig
 import types
 import zlib
@@ -30,6 +32,7 @@ from ...mesh.comm.call_site import _OURS, _TORCH
 from ..layout.layout import Layout
 from ..layout.spec import Placement
 from ..tensor.sharded_tensor import ShardedTensor
+from .errors import JitError
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
 _paths = sysconfig.get_paths()
@@ -51,12 +54,12 @@ class Holder:
         path: its name, for messages.
         read: returns the items it holds now, as alternating keys and values.
         held: the items it held.
-        source: the dict, if `read` reads a whole dict.
+        source: the dict, list or set.
     """
 
     __slots__ = ("held", "path", "read", "source")
 
-    def __init__(self, path: str, read: Callable[[], list[Any]], source: dict[Any, Any] | None = None) -> None:
+    def __init__(self, path: str, read: Callable[[], list[Any]], source: Any) -> None:
         self.path, self.read, self.source = path, read, source
         self.held = read()
 
@@ -115,7 +118,7 @@ class Snapshot:
 
     # -- the walk ------------------------------------------------------------------------------------------------------
 
-    def _hold(self, path: str, read: Callable[[], list[Any]], source: dict[Any, Any] | None = None) -> None:
+    def _hold(self, path: str, read: Callable[[], list[Any]], source: Any = None) -> None:
         holder = Holder(path, read, source)
         self.holders.append(holder)
         for i in range(0, len(holder.held), 2):
@@ -127,9 +130,9 @@ class Snapshot:
         elif isinstance(x, dict):
             self._hold(path, functools.partial(_items, x), x)
         elif isinstance(x, (list, tuple, deque)):
-            self._hold(path, lambda: [part for i, value in enumerate(x) for part in (i, value)])
+            self._hold(path, lambda: [part for i, value in enumerate(x) for part in (i, value)], x)
         elif isinstance(x, (set, frozenset)):
-            self._hold(path, lambda: ["", frozenset(x)] if isinstance(x, set) else [])
+            self._hold(path, lambda: ["", frozenset(x)] if isinstance(x, set) else [], x)
         elif isinstance(x, types.FunctionType):
             self._visit_function(path, x)
         elif isinstance(x, types.MethodType):
@@ -138,6 +141,13 @@ class Snapshot:
             self._todo += [(path, x.func), (f"{path}.args", x.args), (f"{path}.keywords", x.keywords)]
         elif isinstance(x, np.ndarray):
             self._hold(path, lambda: ["", x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data)])
+        elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
+            self._hold(path, functools.partial(_state_of_generator, x))
+        elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
+            raise JitError(
+                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and pass "
+                "what it returns"
+            )
         elif isinstance(x, type):
             self._visit_class(path, x)
         elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):
@@ -209,11 +219,11 @@ class Guard:
 
     def __init__(self, snapshot: Snapshot, dynamic: set[tuple[int, Any]]) -> None:
         self._snapshot, self._dynamic = snapshot, dynamic
-        whole = [h for h in snapshot.holders if h.source is not None]
-        self._empty: list[Any] = [h.source for h in whole if not h.held]
-        self._dicts = [h for h in whole if h.held]
+        empty = {h for h in snapshot.holders if h.source is not None and not h.source}
+        self._empty: list[Any] = [h.source for h in empty]
+        self._dicts = [h for h in snapshot.holders if isinstance(h.source, dict) and h not in empty]
         self._sources: list[Any] = [h.source for h in self._dicts]
-        self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if h.source is None and h.held]
+        self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if not isinstance(h.source, dict) and h not in empty and h.held]
         self._versions = list(map(dict_version, self._sources))
         self._leaves = [x for x, _ in snapshot.sharded]
         self._layouts: list[Layout] = [x._layout for x in self._leaves]
@@ -225,7 +235,7 @@ class Guard:
     def change(self) -> str | None:
         """Return what has changed since the snapshot as text, None if nothing has."""
         if any(self._empty):
-            return next(h.change(set()) for h in self._snapshot.holders if h.source and not h.held)
+            return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
         versions = list(map(dict_version, self._sources))
         if versions != self._versions:
             for holder, now, before in zip(self._dicts, versions, self._versions, strict=True):
@@ -277,6 +287,12 @@ def _class_items(kind: type, names: frozenset[str]) -> list[Any]:
     implicit -= set() if kind.__name__ in names else _MAKING
     named = {name: x for name, x in found.items() if name in names or name in implicit}
     return [part for name, x in named.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
+
+
+def _state_of_generator(x: Any) -> list[Any]:
+    if isinstance(x, random.Random):
+        return ["", x.getstate()]
+    return ["", repr(x.bit_generator.state if isinstance(x, np.random.Generator) else x.get_state(legacy=False))]
 
 
 def _slots(kind: type) -> list[str]:

@@ -116,6 +116,27 @@ def test_results_collected_in_a_list() -> None:
         f(X)
 
 
+@pytest.mark.parametrize("source", [iter, enumerate, lambda data: (x for x in data), lambda data: map(abs, data)])
+def test_an_iterator(source: Any) -> None:
+    batches = source([torch.ones(3), torch.zeros(3)])
+    with pytest.raises(JitError, match=r"batches is an iterator .* call next\(\) outside"):
+        sm.jit(lambda x: x + next(batches)[0], backend="eager")(X)
+
+
+@pytest.mark.parametrize("generator", [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)], ids=lambda g: type(g).__name__)
+def test_a_generator_of_random_numbers(generator: Any) -> None:
+    draw = generator.random if hasattr(generator, "random") else generator.rand
+    f = sm.jit(lambda x: x * generator.random() if draw is not None else x, backend="eager")
+    with pytest.raises(JitError, match="changes Python state"):
+        for _ in range(3):
+            f(X)
+
+
+def test_a_static_argument_that_cannot_be_hashed() -> None:
+    with pytest.raises(TypeError, match="static arguments must be hashable"):
+        sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
+
+
 def test_a_scheduler_inside() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
