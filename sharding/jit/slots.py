@@ -57,8 +57,4 @@ def empty_slots(slots: Sequence[GradSlot], signatures: Sequence[Any]) -> list[tu
     by_name: dict[str, list[Any]] = {}
     for slot in slots:
         by_name.setdefault(slot.name, []).append(slot.fixed)
-    return [(attrgetter(name) if name == "grad" else _absent_as_none(name), owners) for name, owners in by_name.items()]
-
-
-def _absent_as_none(name: str) -> Callable[[Any], Any]:
-    return lambda x: x.__dict__.get(name)
+    return [(attrgetter(name), owners) for name, owners in by_name.items()]
