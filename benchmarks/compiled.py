@@ -179,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
     if options.processes:
-        found, unit = sm.launch(on_processes, options.processes)(options.layers, options.width, options.rounds)[0], "ms"
+        found, unit = sm.launch(on_processes, options.processes, args=(options.layers, options.width, options.rounds))[0], "ms"
     else:
         found, unit = host_time(options.rounds), "us"
     env = environment()

@@ -167,7 +167,10 @@ class GraphRecorder(TorchDispatchMode):
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # modes of functions, such as a type checker's, are not meant
+            return self._operator(func, args, kwargs or {})
+
+    def _operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         flat, tree = pytree.tree_flatten((tuple(args), kwargs))
@@ -280,6 +283,10 @@ class GraphRecorder(TorchDispatchMode):
         return self._tensor_collective(group, name, args, kwargs)
 
     def _tensor_collective(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
+        with torch._C.DisableTorchFunction():
+            return self._start(group, name, args, kwargs)
+
+    def _start(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
         context = group.world.comm_context
         call = user_call()
         where = group_name(group), site_number(Site(context.tag, context.lineage, call.name, call.place))
@@ -310,7 +317,7 @@ class GraphRecorder(TorchDispatchMode):
         given = [self.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
         with self._hidden():
             made = part(seed, stream, *parameters)
-        self.know(made, self.call(Draw(part, self.draws.position(seed, stream)), given))
+            self.know(made, self.call(Draw(part, self.draws.position(seed, stream)), given))
         return made
 
     def write(self, out: Tensor, node: fx.Node) -> None:
@@ -360,13 +367,17 @@ class _RecordedWork(Work):
         if tracing.recorder is not self._recorder or self._waited:
             return self._work.wait()
         self._waited = True
-        with self._recorder._hidden():
+        with self._recorder._hidden(), torch._C.DisableTorchFunction():
             self._work.wait()
+        with torch._C.DisableTorchFunction():
+            self._record()
+        return None
+
+    def _record(self) -> None:
         done = self._recorder.call(WAIT, (self._node,))
         done.meta["val"] = self._node.meta["val"]
         if self._out is not None:
             self._recorder.write(self._out, done)
-        return None
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
