@@ -189,7 +189,11 @@ class GraphRecorder(TorchDispatchMode):
         if doubles:
             raise value_read(f"{func}, which computes with it before it runs,")
         real_args, real_kwargs = pytree.tree_unflatten(given, tree)
+        written = list(args[0]) if func._schema.is_mutable and func.__name__.startswith("_foreach_") else []
+        versions = [x._version for x in written]
         result = func(*real_args, **real_kwargs)
+        # Under a mode, torch does not count the writes of operators over lists, on which views and caches of parameters depend.
+        torch.autograd.graph.increment_version([x for x, version in zip(written, versions, strict=True) if x._version == version])
         if func in _CONSTANTS:
             self._constant(result)
         elif func not in _EFFECTLESS:

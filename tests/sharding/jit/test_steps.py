@@ -82,6 +82,31 @@ def test_the_rate_is_an_input_and_the_step_is_recorded_twice() -> None:
     assert sm.simulate(2)(main)() == [(10, 1), (10, 1)]
 
 
+def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
+    """Whole parameters are kept from step to step and gathered again when they were written."""
+
+    def main(backend: str | None) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = mlp(None)
+        sm.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def step(x: Any, y: Any) -> tuple[Any]:
+            losses = []
+            for _ in range(2):
+                losses.append(mean_square(model, x, y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return (losses[-1],)
+
+        return trained(step, backend, model, schedule, lambda i: pair(None, i))
+
+    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+        assert_same(found, expected)
+
+
 def test_another_optimizer_loop_and_dropout() -> None:
     def main(backend: str | None) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
