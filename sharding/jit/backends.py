@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .program import Program, Runner, compile_eagerly
+from .segments import compile_segments
 
 Backend = Callable[[Program, Sequence[Any]], Runner]
 
@@ -19,8 +20,6 @@ def find_backend(given: str | Callable[..., Any] | None) -> Backend:
         given = "inductor" if _has_compiler() else "eager"
     if given == "eager":
         return lambda program, inputs: compile_eagerly(program.graph)
-    from .segments import compile_segments  # imports torch's compiler, which takes seconds
-
     return functools.partial(compile_segments, given)
 
 

@@ -29,7 +29,7 @@ from .backends import Backend, compile_program, find_backend
 from .draws import advance
 from .errors import JitError
 from .lowered import Lowered, lower
-from .program import Runner
+from .program import Runner, written_inputs
 from .recording import Recording, record, seal
 from .slots import empty_slots, signature
 from .state import _PLAIN, Guard, Snapshot
@@ -63,6 +63,7 @@ class Entry:
         self._kept = [x for x, _ in recording.kept]
         self._addresses = [address for _, address in recording.kept]
         self._same_tensors = _tensor_guards(self._kept)
+        self._written = written_inputs(recording.program.graph)
         self._gate: list[Tensor] | None = None
         self._fixed = empty_slots(recording.slots, signatures)
 
@@ -86,6 +87,8 @@ class Entry:
             return "a gradient was set or cleared"
         if not self._same_tensors(*self._kept) or list(map(Tensor.data_ptr, self._kept)) != self._addresses:
             return "the shape, dtype or memory of a tensor has changed"
+        if self.recording.derived and self._guard.was_written():
+            return "what the library had made from parameters is outdated"
         if self._overlaps(leaves) != self._overlap:
             return "an argument shares memory with other state of the function than before"
         return None
@@ -105,6 +108,7 @@ class Entry:
             self.runner = compile_program(recording.program, backend, inputs)
         outputs = _run_plainly(self.runner, inputs)
         self.calls += 1
+        torch.autograd.graph.increment_version([inputs[i] for i in self._written])
         advance(world, recording.program.draws)
         for slot, number, layout, lineage in recording.effects:
             setattr(slot.owner(leaves), slot.name, None if number is None else _wrapped(outputs[number], layout, lineage))
@@ -144,7 +148,10 @@ class JitFunction:
         by_key = self._entries.get(world)
         if by_key is None:
             by_key = self._entries[world] = {}
-        entries, why = by_key.setdefault(key, []), "another signature"
+        try:
+            entries, why = by_key.setdefault(key, []), "another signature"
+        except TypeError as error:
+            raise TypeError(f"{self!r}: static arguments must be hashable, {error}") from None
         for entry in reversed(entries):
             why = entry.change(leaves)
             if why is None:
@@ -355,7 +362,8 @@ def _tensor_guards(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that tells whether tensors still have their shapes, strides, dtypes and `requires_grad`."""
     if not tensors:
         return lambda: True
-    shapes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    shapes: Any = [list(x.shape) for x in tensors]
+    strides: Any = [list(x.stride()) for x in tensors]
     return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
 
 

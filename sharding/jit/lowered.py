@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ...mesh.comm.null import null_world
@@ -21,11 +22,13 @@ from ...mesh.comm.world import World
 from ..debug.eval_shape import _Inside, _root_mesh
 from .collectives import OPERATORS, site_of
 from .errors import JitError
-from .program import Program
+from .program import Program, owner_of, root_of
 from .recording import record
 from .state import Snapshot
 
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32", torch.bool: "bool"}
+_SHORT = {
+    torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,11 @@ class Lowered:
     def memory_analysis(self) -> Memory:
         """Return what the graph's tensors take if each is freed after its last use."""
         nodes = list(self.graph.nodes)
-        owner = {node: _owner(node) for node in nodes}
+        owner = {node: owner_of(node) for node in nodes}
         last: dict[fx.Node, int] = {}
         for i, node in enumerate(nodes):
             for x in (node, *node.all_input_nodes):
-                last[_root(owner, x)] = i
+                last[root_of(x)] = i
         live: dict[fx.Node, int] = {}
         peak, best, at = 0, {}, ""
         for i, node in enumerate(nodes):
@@ -199,24 +202,6 @@ def _ranks(node: fx.Node) -> tuple[int, ...]:
     return tuple(map(int, str(node.args[-2]).split(",")))
 
 
-def _owner(node: fx.Node) -> fx.Node | None:
-    """Return the operand whose memory a node's result shares; None if it has its own."""
-    if node.op == "placeholder":
-        return node
-    if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
-        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(r.alias_info is not None for r in schema.returns):
-        return node.all_input_nodes[0]
-    return node.args[0] if node.target is torch.ops.shardmesh.wait.default else None  # type: ignore[return-value]
-
-
-def _root(owner: dict[fx.Node, fx.Node | None], x: fx.Node) -> fx.Node:
-    while (above := owner[x]) is not None and above is not x:
-        x = above
-    return x
-
-
 def _bytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     if value is not None:
@@ -232,9 +217,9 @@ def _flops(node: fx.Node) -> int:
     count = flop_registry.get(node.target.overloadpacket)  # type: ignore[union-attr]
     if count is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _meta_of)
-    out = [_meta_of(user) for user in node.users if getattr(user.target, "__name__", "") == "getitem"] if "val" not in node.meta else _meta_of(node)
-    return count(*args, **kwargs, out_val=out)
+    args, kwargs = map_arg((node.args, node.kwargs), _meta_of)
+    items = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    return count(*args, **kwargs, out_val=[_meta_of(x) for x in items] if items else _meta_of(node))
 
 
 def _meta_of(node: fx.Node) -> Any:

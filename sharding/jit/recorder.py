@@ -1,6 +1,6 @@
 """Record a function as a graph while it runs.
 
-A `Recorder` sees every operator below autograd and every call of a `Group` in its thread. A tensor that no recorded operator has made
+A `GraphRecorder` sees every operator below autograd and every call of a `Group` in its thread. A tensor that no recorded operator has made
 is *captured*: it becomes a placeholder. Which tensors may be captured, and from where later calls take them, is decided when the
 recording ends (`recording.py`).
 """
@@ -30,9 +30,10 @@ from ..debug.peak_memory import _ON_STAND_INS, _frames
 from ..ops.dispatch import name_of
 from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
-from .collectives import OPERATORS, WAIT, Site, group_name, group_of, site_number
+from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
-from .errors import JitError, at_line, value_read
+from .errors import at_line, value_read
+from .host_calls import Exchange, barrier, expect, item
 from .scalars import TracedFloat
 from .state import is_installed
 
@@ -57,7 +58,7 @@ class Captured:
         self.address = tensor.data_ptr()
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """with recorder: record what runs in this thread as a graph.
 
     Attributes:
@@ -68,6 +69,7 @@ class Recorder(TorchDispatchMode):
         passed_as_double: values of traced numbers that an operator is about to get as C++ doubles, and their nodes.
         draws: the random numbers drawn.
         arguments: placeholders of arguments.
+        reachable: ids of the tensors that the function can reach in Python.
         exchanges: how many times the ranks exchanged Python objects.
     """
 
@@ -84,12 +86,13 @@ class Recorder(TorchDispatchMode):
         self.exchanges = 0
         self.draws = Draws(world)
         self.arguments: set[fx.Node] = set()
+        self.reachable: set[int] = set()
         self._nodes: Any = WeakTensorKeyDictionary()
         self._aliases: dict[int, list[TensorWeakRef]] = {}
         self._body = self.graph.call_function(_begin)
         self._reads = _RefuseReads()
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> GraphRecorder:
         tracing.recorder = self
         self._reads.__enter__()
         super().__enter__()
@@ -125,7 +128,12 @@ class Recorder(TorchDispatchMode):
         return self._node_of_alias(x)
 
     def _node_of_alias(self, x: Tensor) -> fx.Node | None:
-        """Return a view of a known tensor with the same memory: torch makes some aliases without an operator."""
+        """Return a view of a known tensor with the same memory: torch makes some aliases without an operator.
+
+        A tensor that the program can reach is an input of its own, so that its writes are counted.
+        """
+        if id(x) in self.reachable:
+            return None
         for ref in self._aliases.get(_storage(x), ()):
             other = ref()
             if other is not None and other is not x and _storage(other) == _storage(x) and other.dtype is x.dtype:
@@ -167,7 +175,10 @@ class Recorder(TorchDispatchMode):
     # -- operators -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # modes of functions, such as a type checker's, are not meant
+            return self._operator(func, args, kwargs or {})
+
+    def _operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         flat, tree = pytree.tree_flatten((tuple(args), kwargs))
@@ -186,7 +197,11 @@ class Recorder(TorchDispatchMode):
         if doubles:
             raise value_read(f"{func}, which computes with it before it runs,")
         real_args, real_kwargs = pytree.tree_unflatten(given, tree)
+        written = list(args[0]) if func._schema.is_mutable and func.__name__.startswith("_foreach_") else []
+        versions = [x._version for x in written]
         result = func(*real_args, **real_kwargs)
+        # Under a mode, torch does not count the writes of operators over lists, on which views and caches of parameters depend.
+        torch.autograd.graph.increment_version([x for x, version in zip(written, versions, strict=True) if x._version == version])
         if func in _CONSTANTS:
             self._constant(result)
         elif func not in _EFFECTLESS:
@@ -271,12 +286,19 @@ class Recorder(TorchDispatchMode):
         if name in ("all_gather_object", "barrier"):
             with self._hidden():
                 found = getattr(Group, name)(group, *args, **kwargs)
-            self.call(Exchange(group_name(group), args[0], found, user_call().place) if args else barrier, () if args else (group_name(group),))
-            self.exchanges += len(args)
+            if name == "barrier":
+                self.call(barrier, (group_name(group),))
+                return found
+            self.call(Exchange(group_name(group), args[0], found, user_call().place), ())
+            self.exchanges += 1
             return found
         return self._tensor_collective(group, name, args, kwargs)
 
     def _tensor_collective(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
+        with torch._C.DisableTorchFunction():
+            return self._start(group, name, args, kwargs)
+
+    def _start(self, group: Group, name: str, args: Any, kwargs: Any) -> Work | None:
         context = group.world.comm_context
         call = user_call()
         where = group_name(group), site_number(Site(kwargs["tag"], context.lineage, call.name, call.place))
@@ -307,7 +329,7 @@ class Recorder(TorchDispatchMode):
         given = [self.input_of(x) if isinstance(x, Tensor) else x for x in parameters]
         with self._hidden():
             made = part(seed, stream, *parameters)
-        self.know(made, self.call(Draw(part, self.draws.position(seed, stream)), given))
+            self.know(made, self.call(Draw(part, self.draws.position(seed, stream)), given))
         return made
 
     def write(self, out: Tensor, node: fx.Node) -> None:
@@ -334,7 +356,7 @@ class Recorder(TorchDispatchMode):
 class _Hidden:
     """Inside, nothing is recorded."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: GraphRecorder) -> None:
         self._recorder, self._modes = recorder, _disable_current_modes()
 
     def __enter__(self) -> None:
@@ -349,7 +371,7 @@ class _Hidden:
 class _RecordedWork(Work):
     """A collective that a recording has started; waiting for it is recorded once."""
 
-    def __init__(self, recorder: Recorder, work: Work | None, node: fx.Node, out: Tensor | None) -> None:
+    def __init__(self, recorder: GraphRecorder, work: Work | None, node: fx.Node, out: Tensor | None) -> None:
         self._recorder, self._work, self._node, self._out = recorder, work or DONE, node, out
         self._waited = False
 
@@ -357,13 +379,17 @@ class _RecordedWork(Work):
         if tracing.recorder is not self._recorder or self._waited:
             return self._work.wait()
         self._waited = True
-        with self._recorder._hidden():
+        with self._recorder._hidden(), torch._C.DisableTorchFunction():
             self._work.wait()
+        with torch._C.DisableTorchFunction():
+            self._record()
+        return None
+
+    def _record(self) -> None:
         done = self._recorder.call(WAIT, (self._node,))
         done.meta["val"] = self._node.meta["val"]
         if self._out is not None:
             self._recorder.write(self._out, done)
-        return None
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -373,7 +399,7 @@ class _RefuseReads(TorchFunctionMode):
     """Refuse functions of tensors that read memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in _READS and tracing.recorder is not None and not (isinstance(args[0], Tensor) and args[0].is_meta and not isinstance(args[0], ShardedTensor)):
+        if func in _READS and tracing.recorder is not None and not (args[0].is_meta and type(args[0]) is not ShardedTensor):
             raise value_read(name_of(func))
         result = func(*args, **(kwargs or {}))
         return TracedFloat(result.node) if type(result) is torch.SymFloat else result
@@ -388,36 +414,6 @@ _OPERATOR = {name: operator for operator, name in OPERATORS.items()}
 
 def _begin() -> None:
     """The node that separates inputs from operators."""
-
-
-def item(x: Tensor) -> Any:
-    """Return the value of a tensor with one element."""
-    return x.item()
-
-
-def expect(x: Tensor, value: Any, place: str) -> None:
-    """Raise unless a tensor has the value that it had when the graph was made, on which the library's Python code depended."""
-    found = x.item()
-    if found != value and not (found != found and value != value):
-        raise value_read(f"{place}: the value was {value} when the graph was made and is {found} now; the library")
-
-
-def barrier(group: str) -> None:
-    """Wait for all ranks of a group."""
-    group_of(group).barrier()
-
-
-class Exchange:
-    """Exchanges a Python object between ranks again, as the library does for shapes that may change on other ranks."""
-
-    def __init__(self, group: str, mine: Any, expected: list[Any], place: str) -> None:
-        self.group, self.mine, self.expected, self.place = group, mine, expected, place
-        self.__name__, self.__module__ = "exchange", __name__
-
-    def __call__(self) -> None:
-        found = group_of(self.group).all_gather_object(self.mine)
-        if found != self.expected:
-            raise JitError(f"{self.place}: the ranks had {self.expected} when the graph was made and have {found} now; call the function eagerly")
 
 
 def _geometry(x: Tensor) -> Any:

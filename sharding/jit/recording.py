@@ -21,19 +21,21 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from ...mesh.comm.current_world import current_world
 from ...mesh.comm.world import World
+from ...mesh.simulated.simulate import SimulatedWorld
 from ..layout.layout import Layout
 from ..tensor.sharded_tensor import ShardedTensor
 from .errors import JitError
 from .program import Program, clean
-from .recorder import Captured, Recorder
+from .recorder import Captured, GraphRecorder
 from .scalars import TracedFloat
-from .slots import Slot, signature, slots_of
+from .slots import GradSlot, signature, slots_of
 from .state import _PLAIN, Snapshot
 
 _NO_GRADIENT = (
-    "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or use sm.grad or "
-    "sm.value_and_grad around what it computes"
+    "this tensor was computed inside sm.jit, whose results have no gradient history: call backward() inside the function, or compute the "
+    "gradient there with sm.grad"
 )
 Leaves = Sequence[Any]
 
@@ -41,7 +43,7 @@ Leaves = Sequence[Any]
 class Effect(NamedTuple):
     """A slot that the function gave another value: the output with this number, or None."""
 
-    slot: Slot
+    slot: GradSlot
     number: int | None
     layout: Layout | None
     lineage: int
@@ -68,14 +70,16 @@ class Recording(NamedTuple):
         slots: the slots of all leaves.
         effects, results, tree: what to do with the outputs.
         kept: tensors by reference and where their memory is.
+        derived: whether one of these is a cache of the library, such as gathered parameters, which was made from others.
     """
 
     program: Program
-    slots: list[Slot]
+    slots: list[GradSlot]
     effects: list[Effect]
     results: list[Result]
     tree: Any
     kept: list[tuple[Tensor, int]]
+    derived: bool
 
 
 def record(
@@ -97,8 +101,9 @@ def record(
     signatures = [signature(value) for value in before]
     watched = [x for x, _ in (*snapshot.tensors, *snapshot.sharded)] + [x for x in leaves if isinstance(x, Tensor)]
     needs = [x.requires_grad for x in watched]
-    recorder, generators = Recorder(world, abstract), _generators()
+    recorder, generators = GraphRecorder(world, abstract), _generators()
     given = [recorder.number(("argument", i), x) if type(x) is float else x for i, x in enumerate(leaves)]
+    recorder.reachable.update(map(id, _locals(snapshot)))
     for x in leaves:
         if isinstance(x, Tensor):
             recorder.add_argument(x._local if isinstance(x, ShardedTensor) else x)
@@ -127,7 +132,7 @@ def record(
     return pytree.tree_unflatten(shown, tree), finish.recording(flat, tree), signatures
 
 
-def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[Slot]:
+def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[GradSlot]:
     """Yield the slots of all leaves of autograd that can be reached."""
     seen: set[int] = set()
     for i, x in enumerate(leaves):
@@ -141,7 +146,9 @@ def _slots(leaves: Leaves, snapshot: Snapshot) -> Iterator[Slot]:
 
 
 def _generators() -> Any:
-    """Return the states of the generators of Python and NumPy."""
+    """Return the states of the generators of Python and NumPy; None in a simulated world, where ranks share them."""
+    if isinstance(current_world(), SimulatedWorld):
+        return None
     name, keys, place, *rest = np.random.get_state()
     return random.getstate(), name, zlib.crc32(keys.data), place, rest  # type: ignore[union-attr]
 
@@ -158,7 +165,7 @@ def _constant(x: Any, leaves: Leaves) -> Any:
     return x
 
 
-def _slot_value(slot: Slot, leaves: Leaves) -> Any:
+def _slot_value(slot: GradSlot, leaves: Leaves) -> Any:
     found = slot.get(leaves)
     return found._local if isinstance(found, ShardedTensor) else found
 
@@ -168,7 +175,7 @@ def _entry(values: dict[Any, Any], key: Any, leaves: Leaves) -> float:
 
 
 @contextmanager
-def _numbers(recorder: Recorder, snapshot: Snapshot) -> Iterator[None]:
+def _numbers(recorder: GraphRecorder, snapshot: Snapshot) -> Iterator[None]:
     """Inside, the learning rates of optimizers are inputs of the graph."""
     before = []
     for optimizer in snapshot.optimizers:
@@ -204,6 +211,10 @@ def seal(x: Tensor, *inputs: Tensor) -> Tensor:
     return found if isinstance(found, Tensor) else found[0]
 
 
+def _locals(snapshot: Snapshot) -> list[Tensor]:
+    return [*(x for x, _ in snapshot.tensors), *(x._local for x, _ in snapshot.sharded)]
+
+
 def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
     """Return the layout and the lineage of a tensor, which every call gives its result."""
     return (x._layout, x._lineage) if isinstance(x, ShardedTensor) else (None, 0)
@@ -212,7 +223,7 @@ def _layout_of(x: Tensor) -> tuple[Layout | None, int]:
 class _Finish:
     """Make a recording of what a recorder has seen."""
 
-    def __init__(self, recorder: Recorder, leaves: Leaves, snapshot: Snapshot, slots: list[Slot], before: list[Any]) -> None:
+    def __init__(self, recorder: GraphRecorder, leaves: Leaves, snapshot: Snapshot, slots: list[GradSlot], before: list[Any]) -> None:
         self.recorder, self.leaves, self.snapshot, self.slots, self.before = recorder, leaves, snapshot, slots, before
         self.outputs: list[fx.Node] = []
         self.kept: list[tuple[Tensor, int]] = []
@@ -226,6 +237,8 @@ class _Finish:
                 self._sources[id(x._local)] = f"args[{i}]", functools.partial(_part_of_argument, i)
             elif isinstance(x, Tensor):
                 self._sources[id(x)] = f"args[{i}]", functools.partial(_argument, i)
+        self._derived = False
+        self._storages = {x.untyped_storage()._cdata for x in _locals(snapshot)}
         self._paths = {id(x._local): path for x, path in snapshot.sharded} | {id(x): path for x, path in snapshot.tensors}
 
     def moved(self) -> str | None:
@@ -247,10 +260,11 @@ class _Finish:
         for node in [node for node in recorder.graph.nodes if node.op == "placeholder" and node not in used]:
             recorder.graph.erase_node(node)
         order = [node for node in recorder.graph.nodes if node.op == "placeholder"]
-        program = Program(recorder.graph, [used[node][1] for node in order], [used[node][0] for node in order], recorder.draws.end(), recorder.world.rank)
-        return Recording(program, self.slots, effects, results, tree, self.kept)
+        names, sources = [used[node][0] for node in order], [used[node][1] for node in order]
+        program = Program(recorder.graph, sources, names, recorder.draws.end(), recorder.world.rank)
+        return Recording(program, self.slots, effects, results, tree, self.kept, self._derived)
 
-    def _effect(self, slot: Slot, old: Any) -> Effect | None:
+    def _effect(self, slot: GradSlot, old: Any) -> Effect | None:
         now = slot.get(self.leaves)
         if now is old:
             return None
@@ -304,4 +318,6 @@ class _Finish:
         if id(x) in self._sources:
             return self._sources[id(x)]
         self.kept.append((x, x.data_ptr()))
+        if id(x) not in self._paths and x.is_floating_point() and x.untyped_storage()._cdata not in self._storages:
+            self._derived = True
         return self._paths.get(id(x), "a tensor of the library"), functools.partial(_constant, x)

@@ -16,7 +16,7 @@ from torch import fx
 from .errors import value_read
 
 if TYPE_CHECKING:
-    from .recorder import Recorder
+    from .recorder import GraphRecorder
 
 _ARGUMENTS = "python_arg_parser.h"  # where torch reads a number that an operator takes as a C++ double
 
@@ -29,7 +29,7 @@ class _ScalarNode:
         node: the node of the graph that computes it.
     """
 
-    def __init__(self, recorder: Recorder, node: fx.Node, hint: float) -> None:
+    def __init__(self, recorder: GraphRecorder, node: fx.Node, hint: float) -> None:
         self.recorder, self.node, self.hint = recorder, node, hint
 
     def is_float(self) -> bool:
@@ -69,7 +69,7 @@ class TracedFloat(torch.SymFloat):
     node: _ScalarNode
 
     @staticmethod
-    def of(recorder: Recorder, node: fx.Node, hint: float) -> TracedFloat:
+    def of(recorder: GraphRecorder, node: fx.Node, hint: float) -> TracedFloat:
         """Return the number that a node computes."""
         return TracedFloat(_ScalarNode(recorder, node, hint))
 

@@ -113,7 +113,7 @@ def _replace(graph: fx.Graph, nodes: list[fx.Node], compiler: Any) -> None:
             values[node], token = part.call_function(operator.getitem, (both, 0)), part.call_function(operator.getitem, (both, 1))
         else:
             values[node] = part.node_copy(node, lambda x: values[x])
-    part.output(tuple([*(values[node] for node in outputs), *([token] if token is not first else [])]))
+    part.output((*(values[node] for node in outputs), *([token] if token is not first else [])))
     if token is first:
         part.erase_node(first)
     with graph.inserting_before(nodes[0]):
@@ -147,9 +147,11 @@ class Segment:
         return self._run(*inputs, *self._token)
 
     def _compiled(self, inputs: list[Tensor]) -> Callable[..., Any]:
+        from torch._inductor import config as inductor_config  # takes long to import
+
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         try:
-            with torch._inductor.config.patch(fallback_random=True):
+            with inductor_config.patch(fallback_random=True):
                 return self._compiler(module, inputs)
         except Exception as error:
             warnings.warn(

@@ -13,7 +13,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 _ATTRIBUTES = ("_reduced_grad", "_accumulated_grad")
 
 
-class Slot(NamedTuple):
+class GradSlot(NamedTuple):
     """One attribute of a leaf.
 
     Attributes:
@@ -32,13 +32,13 @@ class Slot(NamedTuple):
         return getattr(self.owner(leaves), self.name, None)
 
 
-def slots_of(x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool) -> list[Slot]:
+def slots_of(x: Tensor, owner: Callable[[Sequence[Any]], Any], path: str, fixed: bool) -> list[GradSlot]:
     """Return the slots of a leaf: `.grad` of the plain tensor, and of a sharded one what is reduced already."""
     mine = x if fixed else None
     if not isinstance(x, ShardedTensor):
-        return [Slot(owner, "grad", f"{path}.grad", mine)]
-    local = Slot(lambda leaves: owner(leaves)._local, "grad", f"{path}.grad (unreduced)", x._local if fixed else None)
-    return [local, *(Slot(owner, name, f"{path}.grad", mine) for name in _ATTRIBUTES)]
+        return [GradSlot(owner, "grad", f"{path}.grad", mine)]
+    local = GradSlot(lambda leaves: owner(leaves)._local, "grad", f"{path}.grad (unreduced)", x._local if fixed else None)
+    return [local, *(GradSlot(owner, name, f"{path}.grad", mine) for name in _ATTRIBUTES)]
 
 
 def signature(value: Any) -> Any:
@@ -50,15 +50,11 @@ def signature(value: Any) -> Any:
     return value.shape, value.stride(), value.dtype, value.requires_grad
 
 
-def empty_slots(slots: Sequence[Slot], signatures: Sequence[Any]) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
+def empty_slots(slots: Sequence[GradSlot], signatures: Sequence[Any]) -> list[tuple[Callable[[Any], Any], list[Any]]] | None:
     """Return the owners of slots by attribute, if all slots are empty and no owner is an argument; else None."""
     if any(found is not None for found in signatures) or any(slot.fixed is None for slot in slots):
         return None
     by_name: dict[str, list[Any]] = {}
     for slot in slots:
         by_name.setdefault(slot.name, []).append(slot.fixed)
-    return [(attrgetter(name) if name == "grad" else _absent_as_none(name), owners) for name, owners in by_name.items()]
-
-
-def _absent_as_none(name: str) -> Callable[[Any], Any]:
-    return lambda x: x.__dict__.get(name)
+    return [(attrgetter(name), owners) for name, owners in by_name.items()]

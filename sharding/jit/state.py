@@ -2,8 +2,8 @@
 
 A graph is right only while everything that the function read in Python is as it was. So before a recording, everything reachable is noted:
 from the arguments, closures, globals that the code names, `self`, modules, optimizers, lists, dicts and instances (of the program's own
-classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written. After the recording the same is compared once more: what the
-function itself has changed, a graph would not change again.
+classes, the attributes that its code names). A later call compares. Dicts have versions, so a call looks only at those that were written.
+After the recording the same is compared once more: what the function itself has changed, a graph would not change again.
 
 Functions and classes of torch, the standard library and installed packages are taken as constant; so is the inside of this library's own
 objects (meshes, layouts, units), of which the graph records the effects. Instances of classes of installed packages are looked into.
@@ -12,6 +12,8 @@ objects (meshes, layouts, units), of which the graph records the effects. Instan
 from __future__ import annotations
 
 import functools
+import io
+import random
 import sysconfig
 import types
 import zlib
@@ -30,13 +32,16 @@ from ...mesh.comm.call_site import _OURS, _TORCH
 from ..layout.layout import Layout
 from ..layout.spec import Placement
 from ..tensor.sharded_tensor import ShardedTensor
+from .errors import JitError
 
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Enum, range, slice, Placement, np.generic)
 _paths = sysconfig.get_paths()
 _INSTALLED = (_TORCH, *_OURS, *{_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 _PACKAGE = __name__.partition(".")[0]
 _LOOKED_INTO = tuple(f"{_PACKAGE}.sharding.{part}" for part in ("functional.shard_map", "training", "optim", "jit.jit"))
-_OPAQUE = ("torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE)
+_OPAQUE = (
+    "torch._", "torch.autograd", "torch.distributed", "torch.cuda", "torch.utils", "threading", "logging", "weakref", "_io", _PACKAGE,
+)  # fmt: skip
 _OF_MODULES = frozenset(torch.nn.Module().__dict__)
 _MAKING = {"__init__", "__new__", "__post_init__", "__repr__", "__str__"}  # methods that a program calls where it names the class
 _SMALL = 1 << 16  # bytes of a numpy array that is compared by value, larger ones by a checksum
@@ -49,12 +54,12 @@ class Holder:
         path: its name, for messages.
         read: returns the items it holds now, as alternating keys and values.
         held: the items it held.
-        source: the dict, if `read` reads a whole dict.
+        source: the dict, list or set.
     """
 
     __slots__ = ("held", "path", "read", "source")
 
-    def __init__(self, path: str, read: Callable[[], list[Any]], source: dict[Any, Any] | None = None) -> None:
+    def __init__(self, path: str, read: Callable[[], list[Any]], source: Any) -> None:
         self.path, self.read, self.source = path, read, source
         self.held = read()
 
@@ -113,7 +118,7 @@ class Snapshot:
 
     # -- the walk ------------------------------------------------------------------------------------------------------
 
-    def _hold(self, path: str, read: Callable[[], list[Any]], source: dict[Any, Any] | None = None) -> None:
+    def _hold(self, path: str, read: Callable[[], list[Any]], source: Any = None) -> None:
         holder = Holder(path, read, source)
         self.holders.append(holder)
         for i in range(0, len(holder.held), 2):
@@ -125,9 +130,9 @@ class Snapshot:
         elif isinstance(x, dict):
             self._hold(path, functools.partial(_items, x), x)
         elif isinstance(x, (list, tuple, deque)):
-            self._hold(path, lambda: [part for i, value in enumerate(x) for part in (i, value)])
+            self._hold(path, lambda: [part for i, value in enumerate(x) for part in (i, value)], x)
         elif isinstance(x, (set, frozenset)):
-            self._hold(path, lambda: ["", frozenset(x)] if isinstance(x, set) else [])
+            self._hold(path, lambda: ["", frozenset(x)] if isinstance(x, set) else [], x)
         elif isinstance(x, types.FunctionType):
             self._visit_function(path, x)
         elif isinstance(x, types.MethodType):
@@ -136,6 +141,13 @@ class Snapshot:
             self._todo += [(path, x.func), (f"{path}.args", x.args), (f"{path}.keywords", x.keywords)]
         elif isinstance(x, np.ndarray):
             self._hold(path, lambda: ["", x.tobytes() if x.nbytes < _SMALL else zlib.crc32(np.ascontiguousarray(x).data)])
+        elif isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
+            self._hold(path, functools.partial(_state_of_generator, x))
+        elif isinstance(x, Iterator) and not isinstance(x, io.IOBase):
+            raise JitError(
+                f"{path} is an iterator ({type(x).__name__}), which a graph would not advance; call next() outside of the function and "
+                "pass what it returns"
+            )
         elif isinstance(x, type):
             self._visit_class(path, x)
         elif not isinstance(x, (types.ModuleType, types.BuiltinFunctionType)):
@@ -152,7 +164,7 @@ class Snapshot:
             self.optimizers.append(x)
         kind = type(x)
         if hasattr(kind, "__wrapped_function__"):
-            self._todo.append((path, x.__wrapped_function__))
+            self._todo.append((path, getattr(x, "__wrapped_function__")))  # noqa: B009
             return
         module = kind.__module__ or ""
         is_known = isinstance(x, (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler))
@@ -203,27 +215,36 @@ class Guard:
 
     Attributes:
         storages: the memory of all tensors that can be reached.
+        versions: how often each of them had been written.
     """
 
     def __init__(self, snapshot: Snapshot, dynamic: set[tuple[int, Any]]) -> None:
         self._snapshot, self._dynamic = snapshot, dynamic
-        whole = [h for h in snapshot.holders if h.source is not None]
-        self._empty = [h.source for h in whole if not h.held]
-        self._dicts = [h for h in whole if h.held]
-        self._sources = [h.source for h in self._dicts]
-        self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if h.source is None and h.held]
+        empty = {h for h in snapshot.holders if h.source is not None and not h.source}
+        self._empty: list[Any] = [h.source for h in empty]
+        self._dicts = [h for h in snapshot.holders if isinstance(h.source, dict) and h not in empty]
+        self._sources: list[Any] = [h.source for h in self._dicts]
+        self._others = [(h, h.read, h.held[1::2]) for h in snapshot.holders if not isinstance(h.source, dict) and h not in empty and h.held]
         self._versions = list(map(dict_version, self._sources))
         self._leaves = [x for x, _ in snapshot.sharded]
         self._layouts: list[Layout] = [x._layout for x in self._leaves]
         self._kept = [x._local for x in self._leaves]
         self._needs = [x.requires_grad for x, _ in snapshot.tensors] + [x.requires_grad for x in self._kept]
         self._checked = [x for x, _ in snapshot.tensors] + self._kept
+        self.versions = self._versions_now()
         self.storages = {x.untyped_storage()._cdata for x in self._checked if x.numel()}
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if x.is_inference() else x._version for x in self._checked] + [x._data_accesses for x in self._leaves]
+
+    def was_written(self) -> bool:
+        """Return whether a tensor was written since the snapshot."""
+        return self._versions_now() != self.versions
 
     def change(self) -> str | None:
         """Return what has changed since the snapshot as text, None if nothing has."""
         if any(self._empty):
-            return next(h.change(set()) for h in self._snapshot.holders if h.source and not h.held)
+            return self._snapshot.change(self._dynamic) or "a list was filled and emptied"
         versions = list(map(dict_version, self._sources))
         if versions != self._versions:
             for holder, now, before in zip(self._dicts, versions, self._versions, strict=True):
@@ -271,9 +292,16 @@ def _named_items(x: dict[Any, Any], names: frozenset[str]) -> list[Any]:
 def _class_items(kind: type, names: frozenset[str]) -> list[Any]:
     wanted = (*_PLAIN, types.FunctionType, list, dict, tuple, set)
     found = {name: x.fget if isinstance(x, property) else getattr(x, "__func__", x) for name, x in vars(kind).items()}
-    implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"} - (set() if kind.__name__ in names else _MAKING)
+    implicit = {name for name in found if name == "forward" or name[:2] == name[-2:] == "__"}
+    implicit -= set() if kind.__name__ in names else _MAKING
     named = {name: x for name, x in found.items() if name in names or name in implicit}
     return [part for name, x in named.items() if isinstance(x, wanted) and not name.startswith("__abc") for part in (name, x)]
+
+
+def _state_of_generator(x: Any) -> list[Any]:
+    if isinstance(x, random.Random):
+        return ["", x.getstate()]
+    return ["", repr(x.bit_generator.state if isinstance(x, np.random.Generator) else x.get_state(legacy=False))]
 
 
 def _slots(kind: type) -> list[str]:

@@ -56,8 +56,8 @@ class ShardedTensor(Tensor):
     _lineage: int = 0  # see `lineage.py`
     _data_accesses: int = 0  # how often `.data` was read or assigned: values may have been written without dispatch
     _sliced_from: SlicedFrom | None = None  # of a copy of a slice: see `sliced_from.py`
-    _reduced_grad: ShardedTensor | None
-    _accumulated_grad: ShardedTensor | None
+    _reduced_grad: ShardedTensor | None = None
+    _accumulated_grad: ShardedTensor | None = None
 
     @staticmethod
     def _make(local: Tensor, layout: Layout) -> ShardedTensor:

@@ -22,7 +22,9 @@ LINES_TO_SPARE = 20  # a long file may lose as many lines before its limit has t
 # -- today's exceptions, written by `python tests/structure/measure.py --write` ----------------------------------------
 FOLDERS: dict[str, int] = {}
 
-FILES: dict[str, int] = {}
+FILES: dict[str, int] = {
+    "mesh/comm/group.py": 451,
+}
 
 FUNCTIONS_OFF_GOAL: dict[str, int] = {
     "median": 2,
@@ -43,4 +45,4 @@ FUNCTION_IMPORTS: dict[str, int] = {
     "kernels/symmetric/pull.py": 2,
 }
 
-PUBLIC_NAMES: int = 77
+PUBLIC_NAMES: int = 78

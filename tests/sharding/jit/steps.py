@@ -69,7 +69,8 @@ def pair(mesh: sm.DeviceMesh | None, step: int, b: int = 5, d: int = 8) -> tuple
     """Inputs and targets [b, d] of a step."""
     generator = torch.Generator().manual_seed(step)
     both = [torch.randn(b, d, generator=generator) for _ in range(2)]
-    return tuple(x if mesh is None else sm.device_put(x, mesh, P(), src_data_rank=None) for x in both)
+    x, y = (x if mesh is None else sm.device_put(x, mesh, P(), src_data_rank=None) for x in both)
+    return x, y
 
 
 def mean_square(model: nn.Module, x: Any, y: Any) -> Any:

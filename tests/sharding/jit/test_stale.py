@@ -27,7 +27,7 @@ class Trainer:
 
     def __init__(self, jit: Jit, *, dropout: float = 0.0, extra: Any = None, optimizer: Any = torch.optim.AdamW) -> None:
         self.mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))
-        self.model = mlp(self.mesh, dropout=dropout)
+        self.model: Any = mlp(self.mesh, dropout=dropout)
         if extra is not None:
             self.model.append(extra)
         self.optimizer = optimizer(self.model.parameters(), lr=0.1)
@@ -222,7 +222,8 @@ def test_a_global() -> None:
             return helper(x) * TABLE["scale"]
 
         found = []
-        for FLAG, TABLE["scale"] in ((False, 2.0), (False, 2.0), (True, 2.0), (True, 2.0), (False, 3.0)):
+        for flag, scale in ((False, 2.0), (False, 2.0), (True, 2.0), (True, 2.0), (False, 3.0)):
+            FLAG, TABLE["scale"] = flag, scale
             found.append(f(torch.arange(3.0)))
         TABLE["scale"] = 2.0
         return found

@@ -82,6 +82,62 @@ def test_the_rate_is_an_input_and_the_step_is_recorded_twice() -> None:
     assert sm.simulate(2)(main)() == [(10, 1), (10, 1)]
 
 
+def test_an_optimizer_over_lists_writes_parameters_that_are_gathered() -> None:
+    """Whole parameters are kept from step to step and gathered again when they were written."""
+
+    def main(backend: str | None) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = mlp(None)
+        sm.parallel.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def step(x: Any, y: Any) -> tuple[Any]:
+            losses = []
+            for _ in range(2):
+                losses.append(mean_square(model, x, y))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return (losses[-1],)
+
+        return trained(step, backend, model, schedule, lambda i: pair(None, i))
+
+    for expected, found in zip(sm.simulate(2)(main)(None), sm.simulate(2)(main)("eager"), strict=True):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("jitted", [{"train"}, {"evaluate"}, {"train", "evaluate"}], ids=" and ".join)
+def test_graphs_and_eager_code_in_turns(jitted: set[str]) -> None:
+    """Gathered parameters that are kept from step to step are outdated when a graph has written the parameters, and the other way round."""
+
+    def main(jitted: set[str]) -> Any:
+        mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("fsdp",))
+        model = mlp(None)
+        sm.parallel.data_parallel(model, mesh, optimizer="fsdp", gradient="fsdp", src_data_rank=None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def train(x: Any, y: Any) -> Any:
+            loss = mean_square(model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        def evaluate(x: Any, y: Any) -> Any:
+            with torch.no_grad():
+                return mean_square(model, x, y)
+
+        steps = {f.__name__: sm.jit(f, backend="eager") if f.__name__ in jitted else f for f in (train, evaluate)}
+        found = []
+        for i in range(6):
+            found.append(steps["train"](*pair(None, i)))
+            found += [steps["evaluate"](*pair(None, 0)), steps["evaluate"](*pair(None, 1)), evaluate(*pair(None, 0))]
+        return [x.item() for x in found]
+
+    assert sm.simulate(2)(main)(jitted) == sm.simulate(2)(main)(set())
+
+
 def test_another_optimizer_loop_and_dropout() -> None:
     def main(backend: str | None) -> Any:
         mesh = sm.init_device_mesh(DEVICE, (2,), axis_names=("tp",))

@@ -1,0 +1,83 @@
+"""Programs of other tests under `sm.jit`: the bits of eager code in every call, or a `JitError`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import shardmesh as sm
+from shardmesh.sharding.jit.errors import JitError
+from tests.device import DEVICE
+from tests.sharding.functional.programs import make
+from tests.sharding.functional.test_random_programs import call, mapped, spec_placements
+from tests.sharding.ranks import on_mesh, place
+from tests.sharding.test_loud import EQUAL, plain
+
+Jit = Callable[..., Any]
+CALLS = 4
+
+
+def jit(f: Callable[..., Any]) -> Any:
+    return sm.jit(f, backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:.*no sharding rule", "ignore:.*was recorded 8 times")
+@pytest.mark.parametrize("name", EQUAL)
+def test_programs_of_the_loud_tests(name: str) -> None:
+    def main(wrap: Jit) -> list[Any]:
+        sm.random.manual_seed(1)
+        mesh = sm.init_device_mesh(DEVICE, (2, 2), axis_names=("a", "b"))
+        f = wrap(lambda: plain(EQUAL[name](lambda t, spec: sm.device_put(t, mesh, spec, src_data_rank=None))))
+        return [f() for _ in range(CALLS)]
+
+    expected = sm.simulate(4)(main)(lambda f: f)
+    try:
+        found = sm.simulate(4)(main)(jit)
+    except JitError as error:
+        pytest.skip(f"refused: {error}")
+    assert_same(found, expected, 1e-15 if "matrix norms" in name else 0)  # under a dispatch mode torch's svdvals computes vectors, too
+
+
+def assert_same(found: Any, expected: Any, rtol: float = 0) -> None:
+    for one, other in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs(part: int) -> None:
+    """Values and gradients of mapped functions; those that types refuse are refused as before."""
+    equal = 0
+    for seed in range(part * 15, part * 15 + 15):
+        program, _ = make(seed)
+
+        def main(mesh: sm.DeviceMesh, wrap: Jit, program: Any = program) -> list[Any]:
+            f = mapped(program, mesh)
+            g = wrap(lambda *leaves: call(program, f, leaves))
+            found = []
+            for number in (0, 0, 1, 0, 1):
+                pairs = zip(program.inputs(number), program.given, strict=True)
+                leaves = [place(mesh, x.detach(), *spec_placements(spec, mesh, x.ndim), grad=x.requires_grad) for x, spec in pairs]
+                results, grads = g(*leaves)
+                found.append(([y.detach() for y in results], [None if x is None else x.to_local() for x in grads]))
+            return found
+
+        def run(wrap: Jit) -> Any:
+            try:
+                return on_mesh(program.mesh, lambda mesh: main(mesh, wrap))  # noqa: B023
+            except (JitError, sm.errors.ShardingTypeError, RuntimeError, ValueError) as error:
+                return error
+
+        expected, found = run(lambda f: f), run(jit)
+        if isinstance(found, JitError):
+            continue
+        if isinstance(expected, Exception):
+            assert type(found) is type(expected), f"{program}{found!r}"
+            continue
+        assert not isinstance(found, Exception), f"{program}{found!r}"
+        assert_same(found, expected)
+        equal += 1
+    assert equal >= 5
