@@ -32,6 +32,7 @@ from ..tensor import methods
 from ..tensor.sharded_tensor import ShardedTensor
 from .collectives import OPERATORS, WAIT, Site, group_name, site_number
 from .draws import Draw, Draws
+from .dynamic_shapes import check_shape_is_static
 from .errors import at_line, value_read
 from .host_calls import Exchange, barrier, expect, item
 from .scalars import TracedFloat
@@ -190,6 +191,7 @@ class GraphRecorder(TorchDispatchMode):
             return made
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
+        check_shape_is_static(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.check_generator()
         doubles, self.passed_as_double = dict(self.passed_as_double), {}

@@ -132,6 +132,43 @@ def test_a_generator_of_random_numbers(kind: Any) -> None:
             f(X)
 
 
+DYNAMIC = {
+    "mask": lambda x: x[x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.round().unique(),
+    "bincount": lambda x: x.round().long().clamp_min(0).bincount(),
+    "bincount longer": lambda x: (x.round().long().clamp_min(0) + 5).bincount(minlength=3),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.round().long().clamp_min(0)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:repeat_interleave has no sharding rule")
+@pytest.mark.parametrize("f", DYNAMIC.values(), ids=DYNAMIC)
+def test_a_shape_that_depends_on_values(f: Any) -> None:
+    with pytest.raises(JitError, match=r"test_refused.py:\d+: (the shape of the result of \w+ depends on values|.* reads a value)"):
+        sm.jit(f, backend="eager")(X)
+
+    def sharded() -> str:
+        x = sm.device_put(X, sm.init_device_mesh("cpu", (2,), axis_names=("a",)), sm.P("a"))
+        with pytest.raises(JitError) as refused:
+            sm.jit(f, backend="eager")(x)
+        return str(refused.value)
+
+    assert len(set(sm.simulate(2)(sharded)())) == 1
+
+
+def test_shapes_that_do_not() -> None:
+    def f(x: Tensor) -> Tensor:
+        counts = x.abs().long().bincount(minlength=30)
+        repeated = x.repeat_interleave(torch.tensor([2, 0, 1]), output_size=3)
+        return x[torch.tensor([0, 2])].sum() + counts[:3] + repeated + x.clone().masked_fill_(x > 0, 1.0)
+
+    compiled = sm.jit(f, backend="eager")
+    for x in (X, X.flip(0), -X):
+        assert torch.equal(compiled(x), f(x))
+
+
 def test_a_static_argument_that_cannot_be_hashed() -> None:
     with pytest.raises(TypeError, match="static arguments must be hashable"):
         sm.jit(lambda x, n: x, static_argnums=1, backend="eager")(X, [])
