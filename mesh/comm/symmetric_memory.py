@@ -37,7 +37,7 @@ def peers_of(group: Group, device: torch.device, tag: CommTag | None = None) -> 
     return group.shared[device.type]
 
 
-def needed_peers(group: Group, device: torch.device, tag: CommTag | None) -> Peers:
+def needed_peers(group: Group, device: torch.device, tag: CommTag | None = None) -> Peers:
     """Return `peers_of(group, device, tag)` for a plan that needs it.
 
     Raises: CollectiveError if there is none.
