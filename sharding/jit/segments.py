@@ -90,6 +90,8 @@ def _is_compiled(node: fx.Node, before: list[fx.Node]) -> bool:
         return False  # its offset counts from the start of memory that a compiler does not see
     if any(root_of(x) not in before for x in writes(node)):
         return False
+    if "owner" in node.meta and all(r.alias_info is None for r in node.target._schema.returns):
+        return False  # a view that the operator does not declare
     name = node.target._schema.name.partition("::")[2]
     return not name.startswith(_NOT_COMPILED) and not any("val" not in x.meta and not _is_list(x, before) for x in node.all_input_nodes)
 
