@@ -91,6 +91,8 @@ def owner_of(node: fx.Node) -> fx.Node | None:
         return node
     if node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
         return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if "owner" in node.meta:  # seen when it was recorded
+        return node.all_input_nodes[node.meta["owner"]]
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any(r.alias_info is not None for r in schema.returns):
         return node.all_input_nodes[0]

@@ -39,6 +39,11 @@ from .scalars import TracedFloat
 from .state import is_installed
 
 aten = torch.ops.aten
+_VIEWS = {  # operators that return views without saying so, and those that say so: a compiler must know
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten._unsafe_view.default: aten.view.default,
+}
 _CONSTANTS = {aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _OURS_HERE = __file__.rpartition("/")[0] + "/"
 
@@ -208,7 +213,7 @@ class GraphRecorder(TorchDispatchMode):
             self._constant(result)
         elif func not in _EFFECTLESS:
             node_args, node_kwargs = pytree.tree_unflatten(recorded, tree)
-            self._results(func, result, self.call(func, node_args, node_kwargs))
+            self._results(func, result, self.call(_VIEWS.get(func, func), node_args, node_kwargs), given)
         return result
 
     def _is_stand_in(self, flat: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -245,7 +250,12 @@ class GraphRecorder(TorchDispatchMode):
             self.constants.append((source, made.detach().clone()))
         self.know(made, self.call(aten.clone.default, (source,)))
 
-    def _results(self, func: Any, result: Any, node: fx.Node) -> None:
+    def _results(self, func: Any, result: Any, node: fx.Node, operands: Sequence[Any]) -> None:
+        """Record what an operator has returned, and which operand's memory it shares: schemas of unsafe views do not tell."""
+        made = {_storage(x) for x in pytree.tree_leaves(result) if isinstance(x, Tensor)}
+        known = [self._nodes[x][0] for x in operands if isinstance(x, Tensor) and _storage(x) in made and x.numel()]
+        if known:
+            node.meta["owner"] = node.all_input_nodes.index(known[0])
         if isinstance(result, Tensor):
             if self._nodes.get(result) is None or self.node_of(result) is None:
                 self.know(result, node)
