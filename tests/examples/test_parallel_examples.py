@@ -170,7 +170,7 @@ def piped(microbatches: int) -> tuple[torch.Tensor, dict[str, Any]]:
 @pytest.mark.parametrize("microbatches", [1, 2, 6])
 def test_pipeline_of_few_microbatches(microbatches):
     params, batches, _ = pipeline.problem(4)
-    expected = pipeline.one_after_the_other(params, batches[:microbatches])
+    expected = pipeline.sequential(params, batches[:microbatches])
     for out, by_op in simulated(4, piped, microbatches):
         torch.testing.assert_close(out, expected)
         assert by_op["permute"][0] == microbatches + 4 - 2

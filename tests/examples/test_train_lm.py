@@ -121,7 +121,7 @@ def test_comparison_finds_the_largest_difference(loss, expected):
         (["--steps", "0"], "all must be at least 1"),
         (["--parallel", "ddp=4"], "write sizes of axes among dp, zero1"),
         (["--parallel", "tp=2,sp=2"], "of tp and sp only one"),
-        (["--resume"], "--resume goes on from a checkpoint"),
+        (["--resume"], "--resume continues from a checkpoint"),
         (["--device", "abacus"], "invalid choice"),
         (["--single", "--compare"], "not allowed with"),
     ],
