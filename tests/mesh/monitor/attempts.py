@@ -1,4 +1,4 @@
-"""A program of four ranks that goes wrong in another way in each of torchrun's attempts, and comes to its end in the last one."""
+"""A program of four ranks that fails in a different way in each of torchrun's attempts, and finishes in the last one."""
 
 from __future__ import annotations
 
