@@ -1,4 +1,4 @@
-"""Each example computes what one process computes, on any number of ranks, in all the ways it runs."""
+"""Each example equals one process on any number of ranks, however it is started."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ WRONG = {  # a function of the example, and what it is made to do
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_difference_is_noticed(name, monkeypatch):
+def test_difference_is_detected(name, monkeypatch):
     module, (function, wrong) = importlib.import_module(name), WRONG[name]
     monkeypatch.setattr(module, function, partial(wrong, getattr(module, function)))
     assert all(difference > 100 * TOLERANCE for difference in simulated(2, module.main, 2))

@@ -132,7 +132,7 @@ def test_explicit_choice_is_respected(how: dict[str, bool]) -> None:
 
 @every_rank(2)
 def test_noncontiguous_parameters_are_not_fused(mesh: sm.DeviceMesh) -> None:
-    """They would run over it in order; lists look at strides."""
+    """Fused kernels assume contiguous memory; foreach respects strides."""
     around = torch.arange(12.0).view(3, 4)
     before, x = around.clone(), nn.Parameter(sm.from_local(around[:, ::2], mesh, P("a"), shape=(6, 2)))
     optimizer = torch.optim.AdamW([x], lr=0.1)
