@@ -193,7 +193,7 @@ def adopted() -> dict[str, Any]:
     found["left"] = dist.is_initialized()
     again = DeviceMesh("cpu", [1, 2, 3], axis_names=("some",))
     found["new"] = again is not some
-    for _ in range(100):  # as many as a row of the watch holds, and more
+    for _ in range(100):  # more than a row of the trace buffer holds
         if again.coordinate is not None:
             again.group().barrier()
     found["after"] = total(outer)

@@ -46,7 +46,7 @@ def train(mesh: sm.DeviceMesh, steps: int = 3) -> float:
 
 
 def trained(mesh: sm.DeviceMesh) -> None:
-    print("result", train(mesh), "watch", "off" if mesh.world.monitor is None else "on", flush=True)
+    print("result", train(mesh), "monitor", "off" if mesh.world.monitor is None else "on", flush=True)
 
 
 # -- files that cannot be made, or vanish ------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ def dies_in_a_raw_collective() -> None:
     dist.all_reduce(torch.ones(4))
 
 
-def raises_before_its_mesh(odd: int) -> None:
+def raises_before_its_mesh(outlier: int) -> None:
     rendezvous.notify_of_early_errors()  # as the import does, in a process that has its RANK by then
-    if rank() == odd:
+    if rank() == outlier:
         if os.fork() == 0:
             raise ValueError("of the child")
         os.wait()

@@ -80,11 +80,11 @@ def test_broken_connection_reports_the_lost_rank(forked: Forked) -> None:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("odd", [0, 2])
-def test_rank_that_raises_before_its_mesh(forked: Forked, odd: int) -> None:
-    ended = forked(programs.raises_before_its_mesh, 4, odd)
+@pytest.mark.parametrize("outlier", [0, 2])
+def test_rank_that_raises_before_its_mesh(forked: Forked, outlier: int) -> None:
+    ended = forked(programs.raises_before_its_mesh, 4, outlier)
     assert statuses(ended) == [1] * 4
-    for rank in {0, 1, 2, 3} - {odd}:
+    for rank in {0, 1, 2, 3} - {outlier}:
         assert "cannot start: it raised ValueError before it made a mesh: no such file: config.toml" in ended[rank].output
         assert "of the child" not in ended[rank].output
 
@@ -110,7 +110,7 @@ def test_reused_store(forked: Forked) -> None:
     assert all("ValueError: no more data" in rank.output for rank in first)
     again = attempt("1")
     assert statuses(again) == [0] * 4
-    assert [rank.output for rank in again] == ["result 40.0 watch on\n"] * 4
+    assert [rank.output for rank in again] == ["result 40.0 monitor on\n"] * 4
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_every_attempt_of_torchrun_ends_and_the_next_one_starts_clean(tmp_path: 
     command = [sys.executable, *command, "-m", "tests.mesh.monitor.attempts"]
     found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("result 10.0 watch on") == 4
+    assert found.stdout.count("result 10.0 monitor on") == 4
     said = found.stderr
     assert said.count("PeerError: rank 2 raised ValueError: attempt 0") >= 3  # those of later attempts do not hear it again
     assert said.count("StallError: ranks 0, 1, 3 have waited") >= 6

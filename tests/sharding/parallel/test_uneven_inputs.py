@@ -165,7 +165,7 @@ def test_a_language_model_on_short_and_missing_batches():
 
     def train(batches, mesh):
         torch.manual_seed(0)
-        reshard = train_lm.leave if mesh is None else train_lm.reshard
+        reshard = train_lm.keep_layout if mesh is None else train_lm.reshard
         model = train_lm.GPT(dataclasses.replace(size, s=8), reshard).double()
         if mesh is not None:
             distribute_module(model, mesh, train_lm.place_weights, src_data_rank=None)

@@ -77,7 +77,7 @@ def test_row_of_an_earlier_round_is_ignored(four: list[Hand]) -> None:
 
 # -- mismatches --------------------------------------------------------------------------------------------------------
 
-ODD_CALLS = {
+OUTLIER_CALLS = {
     "operation": {"op": "all_gather", "how": ""},
     "reduction": {"how": "max"},
     "dtype": {"dtype": torch.float64},
@@ -87,21 +87,21 @@ ODD_CALLS = {
 }
 
 
-@pytest.mark.parametrize("field", ODD_CALLS)
-@pytest.mark.parametrize("odd", range(4))
-def test_outlier_of_four_ranks(four: list[Hand], field: str, odd: int) -> None:
-    rest = [rank for rank in range(4) if rank != odd]
+@pytest.mark.parametrize("field", OUTLIER_CALLS)
+@pytest.mark.parametrize("outlier", range(4))
+def test_outlier_of_four_ranks(four: list[Hand], field: str, outlier: int) -> None:
+    rest = [rank for rank in range(4) if rank != outlier]
     call_on(four, *rest, note="f32[4] @ P() -> P()")
-    four[odd].call(**{"note": "f32[4] @ P() -> P()"} | ODD_CALLS[field])  # type: ignore[arg-type]
+    four[outlier].call(**{"note": "f32[4] @ P() -> P()"} | OUTLIER_CALLS[field])  # type: ignore[arg-type]
     verdicts = [rank.diagnosed() for rank in four]
     assert verdicts == [verdicts[0]] * 4
     found = verdicts[0]
     assert found is not None
-    assert (found.kind, found.ranks, found.field) == ("mismatch", (odd,), field)
-    assert found.seen[0].rank == odd
+    assert (found.kind, found.ranks, found.field) == ("mismatch", (outlier,), field)
+    assert found.seen[0].rank == outlier
     assert {seen.rank for seen in found.seen} == {0, 1, 2, 3}
     assert all(seen.place.rpartition("/")[2].startswith("hands.py:") for seen in found.seen)
-    assert f"rank {odd} called another collective than ranks {', '.join(map(str, rest))}" in found.text
+    assert f"rank {outlier} called another collective than ranks {', '.join(map(str, rest))}" in found.text
 
 
 def test_the_source_of_a_broadcast(four: list[Hand]) -> None:
@@ -167,14 +167,14 @@ def test_unlike_compares_all_three_hashes() -> None:
     ],
 )
 def test_rank_with_its_own_line_and_tensor(ours, theirs, layout: int, expected: bool) -> None:
-    pages = TraceBuffer.private(0, 2), TraceBuffer.private(1, 2)
-    for page, lines in zip(pages, (ours, theirs), strict=True):
+    buffers = TraceBuffer.private(0, 2), TraceBuffer.private(1, 2)
+    for buffer, lines in zip(buffers, (ours, theirs), strict=True):
         for line in lines:
-            page.note_line(line)
+            buffer.note_line(line)
     one, other = lineage(1, 2, 3, 7), lineage(4, 5, 6, layout)
-    assert differ(one, pages[0], other, pages[1]) is differ(other, pages[1], one, pages[0]) is expected
-    assert not differ(one, pages[0], lineage(1, 5, 6, layout), pages[1])
-    assert differ(one, None, other, pages[1])
+    assert differ(one, buffers[0], other, buffers[1]) is differ(other, buffers[1], one, buffers[0]) is expected
+    assert not differ(one, buffers[0], lineage(1, 5, 6, layout), buffers[1])
+    assert differ(one, None, other, buffers[1])
 
 
 def test_healthy_rank_with_its_own_line_is_not_an_outlier(four: list[Hand]) -> None:

@@ -36,7 +36,7 @@ def record(buffer: TraceBuffer, number: int, call: str, place: str = "train.py:1
     buffer.write_record(number, (number, buffer.text(call), buffer.text(place), 10, 20, 7, 100, 200))
 
 
-# -- copies of pages ---------------------------------------------------------------------------------------------------
+# -- copies of trace buffers --------------------------------------------------------------------------------------------
 
 
 def carry(source: BufferSource, copy: BufferCopy) -> int:

@@ -46,7 +46,7 @@ def two(tmp_path: Path) -> list[Hand]:
 
 
 def test_files_are_allocated_before_they_are_mapped(tmp_path: Path) -> None:
-    found = make_file(tmp_path / "page", BUFFER_BYTES).stat()
+    found = make_file(tmp_path / "buffer", BUFFER_BYTES).stat()
     assert found.st_size == BUFFER_BYTES
     assert found.st_blocks * 512 >= BUFFER_BYTES
 
@@ -248,7 +248,7 @@ def test_giving_up_does_not_block_with_the_main_thread(capsys: pytest.CaptureFix
 
 def assert_all_train(ended: list[Ended], monitor: str, warnings: int) -> None:
     assert statuses(ended) == [0] * 4, [rank.output for rank in ended]
-    assert all(f"result 40.0 watch {monitor}" in rank.output for rank in ended)
+    assert all(f"result 40.0 monitor {monitor}" in rank.output for rank in ended)
     assert sum(rank.output.count("this job is not monitored") for rank in ended) == warnings
 
 
@@ -274,7 +274,7 @@ def test_folder_that_fills_up_later(forked: Forked) -> None:
     """All memory was allocated at the start: even a verdict has room."""
     ended = forked(programs.fills_up, 4, mounts={"watch": "size=16m"})
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
 
 
 def test_read_only_folder(forked: Forked) -> None:
@@ -307,7 +307,7 @@ def test_folder_deleted_before_all_ranks_have_opened_it(forked: Forked) -> None:
 def test_folder_deleted_later_is_harmless(forked: Forked) -> None:
     ended = forked(programs.vanishes, 4, "late")
     assert statuses(ended) == [1] * 4
-    assert all("result 40.0 watch on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
+    assert all("result 40.0 monitor on" in rank.output and "ValueError: no more data" in rank.output for rank in ended)
 
 
 def test_folder_deleted_repeatedly(forked: Forked) -> None:

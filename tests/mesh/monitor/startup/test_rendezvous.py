@@ -96,15 +96,15 @@ def test_rank_that_serves_the_store_cannot_start(start: Starter) -> None:
     assert "cannot start: WORLD_SIZE='three': it must be a whole number" in text
 
 
-@pytest.mark.parametrize(("odd", "size"), [(2, "8"), (0, "2")])
-def test_another_world_size(odd: int, size: str, start: Starter) -> None:
+@pytest.mark.parametrize(("outlier", "size"), [(2, "8"), (0, "2")])
+def test_another_world_size(outlier: int, size: str, start: Starter) -> None:
     envs = by_hand(4)
-    envs[odd]["WORLD_SIZE"] = size
+    envs[outlier]["WORLD_SIZE"] = size
     outcomes = start(envs)
     text = the_error(outcomes)
-    rest = ", ".join(str(rank) for rank in range(4) if rank != odd)
-    assert text.startswith(f"rank {odd} does not fit the others:\n  WORLD_SIZE: rank {odd} has {size}, ranks {rest} have 4")
-    assert f"rank {odd} is process {outcomes[odd].pid} on host" in text
+    rest = ", ".join(str(rank) for rank in range(4) if rank != outlier)
+    assert text.startswith(f"rank {outlier} does not fit the others:\n  WORLD_SIZE: rank {outlier} has {size}, ranks {rest} have 4")
+    assert f"rank {outlier} is process {outcomes[outlier].pid} on host" in text
 
 
 def test_another_version_of_torch_and_another_setting(start: Starter) -> None:

@@ -85,7 +85,7 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
 
 
 @pytest.mark.parametrize(
-    ("histories", "stuck", "odd"),
+    ("histories", "stuck", "outlier"),
     [
         (["ar:x ar:x", "ar:x b:d", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), (0,)),
         (["ar:x ar:x", "ar:x ar:x", "ar:x b:d", "ar:x b:d"], (1, 1, 1, 1), ()),
@@ -96,5 +96,5 @@ def buffers(*histories: str) -> dict[int, TraceBuffer]:
         (["b:d ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x", "ar:x b:d ar:x"], (3, 2, 2, 2), ()),  # too long ago
     ],
 )
-def test_rank_that_left_the_order(histories: list[str], stuck: tuple[int, ...], odd: tuple[int, ...]) -> None:
-    assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == odd
+def test_rank_that_left_the_order(histories: list[str], stuck: tuple[int, ...], outlier: tuple[int, ...]) -> None:
+    assert left_the_order(buffers(*histories), dict(enumerate(stuck))) == outlier
